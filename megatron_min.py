@@ -30,21 +30,23 @@ Words       token        an integer that stands for a piece of text
                          where a round is a micro-batch of each of these ranks
             blend        several corpora mixed by weights
             weight       of a corpus in a blend: its share of the samples
-            rank         one process of a training job; usually each rank has one GPU
+            rank         one process of a training job; usually each rank has one GPU.  In section 8
+                         it is a data-parallel rank, which several processes may share.
 
   +-- "document" --------------------------------------------------------------------------------+
   | In sections 1 and 2, and in the tools of part III, a document is a text.  document_indices,  |
   | an array of the .idx file, says which sequences a text is.  Training does not use it.        |
   |                                                                                              |
-  | From section 3 on, a document is a sequence of the .idx file.  Upstream calls sequences so   |
-  | there, as nearly always a text is one sequence.  document_index, an array of section 4, is   |
-  | the order in which sequences are read.  It has nothing to do with document_indices.          |
+  | From section 3 on, a document is a sequence of the .idx file: upstream uses the word so too, |
+  | as nearly always a text is one sequence.  document_index, an array of section 4, is the      |
+  | order in which sequences are read.  It has nothing to do with document_indices (although one |
+  | argument of a function of upstream's, in section 4, has that name).                          |
   +----------------------------------------------------------------------------------------------+
 
 Notation    S  tokens in a sample (sequence_length)     D  sequences in a split
             T  tokens in one epoch of a split           E  epochs over the split
-            N  samples in a dataset                     x  1 if a sample has one token more, so that
-                                                           its last input has a label, else 0
+            N  samples in a dataset                     x  1: a sample is S + 1 tokens, so that
+                                                           each input has a label; else 0
             j  a sample's number in the stream          k  its number in the dataset
             sequence_length is upstream's name for S, the length of a sample; the lengths of
             sequences are sequence_lengths
@@ -65,7 +67,7 @@ Part I, the path of a token
 Part II, the workshop
     11. Whole files               how does a file appear whole, or not at all?
     12. The index cache           when may arrays made earlier be used again?
-    13. Object storage            how are tokens read over a network?
+    13. Object storage            how are tokens read that are not mapped, as over a network?
     14. The loader and its state  how is a batch ready early, and what does a checkpoint keep?
     15. One error for every rank  what do the other ranks do when one of them fails?
     16. The C kernels             where is each loop made fast, and how is C switched on and off?
@@ -103,7 +105,9 @@ import numbers
 import operator
 import os
 import pathlib
+import pickle
 import pkgutil
+import random
 import re
 import secrets
 import shutil
@@ -158,6 +162,103 @@ class DatasetFormatError(ValueError):
 
     The message names the file, the field, what was wanted and what was found.
     """
+
+
+# -- small tools of all sections -------------------------------------------------------------------
+
+
+def _format_error(path, field, wanted, got):
+    """The error that names the four things a reader of the message needs."""
+    return DatasetFormatError(f"{path}: {field}: wanted {wanted}, got {got}")
+
+
+def _position(idx, n, name):
+    """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
+    i = operator.index(idx)
+    if not -n <= i < n:
+        raise IndexError(f"index {i} of {name}, which has {n} entries")
+    return i % n
+
+
+def _name(dataset):
+    """What to call a dataset in a message: its path, or its class."""
+    path = getattr(dataset, "dataset_path", None)
+    return type(dataset).__name__ if path is None else str(path)
+
+
+def _ceil_div(a, b):
+    """The least whole number that is at least a / b, without the rounding of a float."""
+    return -(-a // b)
+
+
+def _md5(data):
+    """Hex digest of a text or bytes, for names and comparisons; it protects nothing."""
+    if isinstance(data, str):
+        data = data.encode()
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
+def _is_remote(path: str | os.PathLike) -> bool:
+    """Return True for a name such as s3://bucket/corpus, and False for a path.
+
+    >>> _is_remote("s3://bucket/corpus.idx"), _is_remote("data/corpus.idx")
+    (True, False)
+    """
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)) is not None
+
+
+def _absolute(path):
+    """A path that stays right when the process changes its folder; a URL stays as it is."""
+    return path if _is_remote(path) else os.path.abspath(path)
+
+
+def _attribute(tokenizer, name):
+    """An attribute of a tokenizer; None if there is none, or if it says NotImplementedError."""
+    try:
+        return getattr(tokenizer, name, None)
+    except NotImplementedError:
+        return None
+
+
+def _import_extra(module, user):
+    """Import a module of a package that is not required; user is what needs it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        raise ImportError(f"{user}: {error}: pip install {package}") from None
+
+
+# What it means that the system has nothing left for a file, and which limit says so.
+_LIMITS = {
+    errno.EMFILE: "this process has too many open files: see ulimit -n",
+    errno.ENFILE: "all processes together have too many open files: see fs.file-max",
+    errno.ENOMEM: "no memory, or no memory map, is left: see vm.max_map_count",
+}
+
+
+@contextlib.contextmanager
+def _limits_named(path):
+    """Have the error of a system that has nothing left for a file name the file and the limit."""
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        code = errno.ENOMEM if isinstance(error, MemoryError) else error.errno
+        if code not in _LIMITS:
+            raise
+        raise OSError(code, _LIMITS[code], os.fspath(path)) from None
+
+
+def _is_distributed() -> bool:
+    """Whether this process is a rank of a torch.distributed job."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _rank(group=None) -> int:
+    """This process's rank in the group, by default of the whole job; 0 without a job."""
+    if not _is_distributed():
+        return 0
+    return torch.distributed.get_rank(group)
 
 
 # ==============================================================================
@@ -267,7 +368,7 @@ class _MappedTokens:
     """The tokens of a .bin file that is mapped into memory.
 
     A read is a view: nothing is copied, and the view keeps the mapping alive.  The two other places
-    that tokens come from have the same two methods: _FileTokens, and _RemoteFile in section 13.
+    that tokens come from have the same two methods: _FileTokens and _RemoteFile, in section 13.
     """
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
@@ -282,39 +383,30 @@ class _MappedTokens:
         return [self.read(first, count) for first, count in spans]
 
 
-class _FileTokens(_MappedTokens):
-    """The same of a .bin file that stays open; a read is a new array."""
-
-    def __init__(self, path: str | os.PathLike, dtype: type) -> None:
-        self.path = os.fspath(path)
-        self.dtype = np.dtype(dtype)
-        self._file = open(path, "rb", buffering=0)
-        weakref.finalize(self, self._file.close)  # closes the file when this object is gone
-
-    def read(self, first: int, count: int) -> np.ndarray:
-        """Return count tokens from token first on; DatasetFormatError if the file ends before."""
-        begin = first * self.dtype.itemsize
-        size = count * self.dtype.itemsize
-        content = bytearray()
-        while len(content) < size:  # the system may return a part of what is there
-            place = begin + len(content)
-            part = os.pread(self._file.fileno(), size - len(content), place)
-            if not part:
-                raise _format_error(self.path, f"bytes at {begin}", size, len(content))
-            content += part
-        return np.frombuffer(content, self.dtype)
-
-
 def _map_file(path: str | os.PathLike) -> np.ndarray:
     """Map a file into memory, read-only, as an array of bytes that keeps its mapping alive."""
     if os.path.getsize(path) == 0:
         return np.empty(0, np.uint8)  # an empty file cannot be mapped
-    return np.asarray(np.memmap(path, np.uint8, "r"))
+    with _limits_named(path):
+        return np.asarray(np.memmap(path, np.uint8, "r"))
+
+
+# A mapping holds a file descriptor, and one of the system's 65,530 maps.  Hundreds of corpora would
+# use them up, so a file of so few bytes is read instead.
+_FEW_BYTES = 64 << 10
+
+
+def _read_or_map_file(path: str) -> np.ndarray:
+    """The bytes of a file, as a read-only array: read if they are few, else mapped."""
+    if os.path.getsize(path) > _FEW_BYTES:
+        return _map_file(path)
+    with _limits_named(path), open(path, "rb") as file:
+        return np.frombuffer(file.read(), np.uint8)
 
 
 # A file may be damaged, cut short or forged, so nothing of it is used unchecked:
 #
-#   what              when                              against
+#   what              when                              what is checked
 #   header and sizes  at every open, in O(1)            the table above, the size of the .bin
 #   first and last    at every open, in O(1)            documents run from 0 to n, and the last
 #   entries                                             sequence ends where the .bin ends
@@ -354,6 +446,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         object_storage_config: typing.Any = None,
         check: bool = False,
     ) -> None:
+        _refuse_passwords(path_prefix)
         self.path_prefix = os.fspath(path_prefix)
         self.multimodal = multimodal
         self.mmap = mmap
@@ -361,14 +454,16 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.check = check
         self._verified = False
         self._fingerprint = None  # made when it is asked for
-        self._idx_path = get_idx_path(self.path_prefix)
-        self._bin_path = get_bin_path(self.path_prefix)
+        self.is_record_compared = False  # with the tokenizer of a config, see section 18
+        self.absolute_prefix = _absolute(self.path_prefix)
+        self._idx_path = get_idx_path(self.absolute_prefix)
+        self._bin_path = get_bin_path(self.absolute_prefix)
         self._idx_stamp = _file_stamp(self._idx_path)  # its size and its time
         if _is_remote(self._idx_path):
             copied = _fetch_index(self._idx_path, self._idx_stamp, object_storage_config)
-            self._content = _map_file(copied)
+            self._content = _read_or_map_file(copied)
         else:
-            self._content = _map_file(self._idx_path)
+            self._content = _read_or_map_file(self._idx_path)
         content = self._content
         code, n, m = self._read_header()
         self.dtype = DType.dtype_from_code(code)
@@ -397,11 +492,12 @@ class IndexedDataset(torch.utils.data.Dataset):
             raise _format_error(path, "magic, version", (_MAGIC, _VERSION), (magic, version))
         if not 1 <= code <= 8:
             raise _format_error(path, "dtype code", "1 to 8", code)
-        sizes = {"with modes": 34 + 13 * n + 8 * m}
-        if not self.multimodal:
-            sizes["without modes"] = 34 + 12 * n + 8 * m
-        if found not in sizes.values():
-            raise _format_error(path, "file size", sizes, found)
+        without_modes = 34 + 12 * n + 8 * m
+        if found not in (without_modes, without_modes + n):
+            wanted = f"{without_modes}, or with modes {without_modes + n}"
+            raise _format_error(path, "file size", wanted, found)
+        if self.multimodal and found < without_modes + n:
+            raise _format_error(path, "file size", f"{without_modes + n}, with modes", found)
         return code, n, m
 
     def _check_ends(self):
@@ -431,9 +527,8 @@ class IndexedDataset(torch.utils.data.Dataset):
             tokens = _MappedTokens(self._bin_path, self.dtype)
         else:
             tokens = _FileTokens(self._bin_path, self.dtype)
-        # Another process may replace the pair meanwhile.  It does so in this order: the old .idx
-        # goes, the new .bin comes, the new .idx comes (section 11).  So if the .idx is the same
-        # before and after the .bin was opened, they belong together.
+        # Another process may replace the pair meanwhile.  The order in which it does (section 11)
+        # makes this enough: the .idx is the same before and after the .bin was opened.
         if _file_stamp(self._idx_path) != self._idx_stamp:
             wanted = "one that stays while it is opened"
             raise _format_error(self._idx_path, "file", wanted, "another")
@@ -490,8 +585,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         length = size - offset if length is None else operator.index(length)
         if offset < 0 or length < 0 or offset + length > size:
             wanted = f"tokens {offset} to {offset + length} of sequence {i}"
-            path = _hide_credentials(self.path_prefix)
-            raise IndexError(f"{path}: wanted {wanted}, which has {size}")
+            raise IndexError(f"{self.path_prefix}: wanted {wanted}, which has {size}")
         return start + offset, length
 
     def verify(self) -> None:
@@ -504,7 +598,9 @@ class IndexedDataset(torch.utils.data.Dataset):
             return
         wanted = "the end of the sequence before it"
         self._refuse_first("sequence_pointers", 0, self.sequence_pointers[:1] != 0, wanted)
-        size = 1 << 15  # entries of a chunk: its arrays stay in the CPU's cache
+        # In chunks, whose arrays stay in the CPU's cache: whole ones take four times as long, and
+        # 32 GB for a billion sequences.
+        size = 1 << 15
         for low in range(0, max(len(self), len(self.document_indices)), size):
             # Copies, for the file has these arrays at odd addresses, which numpy reads slowly.
             num_bytes = self.sequence_lengths[low : low + size].astype(np.int64)
@@ -529,6 +625,7 @@ class IndexedDataset(torch.utils.data.Dataset):
     @staticmethod
     def exists(path_prefix: str | os.PathLike) -> bool:
         """Return True if both files of the pair exist."""
+        _refuse_passwords(path_prefix)
         try:
             _file_stamp(get_idx_path(path_prefix))
             _file_stamp(get_bin_path(path_prefix))
@@ -548,8 +645,9 @@ class IndexedDataset(torch.utils.data.Dataset):
     def fingerprint(self) -> dict:
         """Return what tells these data from others, wherever the files lie and whenever they came.
 
-        A flat dict, as JSON has it: the sizes of both files, a CRC-32 of all lengths, and one of the
-        first and the last 4,096 bytes of the .bin.  Cost: reads 4 bytes of each sequence, once.
+        A flat dict, as JSON has it: the sizes of both files, a CRC-32 of all lengths, and one of
+        the first and the last 4,096 bytes of the .bin.  Cost: 4 bytes of each sequence are read,
+        once.
         """
         if self._fingerprint is None:
             some = min(4096 // self._token_bytes, self.num_tokens)
@@ -562,43 +660,31 @@ class IndexedDataset(torch.utils.data.Dataset):
             }
         return self._fingerprint
 
-    # ---- The rest of the class is for caches (section 12) and pickles.  Skip it.
+    # ---- how a manifest (section 12) and a pickle know the pair again
 
-    def identity(self) -> dict:
-        """Return what tells this .idx from a later one: its size, its time, and both its ends."""
-        ends = self._content[:4096].tobytes() + self._content[-4096:].tobytes()
-        return {
-            "idx_size": self._idx_stamp["size"],
-            "idx_mtime_ns": self._idx_stamp["changed"],
-            "idx_ends": _md5(ends),
-        }
+    def note(self) -> dict:
+        """Return what may be noted of these data: their fingerprint, and which .idx has it."""
+        return {"idx": self._idx_stamp, "fingerprint": self.fingerprint()}
+
+    def is_noted(self, note: dict) -> bool:
+        """Are these the data of a note?  An .idx of the same size and time is not read again."""
+        if note["idx"] == self._idx_stamp:
+            self._fingerprint = note["fingerprint"]
+        return note["fingerprint"] == self.fingerprint()
 
     def __reduce__(self):
         """Pickle the path: who unpickles it opens the pair again."""
-        arguments = [self.path_prefix, self.multimodal, self.mmap]
+        arguments = [self.absolute_prefix, self.multimodal, self.mmap]
         arguments += [self.object_storage_config, self.check]
-        return type(self), tuple(arguments), [self._idx_stamp, self._bin_stamp]
+        return type(self), tuple(arguments), self.note()
 
-    def __setstate__(self, stamps):
-        """Refuse files that were opened just now, and are not those of the pickle."""
-        found = [self._idx_stamp, self._bin_stamp]
-        if found != stamps:
+    def __setstate__(self, note):
+        """Refuse a pair that was opened just now, and is another than that of the pickle."""
+        if not self.is_noted(note):
+            wanted = note["fingerprint"]
             reason = "the pair was replaced after the dataset was pickled: build it again"
-            raise _format_error(self.path_prefix, "files", stamps, f"{found}: {reason}")
-
-
-def _position(idx, n, name):
-    """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
-    i = operator.index(idx)
-    if not -n <= i < n:
-        raise IndexError(f"index {i} of {_hide_credentials(name)}, which has {n} entries")
-    return i % n
-
-
-def _format_error(path, field, wanted, got):
-    """The error that names the four things a reader of the message needs."""
-    sentence = f"{path}: {field}: wanted {wanted}, got {got}"
-    return DatasetFormatError(_hide_credentials(sentence))  # a path may be a URL with a password
+            found = f"{self.fingerprint()}: {reason}"
+            raise _format_error(self.path_prefix, "fingerprint", wanted, found)
 
 
 def _file_stamp(path: str | os.PathLike) -> dict:
@@ -619,9 +705,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     Use a builder in a with block: the block ends in finalize(), with the .idx beside the .bin, or,
     if an exception ends it, without any file.  Without a with block, call finalize() yourself: a
     builder that goes before leaves no file.
-    Wrong input is a ValueError, or a TypeError where a length or a mode is no integer, before
-    anything of it is written.  After a write that failed, as on a full disk, nothing more can be
-    added; a with block that caught this error ends in a ValueError.
+    Wrong input is a ValueError, or a TypeError where a length or a mode is no integer, before any
+    of it is written.  After a write that failed, as on a full disk, nothing more can be added.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     prefix = os.path.join(folder, "pair")
@@ -640,7 +725,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self.sequence_lengths = array.array("i")  # int32
         self.sequence_modes = array.array("b")  # int8
         self.document_indices = array.array("q", [0])  # int64
-        self._bin = _NewFile(bin_path)  # it has a temporary name until _commit_pair(), section 11
+        self._bin = _NewFile(bin_path)  # appears under its name when it is whole (section 11)
         self._is_final = False  # True once finalize() has made the pair
 
     def add_document(
@@ -669,7 +754,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     def add_index(self, path_prefix: str | os.PathLike) -> None:
         """Append a whole pair of the same dtype: its bytes are copied, its documents renumbered.
 
-        ValueError for modes that would be lost, too, and for the pair that is being written.
+        ValueError where modes would be lost.  ValueError for the pair that is being written.
         """
         source = get_bin_path(path_prefix)
         target = self._bin.path
@@ -786,24 +871,24 @@ def _encode_tokens(values, dtype):
     """Tensor, array or list -> bytes: these ids as a .bin file of this dtype has them.
 
     ValueError at the first id that does not fit, where upstream may wrap it.  Tokens of a
-    floating-point dtype, which the format knows too, are converted as numpy does.
+    floating-point dtype, which the format knows too, are rounded.
     """
     if isinstance(values, torch.Tensor):
         values = values.numpy(force=True)  # from any device
     if isinstance(values, list):
-        # For integers that fit this is faster than np.asarray(), which looks for their least common
-        # dtype first.  A list of anything else falls through.
-        with contextlib.suppress(TypeError, OverflowError):
-            return array.array(dtype.char, values).tobytes()
-    ids = np.asarray(values).reshape(-1)
-    if ids.dtype == dtype or dtype.kind == "f" or len(ids) == 0:
-        return ids.astype(dtype, copy=False).tobytes()
+        try:  # for integers that fit, in half the time that numpy takes
+            return struct.pack(f"{len(values)}{dtype.char}", *values)
+        except (struct.error, TypeError, OverflowError):
+            pass
+    ids = np.asarray(values).ravel()
+    if dtype.kind == "f" or len(ids) == 0:
+        return ids.astype(dtype).tobytes()
     if ids.dtype.kind == "U":  # decimal strings
         ids = np.array([int(text) for text in ids])
     if ids.dtype.kind not in "biu":  # bool, signed, unsigned
-        raise ValueError(f"{dtype} tokens must be integers, got {ids.dtype}")
+        raise ValueError(f"{dtype} tokens must be integers, below 2**63, got {values!s:.60}")
     tokens = ids.astype(dtype)
-    misfits = np.flatnonzero(tokens != ids)
+    misfits = (tokens != ids).nonzero()[0]
     if len(misfits):
         at = misfits[0]
         raise ValueError(f"token {ids[at]} at {at} does not fit {dtype}: choose a larger dtype")
@@ -845,8 +930,8 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 # A line is a document; only blank lines do not count.  A document becomes one sequence, or, if the
 # text is a list of sentences, one sequence for each sentence that has tokens.  The end-of-document
 # token, eod, tells a model where one text stops and an unrelated one begins.  It is added only with
-# append_eod=True, which is not the default.  Without it, the fields of section 3 that look for eods
-# find none.
+# append_eod=True, which is not the default.  Without it, reset_position_ids, reset_attention_mask
+# and eod_mask_loss of section 3 find none.
 #
 # A document without tokens becomes no sequence and gets no eod.  But it has its entry in
 # document_indices, where the number of sequences is repeated.  So the pair has a document for each
@@ -854,12 +939,12 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #
 # A tokenizer is any object with these attributes; there is no class to inherit from:
 #
-#   vocab_size           how many ids there are; fewer than 65500 are stored as uint16, else int32
+#   vocab_size           one more than the highest id; below 65500 (upstream's number) ids are
+#                        stored as uint16, else as int32
 #   eod                  the id that ends a document
-#   pad                  may be missing.  Samples have one length; where the config keeps a last one
-#                        of too few tokens (section 3), this id fills it up, and has no loss
+#   pad                  may be missing: the id that fills up a sample that is too short (section 5)
 #   tokenize(text)       str -> list of ids
-#   detokenize(ids)      ids -> str
+#   detokenize(ids)      ids, in a list, array, tensor or iterator -> str
 #   unique_identifiers   a dict that can be written as JSON and says which tokenizer this is, so
 #                        that arrays cached with one tokenizer are not used again with another
 #   tokenize_batch       (texts) -> the ids of each; it may be missing, as it is for speed alone: a
@@ -958,6 +1043,7 @@ def encode_jsonl(
     """
     if tokenizer is None:
         tokenizer = ByteTokenizer()
+    _check_tokenizer_of_corpus(tokenizer, append_eod)
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     with IndexedDatasetBuilder(get_bin_path(output_prefix), dtype) as builder:
         # Lines are read as bytes: in text mode Python would also end a line at a lone "\r".
@@ -1079,12 +1165,8 @@ class BlendedMegatronDatasetConfig:
     sequence_length             S, in tokens
     blend                       ([prefix, ...], [weight, ...] or None)
     blend_per_split             a list of three: for each split such a blend, or None
-    multiple_validation_sets    for a loss of each corpus: with blend_per_split, valid is not mixed
-                                but becomes a list of datasets, one for each of its corpora, where
-                                it has several
-    full_validation             for upstream's trainer, which then validates on all samples.  Here
-                                it does one thing: with multiple_validation_sets the number of
-                                samples of valid must be given as None, which means all of them
+    multiple_validation_sets    for a loss of each corpus: valid becomes a list with a dataset for
+                                each of its corpora (needs blend_per_split)
     split                       shares of train, valid, test, such as "98,1,1"
     split_matrix                made from split: the (begin, end) of each, as fractions of a corpus
     num_dataset_builder_threads how many corpora are built side by side
@@ -1094,20 +1176,18 @@ class BlendedMegatronDatasetConfig:
     mmap_bin_files              False: read the tokens with os.pread instead of mapping the file
     mock                        made from the blends: True if there is none; then split is 1,1,1
     tokenizer                   an object as in section 2: its eod and its pad are used
-    mid_level_dataset_surplus   a spare for rounding: by how much more samples are prepared of each
-                                corpus of a blend with weights than its share is, so that none runs
-                                out; 0.005 is half a percent
-    allow_ambiguous_pad_tokens  pad with the tokenizer's pad id even where eod or another special
-                                token has the same id; if False, padding is -1 in this case.  A
-                                label that equals the pad id has no loss.  So if eod were the pad
-                                id, no model would learn to end a text
-    blend_phases                not of upstream: for a mix that changes during training, such as
-                                more code at its end.  [(samples, weights), ...] follow each other,
-                                instead of the weights of the training blend (section 6).  Use
-                                stable_order with it: a phase that is added takes more samples of
-                                each corpus, and those before must stay as they were
-    Accepted, without effect    fast_cache_load, defer_npy_index_mmap: a cached array is always
-                                opened at its first access, and not before
+    mid_level_dataset_surplus   samples prepared of each corpus of a blend beyond its share: 0.005
+                                is half a percent (section 7)
+    allow_ambiguous_pad_tokens  labels that equal the pad id have no loss, so if eod were the pad
+                                id, no model would learn to end a text.  So where the pad id is also
+                                that of another special token, -1 stands for padding inside
+                                (section 5), unless this is True
+    blend_phases                not of upstream: weights that change during training, such as for
+                                more code at its end (section 6).  [(samples, weights), ...] instead
+                                of the weights of the training blend
+    Accepted, without effect    fast_cache_load, defer_npy_index_mmap; and full_validation, but with
+                                multiple_validation_sets it demands that the size of valid, in
+                                section 7, is None: all samples
 
     ValueError for a field that is wrong, and for fields that do not go together.
 
@@ -1136,6 +1216,7 @@ class BlendedMegatronDatasetConfig:
     blend_phases: list | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        _refuse_passwords([self.blend, self.blend_per_split])
         self._check_numbers()
         if self.blend_per_split is not None and any(self.blend_per_split):
             if self.blend is not None or self.split is not None:
@@ -1218,44 +1299,21 @@ def _read_weights(weights, names):
     return weights
 
 
-def _drop_zero_weights(items, weights):
-    """The items whose weights are not 0, and these weights."""
+def _drop_zero_weights(items, weights, names):
+    """The items of these names whose weights are not 0, and these weights; the others are noted."""
+    dropped = [str(name) for name, weight in zip(names, weights, strict=True) if not weight]
+    if dropped:
+        log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
     kept = [(item, weight) for item, weight in zip(items, weights, strict=True) if weight]
     return [item for item, _ in kept], [weight for _, weight in kept]
-
-
-def _as_phases(phases, names):
-    """Phases (section 6) as [(samples, normalized weights), ...]; ValueError for what is none.
-
-    Only weights that are not 0 are normalized: np.sum() adds in groups, and zeros in between would
-    put the others into other groups, and so change the last bit of the sum.  A blend takes its
-    next sample from the corpus that is furthest behind its share; where two are nearly equal, that
-    bit would decide which, and the order would change.
-    """
-    if not isinstance(phases, (list, tuple)) or len(phases) == 0:
-        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
-    checked = []
-    for number, phase in enumerate(phases):
-        try:
-            samples, weights = phase
-            samples = operator.index(samples)
-            weights = _read_weights(weights, names)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"phase {number}: {error}") from None
-        if samples < 1:
-            raise ValueError(f"phase {number}: wanted 1 sample or more, got {samples}")
-        shares = np.array(weights, np.float64)
-        is_used = shares > 0
-        shares[is_used] = normalize(shares[is_used])
-        checked.append((samples, shares.tolist()))
-    return checked
 
 
 @dataclasses.dataclass
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     """The config of GPTDataset.  Upstream: GPTDatasetConfig.
 
-    These fields come on top of those of the base class, and a tokenizer is needed:
+    These fields come on top of those of the base class.  A tokenizer is needed: an object, with
+    unique_identifiers, and with eod where one of the first three of these fields is used.
 
     reset_position_ids       positions restart after every eod token (None is False)
     reset_attention_mask     no token attends across an eod token
@@ -1299,8 +1357,10 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tokenizer is None:
-            raise ValueError("a GPTDatasetConfig needs a tokenizer, for its eod")
+        names = ["unique_identifiers"]
+        if self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss:
+            names.append("eod")
+        _check_tokenizer(self.tokenizer, names)
         if self.hybrid_context_parallel:
             raise ValueError(
                 "hybrid_context_parallel is not supported: use inter_document_masking, and cut "
@@ -1334,6 +1394,7 @@ def get_blend_from_list(
     """
     if blend is None:
         return None
+    _refuse_passwords(blend)
     if isinstance(blend, str):
         raise ValueError(f"wanted a list of prefixes, or of weights and prefixes, got {blend!r}")
     entries = [str(entry).strip() for entry in blend]
@@ -1361,11 +1422,11 @@ def get_blend_from_list(
 # (3) shuffle_index: the samples are shuffled too: sample k of the dataset is sample
 #     shuffle_index[k] of the stream.
 #
-# The cut (2), for a stream of the documents as they are, unshuffled.  A row (d, offset) is a place:
+# The cut (2), for a stream of the documents as they are, unshuffled.  A row (d, offset) means:
 # offset tokens into document_index[d], the d-th document of the stream.  The rows are (0, 0) (1, 0)
 # (2, 1) (2, 5), of which the last says where sample 3 would start:
 #
-#   place     0 1 2 3 4 5 6 7 8 9 ...      sample 0 = a a a a b    inputs a a a a   labels a a a b
+#   token     0 1 2 3 4 5 6 7 8 9 ...      sample 0 = a a a a b    inputs a a a a   labels a a a b
 #   stream    a a a a b b b c c c c c c    sample 1 = b b b c c    inputs b b b c   labels b b c c
 #                                          sample 2 = c c c c c    inputs c c c c   labels c c c c
 #
@@ -1388,10 +1449,6 @@ def get_blend_from_list(
 #
 # The samples (3) are shuffled in the same piles.  A sample that begins in one epoch and ends in the
 # next belongs to the pile of the epoch in which it ends.
-#
-# One exception to "epochs that are added change nothing": where a last, short sample is kept (see
-# count_samples()), an epoch that is added makes it a whole one, which ends in that epoch.  So it
-# moves into that pile, and the samples of the epoch that was last come in another order.
 
 
 def count_samples(
@@ -1443,10 +1500,9 @@ def plan_epochs(
     A run reads only the first num_samples of the shuffled samples.  If the last epoch were shuffled
     together with the others, the run could read more samples of the last epoch than it needs, and
     leave out as many of earlier epochs.  So where few samples of the last epoch are wanted, that
-    epoch is shuffled by itself and comes last.  Few are fewer than 80 %, rounded down, of what one
-    epoch alone holds (as upstream has it; the last epoch may hold one sample more).
+    epoch is shuffled by itself and comes last.  Few: less than int(0.80 * samples of one epoch).
 
-    ValueError for samples of a split without tokens (upstream never returns).  Cost: O(1).
+    ValueError for samples of a split without tokens (upstream loops for ever).  Cost: O(1).
     Upstream: GPTDataset._get_num_epochs.
 
     >>> # 4 are wanted.  One epoch of 13 tokens holds 3, so it takes two, and these hold 6.
@@ -1472,11 +1528,6 @@ def plan_epochs(
     samples_per_epoch = count_samples(tokens_per_epoch, S, True, x)
     separate = wanted_of_final < int(0.80 * samples_per_epoch)
     return EpochPlan(num_epochs, all_samples, separate, before_final)
-
-
-def _ceil_div(a, b):
-    """The least whole number that is at least a / b, without the rounding of a float."""
-    return -(-a // b)
 
 
 def shuffle(items: np.ndarray, random_state: np.random.RandomState) -> None:
@@ -1548,10 +1599,11 @@ def build_sample_idx(
                                    whole one
     add_extra_token_to_sequence    x
     Returns           int32 (N+1, 2); int64 from E*D = 2**31 on.  Row j is (d, offset): sample j
-                      starts at token offset of the d-th document.  Row N is the end of the last
-                      sample, less x tokens: sample N would start there if the last is whole.
-    Raises            TypeError for another dtype; ValueError for S < 1, or too few tokens in the
-                      documents; IndexError for a document that is no sequence
+                      starts at token offset of the d-th document.  Row N is where sample N would
+                      start.
+    Raises            TypeError for another dtype, or a number that is no integer; ValueError for
+                      S < 1, or too few tokens in the documents; IndexError for a document that is
+                      no sequence
     Cost              O(N log(E*D) + E*D) time; in C O(N + E*D), and 8 bytes for each row
     Upstream          helpers.build_sample_idx.  Two things differ, both where a last, short sample
                       is kept: upstream computes N in float32; and with x = 1, where the last
@@ -1561,21 +1613,20 @@ def build_sample_idx(
     >>> build_sample_idx(sizes, np.arange(3, dtype=np.int32), 4, 1, 13).tolist()
     [[0, 0], [1, 0], [2, 1], [2, 5]]
     """
-    S = sequence_length
+    S = operator.index(sequence_length)
     x = int(add_extra_token_to_sequence)
-    tokens = int(num_epochs) * int(tokens_per_epoch)
+    tokens = operator.index(num_epochs) * operator.index(tokens_per_epoch)
     document_index = document_indices  # upstream's name means another array in section 1
-    _check_array(sizes, "sizes", np.int32)
-    _check_array(document_index, "document_indices", np.int32)
-    _check_length_of_stream(len(document_index), S, tokens)
+    _check_stream(sizes, document_index, S, tokens)
     wrong = np.flatnonzero((document_index < 0) | (document_index >= len(sizes)))
     if len(wrong):
         d = wrong[0]  # numpy would take a -1
         raise IndexError(f"document_indices[{d}] is {document_index[d]} of {len(sizes)} sequences")
     N = count_samples(tokens, S, drop_last_partial_sequence, x)
 
-    # Row 0 is (0, 0).  Row j is found from where sample j - 1 ends: j*S + x tokens into the stream,
-    # or, if the last sample is short, at the end of the stream.
+    # Row 0 is (0, 0).  Row j is found from where sample j - 1 ends, j*S + x tokens into the stream:
+    # so with x = 0 a sample that starts with a document is written, as in upstream, as the end of
+    # the document before it, (d, length of d).  A last, short sample ends where the stream ends.
     tokens_read = np.minimum(np.arange(1, N + 1) * S + x, tokens)
     lengths = sizes[document_index]
     if len(lengths) and lengths.min() < 0:
@@ -1589,32 +1640,29 @@ def build_sample_idx(
     d = np.searchsorted(ends, tokens_read)  # the first document that ends there or later
     rows = np.zeros((N + 1, 2), _sample_index_dtype(len(document_index)))
     rows[1:, 0] = d
-    # Sample j begins x tokens before the end of sample j - 1.  With x = 0 a sample that starts with
-    # a document is written as the end of the document before it: (d, length of d).
-    rows[1:, 1] = tokens_read - x - starts[d]
-    if x == 0 and N * S > tokens:
-        # The last sample is short.  With x = 0 row N is the end of the stream, and upstream writes
-        # it as the end of the last document, even if that one is empty.  (With x = 1 row N is one
-        # token before the end, which is never in an empty document: the row above is right.)
+    rows[1:, 1] = tokens_read - x - starts[d]  # sample j begins x tokens before sample j - 1 ends
+    if x == 0 and N * S > tokens:  # upstream's last row of a short sample
         rows[-1] = len(lengths) - 1, lengths[-1]
     return rows
 
 
 def _check_array(values, name, dtype):
     """A 1-D array of this dtype; TypeError or ValueError."""
-    found = getattr(values, "dtype", type(values).__name__)
-    if found != dtype:
+    if not isinstance(values, np.ndarray) or values.dtype != dtype:
+        found = getattr(values, "dtype", type(values).__name__)
         raise TypeError(f"{name} must be an array of {np.dtype(dtype)}, got {found}")
     if values.ndim != 1:
         raise ValueError(f"{name} must be 1-D, got shape {values.shape}")
 
 
-def _check_length_of_stream(num_documents, S, tokens):
-    """So many documents may hold so many tokens: asked before arrays of that length are made."""
-    if not 1 <= operator.index(S) < 2**32:
+def _check_stream(sizes, document_index, S, tokens):
+    """Arrays of documents that may hold so many tokens: asked before larger arrays are made."""
+    _check_array(sizes, "sizes", np.int32)
+    _check_array(document_index, "document_indices", np.int32)
+    if not 1 <= S < 2**32:
         raise ValueError(f"sequence_length must be 1 to 2**32 - 1, got {S}")
-    if not 0 <= tokens <= num_documents * 2**31:
-        raise ValueError(f"{num_documents} documents cannot hold {tokens} tokens")
+    if not 0 <= tokens <= len(document_index) * 2**31:
+        raise ValueError(f"{len(document_index)} documents cannot hold {tokens} tokens")
 
 
 def _sample_index_dtype(num_documents):
@@ -1627,8 +1675,8 @@ def build_shuffle_index(
 ) -> np.ndarray:
     """Return 0 .. N - 1 in two piles: the first num_samples of these shuffled, then the rest.
 
-    num_samples   upstream's name for the samples of the first pile: all, or those that end before
-                  a last epoch that is shuffled by itself
+    num_samples   samples of the first pile (upstream's name): all, or those that end before a last
+                  epoch that is shuffled by itself
     total_size    N
     Returns       uint32 (N,); int64 from N = 2**32 - 2 on
     Upstream      _build_shuffle_index
@@ -1661,6 +1709,8 @@ def build_stable_orders(
                                the stream, see _count_samples_of_epochs()
     random_seed   int          0 to 2**32 - 1
     Returns       document_index, int32 (E*D,), and shuffle_index, uint32 or int64 (N,)
+
+    A last, short sample, where one is kept, changes its pile when an epoch is added.
 
     >>> for sample_edges in [0, 3], [0, 3, 6], [0, 3, 6, 9]:          # 1, 2 and 3 epochs
     ...     document_index, shuffle_index = build_stable_orders([0, 1, 2], sample_edges, 1234)
@@ -1722,62 +1772,23 @@ def _count_samples_of_epochs(
 #   tokens                         b b b c                 all but the last of the five
 #   labels                           b b c c               all but the first
 #
-# The methods pieces(), _read_texts(), _pad() and _write_sample() of GPTDataset say the same in
-# code.
+# In code this is GPTDataset.__getitem__().
 #
 # Where a document ends inside of a sample, the config may ask for positions that count from 0
-# again, for a mask that keeps the documents apart, or for the places where documents start.
-#
-# A batch is a table, and a sample is a row of it.  So batch() writes samples where they stay, and
-# copies none once more.  ds[k] is the only row of a table of one row.
-#
-#   indices      tokens     labels     loss_mask   position_ids
-#   0            b b b c    b b c c    1 1 1 1     0 1 2 3         columns(2) makes the empty table,
-#   2            a a a a    a a a b    1 1 1 1     0 1 2 3         fill() writes samples into rows
+# again, for a mask that keeps the documents apart, or for the places where documents start.  Two
+# things can say where a document starts: reset_position_ids and reset_attention_mask look for eod
+# tokens, inter_document_masking goes by the sequences of the .idx file.
 #
 # document_index, sample_index and shuffle_index depend on the lengths of the documents, the split,
 # the number of samples, S, x, the seed, whether a last short sample is kept, and stable_order, and
-# on nothing else.  So they are built once and cached in files (section 12); every rank and every
-# later job maps the same files.
+# on nothing else.  So they are built once and kept in files (section 12), which every rank reads,
+# and every later job.
 #
-# Python wants base classes first: _SampleTable says how batches are made, and MegatronDataset what
-# the builder expects of a dataset.  A first reading may begin at GPTDataset.
+# Python wants base classes first.  A first reading may begin at GPTDataset.
 
 
-class _SampleTable(torch.utils.data.Dataset):
-    """A dataset whose batches are tables, where its samples come as rows of one.
-
-    fills_rows   True: its samples come as rows of a table.  Then columns(count) makes an empty
-                 table for so many samples, {key: array (count, ...)}, and fill(columns, rows,
-                 indices) writes the samples of these indices into these rows.  False: the samples
-                 of a batch are made one by one, and stacked.
-    """
-
-    fills_rows = False
-
-    def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
-        """Return several samples; torch's DataLoader calls this for each batch."""
-        if not self.fills_rows:
-            return [self[idx] for idx in indices]
-        columns = self._filled(indices)
-        return [_row_of(columns, row) for row in range(len(indices))]
-
-    def batch(self, indices: typing.Sequence[int | None]) -> dict:
-        """Return several samples as one: {key: tensor (B, ...)}."""
-        if not self.fills_rows:
-            return torch.utils.data.default_collate([self[idx] for idx in indices])
-        return {key: torch.from_numpy(values) for key, values in self._filled(indices).items()}
-
-    def _filled(self, indices):
-        """A table of these samples; the row of a None fills up a batch and has no loss."""
-        columns = self.columns(len(indices))
-        self.fill(columns, range(len(indices)), indices)
-        for row, k in enumerate(indices):
-            if k is None:
-                columns["loss_mask"][row] = 0
-        return columns
-
-    # ---- what the files of a cache are named after: see unique_identifiers of the classes below
+class _Identified(torch.utils.data.Dataset):
+    """A dataset whose unique_identifiers, a dict, name the files of its cache (section 12)."""
 
     @functools.cached_property
     def unique_description(self) -> str:
@@ -1790,20 +1801,12 @@ class _SampleTable(torch.utils.data.Dataset):
         return _md5(self.unique_description)
 
 
-def _row_of(columns, row):
-    """One sample of a table, as tensors.
-
-    values[row, ...] of the 1-D max_seqlen is an array without axes; values[row] would be a number.
-    """
-    return {key: torch.from_numpy(values[row, ...]) for key, values in columns.items()}
-
-
 def _as_json(value):
     """What stands in a text of JSON for a value that JSON does not know, such as a tokenizer."""
     return value.unique_identifiers
 
 
-class MegatronDataset(abc.ABC, _SampleTable):
+class MegatronDataset(abc.ABC, _Identified):
     """The base of datasets that the builder can build.  Upstream: MegatronDataset.
 
     dataset        what build_low_level_dataset() returned
@@ -1817,9 +1820,6 @@ class MegatronDataset(abc.ABC, _SampleTable):
       __len__() and __getitem__(k)                    the samples
       build_low_level_dataset(dataset_path, config)   opens the data, for the builder
       numel_low_level_dataset(opened)                 how many documents there are to split
-    and, if it likes,
-      made_from()                                     a dict that tells its data from others, so
-                                                      that no run goes on with other data
     """
 
     def __init__(
@@ -1833,7 +1833,9 @@ class MegatronDataset(abc.ABC, _SampleTable):
     ) -> None:
         self.dataset = dataset
         self.dataset_path = None if dataset_path is None else os.fspath(dataset_path)
-        self._documents = _as_range(indices)  # nearly always a range: it takes no memory
+        # Nearly always a range, which takes no memory.  The builder gives one, as to find out that
+        # 2,000,000 numbers are a range takes 4 ms at each start.
+        self._documents = _as_range(indices)
         self.num_samples = None if num_samples is None else int(num_samples)
         self.index_split = index_split
         self.config = config
@@ -1859,11 +1861,6 @@ class MegatronDataset(abc.ABC, _SampleTable):
         """int32: which documents of dataset belong to this split; made when it is asked for."""
         return _as_documents(self._documents)
 
-    @functools.cached_property
-    def _pad_token_id(self) -> int:
-        """What fills short samples, under upstream's name; found when it is used first."""
-        return _find_pad_token_id(self.config)
-
     @staticmethod
     def build_low_level_dataset(
         dataset_path: str | None, config: BlendedMegatronDatasetConfig
@@ -1880,10 +1877,6 @@ class MegatronDataset(abc.ABC, _SampleTable):
     def _key_config_attributes() -> list[str]:
         """Return upstream's list of fields that name a cache; a subclass may add some."""
         return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
-
-    def made_from(self) -> dict:
-        """Return what the samples are made from, in types of JSON; a saved state keeps it."""
-        return {}
 
 
 def _as_range(documents):
@@ -1903,45 +1896,10 @@ def _as_documents(documents):
     return documents
 
 
-def _find_pad_token_id(config):
-    """The id that fills short samples: the tokenizer's pad, or -1.
-
-    It is -1 if there is no pad.  It is -1 too if another special token has the same id, unless the
-    config says allow_ambiguous_pad_tokens: padding has no loss, so real tokens of that id would
-    have no loss either.  The special tokens are those of special_tokens_dict, {name: id}, which a
-    tokenizer may have as well; if it has none, they are eos and eod.
-    """
-    tokenizer = config.tokenizer
-    pad = _attribute(tokenizer, "pad")
-    if pad is None:
-        return -1
-    special = dict(_attribute(tokenizer, "special_tokens_dict") or {})
-    special.pop("pad_token", None)
-    if not special:
-        special = {name: _attribute(tokenizer, name) for name in ("eos", "eod")}
-    same = [name for name, token in special.items() if token == pad]
-    if same and not config.allow_ambiguous_pad_tokens:
-        warnings.warn(
-            f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding is -1, so "
-            "that real tokens keep their loss (see allow_ambiguous_pad_tokens)",
-            stacklevel=2,
-        )
-        return -1
-    return int(pad)
-
-
-def _attribute(tokenizer, name):
-    """An attribute of a tokenizer; None if there is none, or if it says NotImplementedError."""
-    try:
-        return getattr(tokenizer, name, None)
-    except NotImplementedError:
-        return None
-
-
 def _name(dataset):
     """What to call a dataset in a message: its path, or its class."""
     path = getattr(dataset, "dataset_path", None)
-    return type(dataset).__name__ if path is None else _hide_credentials(str(path))
+    return type(dataset).__name__ if path is None else str(path)
 
 
 class GPTDataset(MegatronDataset):
@@ -1959,6 +1917,11 @@ class GPTDataset(MegatronDataset):
       loss_mask                float32 (S,), 0 where a label does not count
       position_ids             int64 (S,)
       cu_seqlens, max_seqlen   int32 (S+1,) and (), only with inter_document_masking
+    Its orders, of section 4, are attributes:
+      document_index           int32 (E*D,)
+      sample_index             int32 or int64 (N+1, 2)
+      shuffle_index            uint32 or int64 (N,)
+      epoch_plan               EpochPlan; None where a subclass has orders of its own
     ds[None] is sample 0 without any loss: it fills up a batch.  A sample costs one read for each
     document that it touches.  On object storage the reads of a batch are made at the same time.
     IndexError for a sample that does not exist.
@@ -1966,11 +1929,10 @@ class GPTDataset(MegatronDataset):
     The arrays are kept in files in config.path_to_cache.  Its default is a folder beside the pair,
     or, for a pair on object storage, one beside the copy of its .idx.
 
-    A subclass may override __getitem__(k), which returns a sample, whatever its keys are, and
-    _query_document_sample_shuffle_indices(k), which returns the tokens of one.  Then batches are
-    made sample by sample.  To change the orders alone, override
-    _build_document_sample_shuffle_indices(), which returns the three arrays, or set document_index,
-    sample_index or shuffle_index of an object.
+    A subclass may override __getitem__(k), which returns a sample, whatever its keys are;
+    _query_document_sample_shuffle_indices(k), which returns the tokens of one; and
+    _build_document_sample_shuffle_indices(), which returns the three arrays.  The arrays of an
+    object may be set, too.
 
     >>> prefix = toy_corpus()
     >>> config = GPTDatasetConfig(1234, 4, blend=([prefix], None), split="1",
@@ -2002,13 +1964,17 @@ class GPTDataset(MegatronDataset):
             indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
         )
         self._extra = int(config.add_extra_token_to_sequence)  # x
-        self._pad_token_id = _find_pad_token_id(config)  # now, so that no worker warns again
+        self._pad_token_id = _find_pad_token_id(config)
         self._keeps_short = (
             index_split is Split.valid and not config.drop_last_partial_validation_sequence
         )
         self._eod_token_id = None
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
             self._eod_token_id = _attribute(config.tokenizer, "eod")
+
+        if isinstance(indexed_dataset, IndexedDataset):
+            # a warning if preprocess() made the pair with another tokenizer (section 18)
+            _warn_of_other_tokenizer(indexed_dataset, config.tokenizer)
 
         # Upstream's identifiers leave these out, and so let datasets that differ share files.  With
         # all defaults the names of the files are upstream's.
@@ -2019,113 +1985,43 @@ class GPTDataset(MegatronDataset):
         if config.stable_order:
             self.unique_identifiers["stable_order"] = True
 
-        # Without a cache this would be
-        #     self.epoch_plan, arrays = self._build_arrays()
-        #     self.document_index, self.sample_index, self.shuffle_index = arrays
-        self._cache = _IndexCache(
-            self._folder_of_cache(),
-            f"{self.unique_description_hash}-{type(self).__name__}-{index_split.name}",
-            self.index_names,
-            self.unique_description,
-            self.made_from(),
-            build=self._build_arrays,
-        )
-        self.epoch_plan = EpochPlan(*self._cache.facts)  # what _build_arrays() returns first
-
-        own = type(self)._build_document_sample_shuffle_indices
-        if own is not GPTDataset._build_document_sample_shuffle_indices:
-            arrays = self._build_document_sample_shuffle_indices()
-            self.document_index, self.sample_index, self.shuffle_index = arrays
+        self._cache_folder = self._folder_of_cache()
+        self._in_files = {}
+        self.epoch_plan = None
+        arrays = self._build_document_sample_shuffle_indices()
+        self.document_index, self.sample_index, self.shuffle_index = arrays
 
     def __len__(self) -> int:
-        if "sample_index" in vars(self):  # it is mapped, or was set
-            return len(self.sample_index) - 1
-        return self.epoch_plan.num_samples
-
-    # ---- the three arrays: each is read from the cache when it is used first, or may be set
-
-    def _folder_of_cache(self):
-        """The folder of the config, or one beside the pair, or beside the copy of its .idx."""
-        if self.config.path_to_cache or self.dataset_path is None:
-            return self.config.path_to_cache
-        prefix = getattr(self.dataset, "path_prefix", self.dataset_path)
-        folder = f"{prefix}/cache"
-        if _is_remote(prefix):
-            storage = self.dataset.object_storage_config
-            folder = ObjectStorageConfig().folder if storage is None else storage.folder
-        return f"{folder}/{type(self).__name__}_indices"
-
-    @functools.cached_property
-    def document_index(self) -> np.ndarray:
-        """int32 (E*D,): the order of the documents."""
-        return self._cache.array("document_index")
-
-    @functools.cached_property
-    def sample_index(self) -> np.ndarray:
-        """int32 or int64 (N+1, 2): where each sample of the stream starts."""
-        return self._cache.array("sample_index")
-
-    @functools.cached_property
-    def shuffle_index(self) -> np.ndarray:
-        """uint32 or int64 (N,): the order of the samples."""
-        return self._cache.array("shuffle_index")
-
-    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the three arrays; those that a subclass returns are kept in memory."""
-        return self.document_index, self.sample_index, self.shuffle_index
-
-    def made_from(self) -> dict:
-        """Return what the arrays are made from, as JSON has it; a subclass may add to it."""
-        documents = self._documents
-        if isinstance(documents, range):
-            described = f"{documents.start} to {documents.stop - 1}"
-        else:
-            described = _md5(documents.astype(np.int64).tobytes())
-        found = {
-            "documents": described,
-            "keeps_short": self._keeps_short,
-            "extra_token": self._extra,
-            "stable_order": self.config.stable_order,
-        }
-        if isinstance(self.dataset, IndexedDataset):
-            found |= self.dataset.identity()
-        return found
-
-    def __getstate__(self):
-        """Leave out of a pickle the arrays that another process can map, or make."""
-        state = vars(self).copy()
-        state.pop("indices", None)  # made from _documents
-        self._cache.forget_mapped(state)
-        return state
+        return len(self.sample_index) - 1
 
     # ---- from k to the tokens and labels of sample k
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
-        return _row_of(self._filled([idx]), 0)
+        k = 0 if idx is None else idx
+        text, _, *lengths = self._query_document_sample_shuffle_indices(k)
+        return self._make_sample(idx, text, *lengths)
 
-    @functools.cached_property
-    def fills_rows(self) -> bool:
-        """Are samples rows of a table, so that a batch is filled as a whole?
-
-        Not where a subclass says what a sample is, or which tokens it has: nobody knows whether its
-        method may run in threads, as fill() does in section 14.
-        """
-        own = type(self)
-        query = own._query_document_sample_shuffle_indices
-        return (
-            own.__getitem__ is GPTDataset.__getitem__
-            and query is GPTDataset._query_document_sample_shuffle_indices
-        )
+    def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
+        """Return several samples, whose pieces are read at once; torch's DataLoader calls this."""
+        if type(self) is not GPTDataset:  # a subclass may say itself what a sample is
+            return [self[idx] for idx in indices]
+        texts = self._read_texts([0 if idx is None else idx for idx in indices])
+        return [self._make_sample(idx, text) for idx, text in zip(indices, texts, strict=True)]
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of sample idx, int64 (S + x,), and the sequences they are from.
 
-        Subclasses override it.  If theirs returns fewer than S + x tokens, padding follows; the
-        sequences, and what it returns behind them, are not looked at.
+        Subclasses override it.  Theirs may return fewer tokens, which are padded, and, as a third
+        value, the lengths of the documents in the sample, for inter_document_masking.
         """
         [text] = self._read_texts([idx])
         documents = [i for i, _, _ in self.pieces(idx)]
         return self._pad(idx, text), np.array(documents, np.int64)
+
+    def _read_texts(self, samples):
+        """The text of each sample: its S + x tokens, or fewer, that is its pieces end to end."""
+        parts_of_samples = _read_pieces(self.dataset, [self.pieces(k) for k in samples])
+        return [np.concatenate(parts, dtype=np.int64) for parts in parts_of_samples]
 
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         """Return where the tokens of sample k are: [(sequence, offset, length), ...], in order.
@@ -2133,16 +2029,10 @@ class GPTDataset(MegatronDataset):
         A length may be 0: that of an empty document, or, with x = 0, of the first piece.
         """
         k = _position(k, len(self), f"the samples of {_name(self)}")
-        j = int(self.shuffle_index[k])
-        if not 0 <= j < len(self.sample_index) - 1:
-            raise self._error_of_sample(k, f"shuffle_index[{k}] is {j}")
-        rows = self.sample_index[j : j + 2].tolist()
-        (first_d, first_offset), (last_d, last_offset) = rows
-        is_in_order = 0 <= first_d <= last_d < len(self.document_index)
-        if not is_in_order or first_offset < 0 or last_offset < 0:
-            raise self._error_of_sample(k, f"rows {j} and {j + 1} of sample_index are {rows}")
+        (first_d, first_offset), (last_d, last_offset) = self._rows_of_sample(k)
+        documents = self.document_index[first_d : last_d + 1].tolist()
         pieces = []
-        for d, i in enumerate(self.document_index[first_d : last_d + 1].tolist(), first_d):
+        for d, i in enumerate(documents, first_d):
             if not 0 <= i < len(self.dataset):
                 raise self._error_of_sample(k, f"document_index[{d}] is {i}")
             begin = first_offset if d == first_d else 0
@@ -2153,10 +2043,21 @@ class GPTDataset(MegatronDataset):
             pieces.append((i, begin, end - begin))
         return pieces
 
-    def _read_texts(self, samples):
-        """The text of each sample: its S + x tokens, or fewer, that is its pieces end to end."""
-        parts_of_samples = _read_pieces(self.dataset, [self.pieces(k) for k in samples])
-        return [np.concatenate(parts, dtype=np.int64) for parts in parts_of_samples]
+    def _rows_of_sample(self, k):
+        """The rows of sample_index between which sample k lies; IndexError for impossible ones."""
+        j = int(self.shuffle_index[k])
+        if not 0 <= j < len(self.sample_index) - 1:
+            raise self._error_of_sample(k, f"shuffle_index[{k}] is {j}")
+        rows = self.sample_index[j : j + 2].tolist()
+        (first_d, first_offset), (last_d, last_offset) = rows
+        is_in_order = 0 <= first_d <= last_d < len(self.document_index)
+        if not is_in_order or first_offset < 0 or last_offset < 0:
+            raise self._error_of_sample(k, f"rows {j} and {j + 1} of sample_index are {rows}")
+        return rows
+
+    def _error_of_sample(self, k, found):
+        """An error for arrays that do not fit the corpus, which somebody has set."""
+        return IndexError(f"{_name(self)}: sample {k}: {found}: rebuild the indices")
 
     def _pad(self, k, text):
         """The tokens of sample k, filled up to S + x."""
@@ -2166,46 +2067,52 @@ class GPTDataset(MegatronDataset):
         padding = np.full(wanted - len(text), self._pad_token_id, np.int64)
         return np.concatenate([text, padding], dtype=np.int64)
 
-    def _error_of_sample(self, k, found):
-        """An error for arrays that do not fit the corpus, which somebody has set."""
-        return IndexError(f"{_name(self)}: sample {k}: {found}: rebuild the indices")
+    def _make_sample(self, idx, text, lengths=None):
+        """The dict of a sample, which has the tokens of text.
 
-    def _write_sample(self, columns, row, k, text):
-        """Write sample k, which has the S + x tokens of text, into a row of the columns."""
+        idx       its number; None: that of sample 0, which has no loss then
+        lengths   of the documents in it; None: those of its pieces
+        """
+        k = 0 if idx is None else idx
         config = self.config
         S = config.sequence_length
         pad = self._pad_token_id
-        tokens = text[:S]
-        labels = text[1:]
+        text = self._pad(k, text)
+        tokens = text[:S].copy()
+        labels = text[1:].copy()
         if not self._extra:
             labels = np.append(labels, pad)
         loss_mask = labels != pad
         if config.eod_mask_loss:  # what follows an eod is the beginning of another document
             loss_mask &= tokens != self._eod_token_id
+        if idx is None:
+            loss_mask[:] = False
 
         # the places of the sample where positions count from 0 again
         after_eod = self._starts_after_eod(tokens)
         starts = [0]
         if config.inter_document_masking:
-            starts = self._starts_of_pieces(k)
+            if lengths is None:
+                lengths = [length for _, _, length in self.pieces(k)]
+            starts = _starts_of_documents(lengths, S)
         elif config.reset_position_ids:
             starts = after_eod
 
-        columns["tokens"][row] = tokens
-        columns["labels"][row] = labels
         # -1 is in no table of embeddings.  As in upstream, a place with the pad id becomes 0 even
         # where the pad id is a real one.
-        columns["tokens"][row, tokens == pad] = 0
-        columns["labels"][row, labels == pad] = 0
-        columns["loss_mask"][row] = loss_mask
-        columns["position_ids"][row] = _positions_from(starts, S)
+        tokens[tokens == pad] = 0
+        labels[labels == pad] = 0
+        sample = {"tokens": tokens, "labels": labels}
         if config.has_dense_mask:
             mask_starts = after_eod if config.reset_attention_mask else [0]
-            columns["attention_mask"][row] = causal_mask(mask_starts, S)
+            sample["attention_mask"] = causal_mask(mask_starts, S)
+        sample["loss_mask"] = loss_mask.astype(np.float32)
+        sample["position_ids"] = _positions_from(starts, S)
         if config.inter_document_masking:
-            columns["cu_seqlens"][row] = S  # in all entries behind the starts
-            columns["cu_seqlens"][row, : len(starts)] = starts
-            columns["max_seqlen"][row] = np.diff([*starts, S]).max()
+            sample["cu_seqlens"] = np.full(S + 1, S, np.int32)
+            sample["cu_seqlens"][: len(starts)] = starts
+            sample["max_seqlen"] = np.array(np.diff([*starts, S]).max(), np.int32)
+        return {key: torch.from_numpy(values) for key, values in sample.items()}
 
     def _starts_after_eod(self, tokens):
         """The places among the inputs where a document starts: 0, and behind each eod token."""
@@ -2214,50 +2121,38 @@ class GPTDataset(MegatronDataset):
         eods = np.flatnonzero(tokens[:-1] == self._eod_token_id)
         return [0, *(eods + 1).tolist()]
 
-    def _starts_of_pieces(self, k):
-        """The places among the inputs where a piece starts; empty pieces have no place."""
-        starts = [0]
-        size = 0
-        for _, _, length in self.pieces(k):
-            if length and 0 < size < self.config.sequence_length:
-                starts.append(size)
-            size += length
-        return starts
-
-    # ---- samples as rows of a table
-
-    def columns(self, count: int) -> dict[str, np.ndarray]:
-        """Return an empty table for so many samples; its keys are in upstream's order."""
-        config = self.config
-        S = config.sequence_length
-        columns = {}
-        columns["tokens"] = np.empty((count, S), np.int64)
-        columns["labels"] = np.empty((count, S), np.int64)
-        if config.has_dense_mask:
-            columns["attention_mask"] = np.empty((count, 1, S, S), bool)
-        columns["loss_mask"] = np.empty((count, S), np.float32)
-        columns["position_ids"] = np.empty((count, S), np.int64)
-        if config.inter_document_masking:
-            columns["cu_seqlens"] = np.empty((count, S + 1), np.int32)
-            columns["max_seqlen"] = np.empty(count, np.int32)
-        return columns
-
-    def fill(
-        self,
-        columns: dict[str, np.ndarray],
-        rows: typing.Sequence[int],
-        indices: typing.Sequence[int | None],
-    ) -> None:
-        """Write the samples of these indices (None: sample 0) into these rows."""
-        samples = [0 if k is None else k for k in indices]
-        if self.fills_rows:
-            texts = self._read_texts(samples)
-        else:  # a subclass may have other tokens than those of the corpus
-            texts = [self._query_document_sample_shuffle_indices(k)[0] for k in samples]
-        for row, k, text in zip(rows, samples, texts, strict=True):
-            self._write_sample(columns, row, k, self._pad(k, text))
-
     # ---- how the three arrays are built
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the three arrays, and set epoch_plan.  A subclass may override this method.
+
+        Without a cache this would be
+            self.epoch_plan, arrays = self._build_arrays()
+        _load_or_build() (section 12) does so where it finds no files of these arrays, and writes
+        them.
+        """
+        documents = self._documents
+        if isinstance(documents, range):
+            described = f"{documents.start} to {documents.stop - 1}"
+        else:
+            described = _md5(documents.astype(np.int64).tobytes())
+        made_from = {
+            "documents": described,
+            "keeps_short": self._keeps_short,
+            "extra_token": self._extra,
+            "stable_order": bool(self.config.stable_order),
+        }
+        facts, arrays, self._in_files = _load_or_build(
+            self._cache_folder,
+            f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}",
+            self.index_names,
+            self.unique_description,
+            made_from,
+            self.dataset if isinstance(self.dataset, IndexedDataset) else None,
+            self._build_arrays,
+        )
+        self.epoch_plan = EpochPlan(*facts)
+        return arrays
 
     def _build_arrays(self):
         """Build the arrays of section 4: return the plan of the epochs, and the three of them."""
@@ -2284,7 +2179,7 @@ class GPTDataset(MegatronDataset):
             )
         else:
             # one generator draws the order of the documents first, then that of the samples
-            random_state = _random_state(config.random_seed)
+            random_state = _random_state(config.random_seed)  # np.random.RandomState(), section 16
             document_index = build_document_index(
                 documents, plan.num_epochs, random_state, plan.separate_final_epoch
             )
@@ -2316,8 +2211,6 @@ class GPTDataset(MegatronDataset):
             raise ValueError(f"{_name(self)} holds {dtype}: token ids must be integers")
         if isinstance(corpus, IndexedDataset):
             corpus.verify()
-            # a warning if preprocess() made the pair with another tokenizer (section 18)
-            _warn_of_other_tokenizer(corpus.path_prefix, self.config.tokenizer)
         if self._eod_token_id is not None:
             self._warn_if_no_eod()
 
@@ -2334,6 +2227,31 @@ class GPTDataset(MegatronDataset):
                 "resets and eod_mask_loss find nothing: tokenize with --append-eod?",
                 stacklevel=2,
             )
+
+    # ---- where they are kept, and what a pickle leaves out
+
+    def _folder_of_cache(self):
+        """The folder of the config, or one beside the pair, or beside the copy of its .idx."""
+        if self.config.path_to_cache:
+            return _absolute(self.config.path_to_cache)
+        if self.dataset_path is None:
+            return None
+        prefix = getattr(self.dataset, "path_prefix", self.dataset_path)
+        folder = os.path.abspath(f"{prefix}/cache")
+        if _is_remote(prefix):
+            storage = self.dataset.object_storage_config
+            folder = ObjectStorageConfig().folder if storage is None else storage.folder
+        return f"{folder}/{type(self).__name__}_indices"
+
+    def __getstate__(self):
+        """Leave out of a pickle what another process finds in files, or makes."""
+        state = _state_without_files(self)
+        state.pop("indices", None)  # made from _documents
+        return state
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        _find_left_out(self, GPTDataset._build_document_sample_shuffle_indices)
 
     # ---- what the builder asks
 
@@ -2359,26 +2277,11 @@ def _read_pieces(reader: typing.Any, pieces_of_samples: list[list]) -> list[list
     reader   an IndexedDataset, or a reader of the user's own, which has get()
     """
     all_pieces = [piece for pieces in pieces_of_samples for piece in pieces]
-    if type(reader) is IndexedDataset:
+    if type(reader) is IndexedDataset:  # a subclass may have a get() of its own
         parts = iter(reader.get_many(all_pieces))
     else:
         parts = iter([reader.get(*piece) for piece in all_pieces])
     return [[next(parts) for _ in pieces] for pieces in pieces_of_samples]
-
-
-_generators = threading.local()  # one of each thread that builds
-
-
-def _random_state(seed: int) -> np.random.RandomState:
-    """Return np.random.RandomState(seed), which is good until the next call in this thread.
-
-    To make one takes numpy 0.1 ms, as long as all else for a small corpus: it draws a seed of its
-    own first.  So one is made, and seeded anew for each dataset.
-    """
-    if not hasattr(_generators, "random_state"):
-        _generators.random_state = np.random.RandomState()
-    _generators.random_state.seed(seed)
-    return _generators.random_state
 
 
 def causal_mask(starts: typing.Sequence[int], sequence_length: int) -> np.ndarray:
@@ -2399,6 +2302,23 @@ def causal_mask(starts: typing.Sequence[int], sequence_length: int) -> np.ndarra
         document = np.repeat(np.arange(len(starts)), lengths)
         mask |= document[:, None] != document[None, :]
     return mask[None]
+
+
+def _starts_of_documents(lengths: typing.Iterable[int], sequence_length: int) -> list[int]:
+    """Return the places among the inputs of a sample where documents of these lengths start.
+
+    Empty documents have no place, and what is beyond the inputs is none, as the extra token.
+
+    >>> _starts_of_documents([3, 0, 2], 4), _starts_of_documents([4, 1], 4)
+    ([0, 3], [0])
+    """
+    starts = [0]
+    size = 0
+    for length in lengths:
+        if length and 0 < size < sequence_length:
+            starts.append(size)
+        size += length
+    return starts
 
 
 def _positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.ndarray:
@@ -2494,7 +2414,8 @@ class MockGPTDataset(GPTDataset):
 #   dataset_index         1  0  1  1        0  1  0  1
 #   dataset_sample_index  0  0  1  2        1  3  2  4
 #
-# So phases that are added, or changed, leave those before them as they are.
+# So phases that are added, or changed, leave those before them as they are.  (A phase that is added
+# takes more samples of each corpus: with stable_order of section 4 its earlier samples stay.)
 
 
 def build_blending_indices(
@@ -2524,7 +2445,7 @@ def build_blending_indices(
     """
     weights = np.array(weights[:num_datasets], np.float64)
     _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, size)
-    taken = np.zeros(num_datasets)  # float64, as the lag is computed in doubles
+    taken = np.zeros(len(weights))  # float64, as the lag is computed in doubles
     for i in range(size):
         d = np.argmax(weights * max(i, 1) - taken)
         dataset_index[i] = d
@@ -2555,7 +2476,7 @@ def build_exhaustive_blending_indices(
     size = sum(sizes.tolist())  # of Python's integers: a sum in int64 might overflow
     _check_blending(dataset_index, dataset_sample_index, sizes, num_datasets, size)
     weights = sizes / np.float64(max(size, 1))
-    taken = np.zeros(num_datasets)
+    taken = np.zeros(len(sizes))
     for i in range(size):
         lag = weights * max(i, 1) - taken
         d = np.argmax(np.where(taken < sizes, lag, -np.inf))
@@ -2625,7 +2546,43 @@ def build_phase_indices(
         begin = end
 
 
-class BlendedDataset(_SampleTable):
+def _as_phases(phases, names):
+    """Phases as [(samples, normalized weights), ...]; ValueError for what is none.
+
+    Weights of 0 are left out of the sum, as a plain blend leaves out such corpora: so both have the
+    same bits.
+    """
+    if not isinstance(phases, (list, tuple)) or len(phases) == 0:
+        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
+    checked = []
+    for number, phase in enumerate(phases):
+        try:
+            samples, weights = phase
+            samples = operator.index(samples)
+            weights = _read_weights(weights, names)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"phase {number}: {error}") from None
+        if samples < 1:
+            raise ValueError(f"phase {number}: wanted 1 sample or more, got {samples}")
+        shares = np.array(weights, np.float64)
+        is_used = shares > 0
+        shares[is_used] = normalize(shares[is_used])
+        checked.append((samples, shares.tolist()))
+    return checked
+
+
+class _BlendTooLarge(ValueError):
+    """A blend takes more samples of a dataset than that one has.
+
+    needed   {dataset: samples taken of it}; the builder makes that dataset so large
+    """
+
+    def __init__(self, sentence, needed):
+        super().__init__(sentence)
+        self.needed = needed
+
+
+class BlendedDataset(_Identified):
     """Several datasets as one, mixed by weights.  Upstream: BlendedDataset.
 
     datasets   MegatronDatasets of one split, fewer than 32767
@@ -2642,7 +2599,9 @@ class BlendedDataset(_SampleTable):
       weights alone       None      counts       None                      build_exhaustive_...
       phases              the sum   None         their weights normalized  build_phase_indices
 
-    ds[i] is {"dataset_id": int64 (), **the sample}; ds[None] fills up a batch, without loss.
+    ds[i] is {"dataset_id": int64 (), **the sample}; ds[None] fills up a batch, without loss.  Two
+    attributes say what sample i is: dataset_index, int16 (size,), which dataset it comes from, and
+    dataset_sample_index, int64 (size,), which of its samples it is.
     ValueError where a dataset has fewer samples than the blend takes of it, which in upstream is an
     IndexError in the middle of a run.
 
@@ -2679,14 +2638,12 @@ class BlendedDataset(_SampleTable):
         if self.phases is not None:
             self.unique_identifiers["phases"] = self.phases
 
-        self._cache = _IndexCache(
-            self.config.path_to_cache,
-            f"{self.unique_description_hash}-{type(self).__name__}-{self.split.name}",
-            self.index_names,
-            self.unique_description,
-            made_from={},  # the identifiers say all
-            build=self._build_arrays,
-        )
+        self._cache_folder = config.path_to_cache
+        if self._cache_folder:
+            self._cache_folder = _absolute(self._cache_folder)
+        self._in_files = {}
+        self._taken = None
+        self.dataset_index, self.dataset_sample_index = self._build_indices()
         self._check_taken()
 
     def _set_shares(self, weights, size, phases):
@@ -2705,10 +2662,7 @@ class BlendedDataset(_SampleTable):
 
         self.phases = None
         weights = _read_weights(weights, names)
-        dropped = [name for name, weight in zip(names, weights, strict=True) if not weight]
-        if dropped:
-            log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
-        self.datasets, weights = _drop_zero_weights(self.datasets, weights)
+        self.datasets, weights = _drop_zero_weights(self.datasets, weights, names)
         if size is None:
             self.size = None
             self.weights = [int(count) for count in weights]
@@ -2725,15 +2679,18 @@ class BlendedDataset(_SampleTable):
 
     # ---- the two arrays, as in GPTDataset
 
-    @functools.cached_property
-    def dataset_index(self) -> np.ndarray:
-        """int16 (size,): which dataset a sample comes from."""
-        return self._cache.array("dataset_index")
-
-    @functools.cached_property
-    def dataset_sample_index(self) -> np.ndarray:
-        """int64 (size,): which sample of that dataset it is."""
-        return self._cache.array("dataset_sample_index")
+    def _build_indices(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the two arrays, and keep how many samples each dataset gives.  Upstream's name."""
+        self._taken, arrays, self._in_files = _load_or_build(
+            self._cache_folder,
+            f"{self.unique_description_hash}-{type(self).__name__}-{self.split.name}",
+            self.index_names,
+            self.unique_description,
+            {},  # the identifiers say what they are made from
+            None,
+            self._build_arrays,
+        )
+        return arrays
 
     def _build_arrays(self):
         """Build the arrays: return how many samples each dataset gives, and the two of them."""
@@ -2760,19 +2717,21 @@ class BlendedDataset(_SampleTable):
                     f"{len(dataset):,}"
                 )
         if needed:
-            error = _BlendTooLarge("; ".join(sentences))
-            error.needed = needed
-            raise error
+            raise _BlendTooLarge("; ".join(sentences), needed)
 
     def samples_taken(self) -> np.ndarray:
         """Return how many samples the blend takes of each dataset, int64 (datasets,)."""
-        return np.array(self._cache.facts, np.int64)  # what _build_arrays() returns first
+        if self._taken is None:  # a subclass has arrays of its own
+            self._taken = _count_datasets(self.dataset_index, len(self.datasets))
+        return np.array(self._taken, np.int64)
 
     def __getstate__(self):
-        """Leave out of a pickle the arrays that another process can map, or make."""
-        state = vars(self).copy()
-        self._cache.forget_mapped(state)
-        return state
+        """Leave out of a pickle what another process finds in files."""
+        return _state_without_files(self)
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        _find_left_out(self, BlendedDataset._build_indices)
 
     # ---- sample i
 
@@ -2781,6 +2740,18 @@ class BlendedDataset(_SampleTable):
         dataset_id = torch.from_numpy(np.array(d, np.int64))
         return {"dataset_id": dataset_id, **self.datasets[d][k]}
 
+    def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
+        """Return several samples, for which each dataset is asked once."""
+        if type(self) is not BlendedDataset:  # a subclass may say itself what a sample is
+            return [self[idx] for idx in indices]
+        samples = [None] * len(indices)
+        for d, (rows, ks) in self._places(indices).items():
+            of_dataset = _samples_of(self.datasets[d], ks)
+            for row, sample in zip(rows, of_dataset, strict=True):
+                dataset_id = torch.from_numpy(np.array(d, np.int64))
+                samples[row] = {"dataset_id": dataset_id, **sample}
+        return samples
+
     def _place(self, idx):
         """Sample idx is sample k of dataset d: return (d, k).  None is padding, of dataset 0."""
         if idx is None:
@@ -2788,37 +2759,22 @@ class BlendedDataset(_SampleTable):
         i = _position(idx, len(self), "the samples of a blend")
         return int(self.dataset_index[i]), int(self.dataset_sample_index[i])
 
-    # ---- the same for a whole batch at once
-
-    @functools.cached_property
-    def fills_rows(self) -> bool:
-        """Do all datasets fill rows of the same table, which the config of the blend asks for?"""
-        for dataset in self.datasets:
-            fills_rows = getattr(dataset, "fills_rows", False)  # it may be any dataset
-            if not fills_rows or dataset.config is not self.config:
-                return False
-        return type(self).__getitem__ is BlendedDataset.__getitem__
-
-    def columns(self, count: int) -> dict[str, np.ndarray]:
-        """Return an empty table for so many samples."""
-        return {"dataset_id": np.empty(count, np.int64), **self.datasets[0].columns(count)}
-
-    def fill(
-        self,
-        columns: dict[str, np.ndarray],
-        rows: typing.Sequence[int],
-        indices: typing.Sequence[int | None],
-    ) -> None:
-        """Write the samples of these indices into these rows: each dataset fills its own."""
-        rows_of_datasets = {}  # {d: (rows, samples of dataset d)}
-        for row, idx in zip(rows, indices, strict=True):
+    def _places(self, indices):
+        """Where several samples are: {d: (rows, ks)}; the one for row is sample k of dataset d."""
+        places = {}
+        for row, idx in enumerate(indices):
             d, k = self._place(idx)
-            columns["dataset_id"][row] = d
-            rows_of_dataset, samples = rows_of_datasets.setdefault(d, ([], []))
-            rows_of_dataset.append(row)
-            samples.append(k)
-        for d, (rows_of_dataset, samples) in rows_of_datasets.items():
-            self.datasets[d].fill(columns, rows_of_dataset, samples)
+            rows, ks = places.setdefault(d, ([], []))
+            rows.append(row)
+            ks.append(k)
+        return places
+
+
+def _samples_of(dataset: typing.Any, indices: typing.Sequence[int | None]) -> list[dict]:
+    """Return several samples of any dataset; they are read at once if it has a method for that."""
+    if hasattr(dataset, "__getitems__"):
+        return dataset.__getitems__(indices)
+    return [dataset[idx] for idx in indices]
 
 
 def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
@@ -2827,12 +2783,6 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
     for low in range(0, len(dataset_index), 1 << 14):
         taken += np.bincount(dataset_index[low : low + (1 << 14)], minlength=num_datasets)
     return taken.tolist()
-
-
-class _BlendTooLarge(ValueError):
-    """A blend takes more samples of a dataset than that one has."""
-
-    needed = {}  # {dataset: samples taken of it}; the builder makes that dataset so large
 
 
 # ==============================================================================
@@ -2848,9 +2798,7 @@ class _BlendTooLarge(ValueError):
 # part of each corpus that belongs to the split (bounds), and the number of samples that are wanted
 # (size).  With multiple_validation_sets each corpus of valid is an entry of its own.
 #
-# A single corpus without phases is not blended if it has no weight, or if blend_per_split is used.
-# It is built for size samples (None: one epoch).  Else, with w the weight of a corpus divided by
-# the sum of all weights:
+# With w for the weight of a corpus divided by the sum of all weights:
 #
 #   weights   size     each corpus is built for                   the blend has
 #   given     given    n = ceil(size * w) samples, and on top     the sum of all n
@@ -2860,7 +2808,8 @@ class _BlendTooLarge(ValueError):
 #                                                                 fewer
 #   None      None     one epoch                                  all samples of all corpora
 #
-# Without weights corpora are mixed in proportion to their numbers of samples.
+# Without weights corpora are mixed in proportion to their numbers of samples.  One corpus is not
+# mixed, but built for size samples (None: one epoch); with blend and a weight it is a blend of one.
 #
 # The surplus is for this: the rule of section 6 keeps to the shares only nearly, so the blend may
 # take more than n samples of a corpus.  Where the surplus is not enough (there upstream fails),
@@ -2868,6 +2817,8 @@ class _BlendTooLarge(ValueError):
 #
 # With blend_phases, n is the sum of the n of all phases, and the blend of train has all samples of
 # all phases: these must be as many as size, or more.
+#
+# In a job of several ranks one goes first:
 #
 #   rank 0: build and write the cache  ->  other ranks: load the cache, or build where they see none
 
@@ -2916,7 +2867,6 @@ def _entries_of_config(
     if is_full and sizes[Split.valid.value] is not None:
         raise ValueError("full_validation: the size of valid must be None")
     entries = []
-    dropped = set()
     for split, size in zip(Split, sizes, strict=True):
         if size is not None and not 0 <= size < math.inf:
             raise ValueError(f"size of {split.name}: wanted a number >= 0 or None, got {size}")
@@ -2929,40 +2879,39 @@ def _entries_of_config(
         if bounds is None or corpora is None:
             continue  # nothing is built for this split
         prefixes, weights = corpora
-        phases = None
         if split is Split.train and config.blend_phases is not None:
-            weights = None  # phases have weights of their own
             phases = _as_phases(config.blend_phases, prefixes)
-            total = sum(samples for samples, _ in phases)
-            if size is not None and size > total:
-                raise ValueError(
-                    f"blend_phases has {total} samples, but {size} are wanted of train: add a "
-                    f"phase of {size - total}, or make the last one longer"
-                )
+            _check_samples_of_phases(phases, size)
+            entries.append(_Entry(split, list(prefixes), None, bounds, size, phases))
         elif split is Split.valid and config.multiple_validation_sets:
-            for prefix in prefixes:  # each is a dataset of its own
+            for prefix in prefixes:
                 entries.append(_Entry(split, [prefix], None, bounds, size, None))
-            continue
-        elif config.blend_per_split is not None and len(prefixes) == 1:
-            weights = None  # a single corpus is not blended
-        elif weights is not None:
-            if size is None:
-                raise ValueError(f"{split.name} is a blend with weights, which needs a size")
-            used, weights = _drop_zero_weights(prefixes, weights)
-            dropped.update(str(prefix) for prefix in set(prefixes).difference(used))
-            prefixes = used
-            weights = normalize(weights)
-        entries.append(_Entry(split, list(prefixes), weights, bounds, size, phases))
-    if dropped:
-        log.warning("dropped from the blend, weight 0: %s", ", ".join(sorted(dropped)))
+        elif weights is None or (config.blend_per_split is not None and len(prefixes) == 1):
+            entries.append(_Entry(split, list(prefixes), None, bounds, size, None))
+        elif size is None:
+            raise ValueError(f"{split.name} is a blend with weights, which needs a size")
+        else:
+            prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
+            entries.append(_Entry(split, prefixes, normalize(weights), bounds, size, None))
     return entries
+
+
+def _check_samples_of_phases(phases, size):
+    """ValueError if the phases of train have fewer samples than are wanted."""
+    total = sum(samples for samples, _ in phases)
+    if size is not None and size > total:
+        raise ValueError(
+            f"blend_phases has {total} samples, but {size} are wanted of train: add a phase of "
+            f"{size - total}, or make the last one longer"
+        )
 
 
 class BlendedMegatronDatasetBuilder:
     """Build train, valid and test from a config.  Upstream: BlendedMegatronDatasetBuilder.
 
     cls               a MegatronDataset class, such as GPTDataset
-    sizes             samples wanted of train, valid and test; None: one epoch (not with weights)
+    sizes             samples wanted of train, valid and test; None: one epoch (with weights: a
+                      ValueError)
     is_built_on_rank  () -> bool, asked only with torch.distributed: ranks where it is False get
                       None three times.  (Rank 0 builds in any case, for the cache.)
     config            the config of cls
@@ -3038,7 +2987,7 @@ class BlendedMegatronDatasetBuilder:
         prefixes = {}  # as keys, so each once
         for entry in self._entries:
             prefixes |= dict.fromkeys(entry.prefixes)
-        _allow_open_files(self._entries, prefixes)  # a process may open few by default
+        _allow_open_files()  # a start opens hundreds, where many corpora are mixed
         corpora = self._for_each(self._open, prefixes)
         return dict(zip(prefixes, corpora, strict=True))
 
@@ -3106,34 +3055,19 @@ def _do_nothing():
     """The part of a rank that only waits for the others."""
 
 
-def _allow_open_files(entries, prefixes):
-    """Raise the soft limit of open files, as far as the hard one allows, to what a build needs.
-
-    These are two for each pair and one for each index array, which stay mapped.
-    """
-    try:
+def _allow_open_files():
+    """Let this process open as many files as the system allows it."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no such limit
         import resource
-    except ImportError:  # Windows has no such limit
-        return
-    wanted = 200 + 2 * len(prefixes)  # 200 for the program itself, such as sockets and libraries
-    for entry in entries:
-        wanted += len(GPTDataset.index_names) * len(entry.prefixes)
-        wanted += len(BlendedDataset.index_names)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or wanted <= soft:
-        return
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    with contextlib.suppress(ValueError, OSError):  # a system may have a ceiling of its own
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 # ==============================================================================
 # 8. Samplers and resume
 # ==============================================================================
 # Question answered here: which samples does rank r get at step t, and after a stop?
-#
-# In this section a rank is a data-parallel one, which several processes may share (section 9).
 #
 # A sampler runs on each data-parallel rank and yields the indices of the samples in that rank's
 # micro-batches; batches_of() makes the batches.  The micro-batches that all ranks read at the same
@@ -3149,8 +3083,8 @@ def _allow_open_files(entries, prefixes):
 #   order of "single"      0  1  2  3     4  5  6  7     8 ...
 #   rank                   0  0  1  1     0  0  1  1     0
 #
-#   order of "cyclic",     4  0  7  3     2  5  1  6                each turn in a new order; the
-#   of 8 samples                                                    samples of whole rounds only
+#   order of "cyclic",     4  0  7  3     2  5  1  6                of 8 samples, each turn in a
+#                                                                   new order
 #   rank                   0  1  0  1     0  1  0  1
 #
 # A turn is once through all samples of the dataset; a rest that fills no whole round is left out,
@@ -3162,35 +3096,19 @@ def _allow_open_files(entries, prefixes):
 # so the first pass after a stop may be only the rest of a turn.
 #
 # One number, consumed_samples, says how many samples all ranks together have used: with "single"
-# in this turn, as each turn is like the first; with "cyclic" in all turns.  The loader of section
-# 14 counts it.  A checkpoint keeps the number and, for a few of these samples, the place in the
-# corpus where each begins and a digest of its tokens, so that other data are noticed.  A job that
-# goes on may have other ranks, micro-batches or workers, wherever the order does not depend on
-# them:
-#
-#   sampler             order                              what may change on resume
-#   single,             0, 1, 2, ...                       ranks, micro-batch size, workers
-#   full_validation
-#   cyclic, unsharded   in each turn all ranks draw the    workers; ranks and micro-batch size, if
-#                       same shuffled order                (a), (b) and (c) hold
-#   cyclic, sharded     in each turn each rank shuffles    workers; micro-batch size, if (a) and (b)
-#                       a part of its own                  hold
-#
-#   (a) consumed_samples is a whole number of the new rounds
-#   (b) as many samples are shuffled with the new ranks and micro-batch size as with the old ones.
-#       A rest is left out before the shuffle: sharded, what fills no whole round; unsharded, what
-#       fills no whole micro-batch (what then fills no whole round is left out after the shuffle)
-#   (c) consumed_samples divided by the samples of a turn (active_total_samples) gives the same
-#       turn, and the same rest, as with the old ones
+# in this turn, as each turn is like the first; with "cyclic" in all turns.  A job goes on at such a
+# number, with other ranks, micro-batches and workers wherever the order does not depend on them
+# (section 14, which also checks that the samples are those of before).
 
 
 class _Sampler:
     """What the samplers share.
 
     kind                  the sampler's name in a saved state
-    consumed_samples      where the next pass starts: how many samples, of all ranks, come before
-                          it.  "single" counts those of its turn; "cyclic" those of all turns, which
-                          must be whole rounds
+    consumed_samples      an input: where the next pass starts, as the number of samples, of all
+                          ranks, that come before it.  "single" counts those of its turn; "cyclic"
+                          those of all turns, which must be whole rounds.  The count of a run is
+                          kept by the loader (section 14)
     samples_per_round     micro_batch_size * data_parallel_size
     active_total_samples  the samples of whole rounds
 
@@ -3319,7 +3237,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
 
     dataset        not used; upstream has this argument
     data_sharding  True: each rank shuffles a part of its own; False: one order, dealt to the ranks
-    seed           the order of turn t is drawn with seed + t (upstream: with t)
+    seed           the order of turn t is drawn with seed + t (seed 0 is upstream's order)
 
     Unsharded, the samples beyond the last whole micro-batch are in no turn (upstream's rule), and
     the end of the shuffled order that fills no whole round is left out of this turn (upstream reads
@@ -3387,7 +3305,10 @@ class MegatronPretrainingRandomSampler(_Sampler):
         return order[rank : self.active_total_samples : ranks]
 
     def samples_shuffled(self) -> int:
-        """Return how many samples all ranks shuffle: those of whole rounds, or micro-batches."""
+        """Return how many samples enter the shuffle, of all ranks; whole rounds of them leave it.
+
+        Sharded these are the samples of whole rounds, unsharded those of whole micro-batches.
+        """
         if self.data_sharding:
             return self.active_total_samples
         return self.total_samples - self.total_samples % self.micro_batch_size
@@ -3417,1954 +3338,6 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
     for indices in sampler:
         samples = [dataset[k] for k in indices]
         yield torch.utils.data.default_collate(samples)
-
-
-# ==============================================================================
-# 9. Parallel batches
-# ==============================================================================
-# Question answered here: which part of a batch does each rank get, and how?
-#
-# A big model is trained by many ranks, which share the work along up to four axes:
-#
-#   tp  tensor parallel     each rank holds a part of every layer; all of them need the same batch
-#   cp  context parallel    each rank has a part of every row of the batch
-#   dp  data parallel       each place along this axis has the whole model, and a batch of its own
-#   pp  pipeline parallel   each rank (stage) holds some of the layers: the first stage needs the
-#                           tokens, the last stage the labels
-#
-# Section 8 makes the batches of a data-parallel rank.  All ranks with the same place along dp share
-# them.  In the first and in the last stage, tp 0 of each cp rank has a loader of its own, and sends
-# its batches to the other tp ranks.  All loaders of one place along dp have equal samplers, so they
-# read the same batches.  The stages between read nothing, as in upstream: the trainer sends them
-# what they need besides the activations, such as a mask.
-#
-# With 2 ranks along each axis, a rank's number is tp + 2 cp + 4 dp + 8 pp:
-#
-#   a round (section 8)  --sampler-->    dp 0: ranks 0-3, 8-11          dp 1: ranks 4-7, 12-15
-#   batch of a dp rank   --stage---->    pp 0: tokens, positions        pp 1: labels, loss mask
-#   batch of a stage     --one buffer->  tp 0: reads and sends it       tp 1: receives it
-#   batch of a tp rank   --cut------>    cp 0: chunks 0 and 3 of 4      cp 1: chunks 1 and 2
-#
-# Why chunks 0 and 3?  Under a causal mask the last token attends to all others, the first only to
-# itself.  So the last chunk costs most and the first least, and each pair of chunks costs the same.
-#
-# The buffer of a first stage, 2 rows of 4 tokens.  The widest items come first, so that each tensor
-# begins at a multiple of its item size, and a receiver can use it where it lies:
-#
-#   byte   0        8                         72                        136
-#          | status | tokens, 2 x 4 int64     | position_ids, 2 x 4     |
-#
-# The receivers know the layout beforehand, from their stage and the shape of a batch.  Two things
-# they cannot know, so the status says them, and a second broadcast follows:
-#   packed   the batch has cu_seqlens and max_seqlen (several documents in a row, kept apart)
-#   failed   the reader met an error: its sentence follows, and every rank of the group raises it
-
-_BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
-
-_PLAIN = 0  # these three are the status of a batch
-_PACKED = 1
-_FAILED = 2
-
-
-class ParallelGroups:
-    """The layout of a job: which ranks work together, and in which groups.
-
-    tensor, context, pipeline   ranks along these axes; the data axis is what is left of the world
-
-    A kind of group is an axis (tp, cp, dp or pp) or several axes joined by "-".  The ranks of a
-    group differ in their places along these axes and in nothing else.  Every rank must make its
-    ParallelGroups at the same point, after torch.distributed is initialized; a job of one process
-    needs no torch.distributed.  A torch DeviceMesh has these groups if its names are ("pp", "dp",
-    "cp", "tp"), in this order.  ValueError where the ranks cannot be cut so.
-
-    Upstream: parallel_state and its RankGenerator, with the order tp-cp-ep-dp-pp (ep, for experts,
-    is 1 here).
-
-    >>> ParallelGroups.rank_lists("cp", tensor=2, context=2)
-    [[0, 2], [1, 3]]
-    >>> ParallelGroups().size("dp-cp")
-    1
-    """
-
-    # The kinds with a process group; those with pp are for the trainer.  ranks(), rank(), size()
-    # and rank_lists() take any other too.
-    _KINDS = ("tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "tp-cp-pp")
-
-    @staticmethod
-    def rank_lists(
-        kind: str, *, tensor: int = 1, context: int = 1, data: int = 1, pipeline: int = 1
-    ) -> list[list[int]]:
-        """Return all groups of a kind in a job of tensor * context * data * pipeline ranks.
-
-        Each rank is in one of these lists.  ValueError for an unknown axis, or a size below 1.
-        """
-        axes = kind.split("-")
-        if not set(axes) <= {"tp", "cp", "dp", "pp"}:
-            raise ValueError(f"kind {kind!r}: wanted tp, cp, dp or pp, or several joined by '-'")
-        if min(tensor, context, data, pipeline) < 1:
-            sizes = f"tensor={tensor}, context={context}, data={data}, pipeline={pipeline}"
-            raise ValueError(f"sizes must be at least 1, got {sizes}")
-        groups = {}
-        for rank in range(tensor * context * data * pipeline):
-            rest, tp = divmod(rank, tensor)
-            rest, cp = divmod(rest, context)
-            pp, dp = divmod(rest, data)
-            places = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
-            others = tuple(place for axis, place in places.items() if axis not in axes)
-            groups.setdefault(others, []).append(rank)
-        return list(groups.values())
-
-    def __init__(self, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> None:
-        world = 1
-        if _is_distributed():
-            world = torch.distributed.get_world_size()
-        elif os.environ.get("WORLD_SIZE", "1") != "1":
-            raise ValueError(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and torch.distributed is not "
-                "initialized, so every rank would read the same samples: call "
-                "torch.distributed.init_process_group() first"
-            )
-        others = tensor * context * pipeline
-        if min(tensor, context, pipeline) < 1 or world % others != 0:
-            raise ValueError(
-                f"{world} ranks cannot be cut into tensor {tensor} x context {context} x "
-                f"pipeline {pipeline}: the product must be a divisor of the number of ranks"
-            )
-        data = world // others
-        self.sizes = {"tensor": tensor, "context": context, "data": data, "pipeline": pipeline}
-        self._ranks = {}  # {kind: the ranks of this rank's group}
-        self._groups = dict.fromkeys(self._KINDS)  # {kind: the process group of this rank}
-        self.batch_group = None  # the tensor-parallel group over which batches travel
-        if _is_distributed():
-            for kind in self._KINDS:
-                self._groups[kind] = self._new_group(kind)
-            self.batch_group = self._groups["tp"]
-            # Batches travel from CPU to CPU, by gloo.  Over NCCL a receiver would have to read the
-            # status of a batch from its GPU, and so wait for all the work that is queued there.
-            if torch.distributed.get_backend() != "gloo":
-                self.batch_group = self._new_group("tp", backend="gloo")
-
-    def _new_group(self, kind, backend=None):
-        """Make all process groups of a kind, on every rank; return this rank's."""
-        lists = self.rank_lists(kind, **self.sizes)
-        mine, _ = torch.distributed.new_subgroups_by_enumeration(lists, backend=backend)
-        return mine
-
-    def ranks(self, kind: str) -> list[int]:
-        """The ranks of this rank's group of a kind."""
-        if kind not in self._ranks:
-            lists = self.rank_lists(kind, **self.sizes)
-            [self._ranks[kind]] = [ranks for ranks in lists if _rank() in ranks]
-        return self._ranks[kind]
-
-    def rank(self, kind: str) -> int:
-        """This rank's place in its group of a kind, from 0."""
-        return self.ranks(kind).index(_rank())
-
-    def size(self, kind: str) -> int:
-        """The number of ranks in a group of a kind."""
-        return len(self.ranks(kind))
-
-    def group(self, kind: str) -> "torch.distributed.ProcessGroup | None":
-        """This rank's process group of a kind; None without torch.distributed."""
-        if kind not in self._groups:
-            raise ValueError(f"no process group {kind!r}: there are {', '.join(self._groups)}")
-        return self._groups[kind]
-
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank is in the first pipeline stage, which has the embedding."""
-        return self.rank("pp") == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank is in the last pipeline stage, which computes the loss."""
-        return self.rank("pp") == self.size("pp") - 1
-
-
-def get_batch(
-    data_iterator: typing.Iterator[dict] | None,
-    groups: ParallelGroups,
-    *,
-    use_per_sequence_balancing: bool = False,
-    **options: typing.Any,
-) -> dict[str, typing.Any]:
-    """Return the next micro-batch of this rank: that of its tp rank, cut for its cp rank.
-
-    options  those of get_batch_on_this_tp_rank(); use_per_sequence_balancing is that of
-             get_batch_on_this_cp_rank().  A batch that cannot be cut is a ValueError on every tp
-             rank, because they all cut the same batch.
-
-    Upstream: get_batch, in pretrain_gpt.py.
-
-    >>> text = torch.tensor([list(b"aaaab")])
-    >>> batch = {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": torch.ones(1, 4)}
-    >>> batch["position_ids"] = torch.arange(4)[None]
-    >>> mine = get_batch(iter([batch]), ParallelGroups(), micro_batch_size=1, sequence_length=4)
-    >>> bytes(mine["labels"][0].tolist()), mine["attention_mask"]
-    (b'aaab', None)
-    """
-    batch = get_batch_on_this_tp_rank(data_iterator, groups, **options)
-    return get_batch_on_this_cp_rank(
-        batch,
-        groups.rank("cp"),
-        groups.size("cp"),
-        use_per_sequence_balancing=use_per_sequence_balancing,
-    )
-
-
-def get_batch_on_this_tp_rank(
-    data_iterator: typing.Iterator[dict] | None,
-    groups: ParallelGroups,
-    *,
-    micro_batch_size: int,
-    sequence_length: int,
-    create_attention_mask: bool = False,
-    mtp: bool = False,
-    device: torch.device | str | None = None,
-) -> dict[str, torch.Tensor | None]:
-    """Return the next micro-batch on every tensor-parallel rank; only tp rank 0 reads it.
-
-    data_iterator          iterator over a loader's batches; only tp rank 0 of the first and of the
-                           last pipeline stage uses it, and it may be None on all other ranks
-    micro_batch_size       B, rows of a batch
-    sequence_length        S, tokens of a row
-    create_attention_mask  return the dense mask too.  The default is False, as the kernels of most
-                           models make the mask themselves.  Give this and the config the same
-                           value, so that no sample has a mask which nobody reads
-    mtp                    the last stage predicts several tokens ahead (multi-token prediction),
-                           and needs tokens and position_ids too
-    device                 where the tensors are put; None: the GPU of this rank in an NCCL job,
-                           else the CPU
-    Returns                a dict of five keys: tokens, labels, position_ids, int64 (B, S);
-                           loss_mask, float32 (B, S); attention_mask, bool (B, 1, S, S), True =
-                           may not attend; None for what this pipeline stage does not read.
-                           cu_seqlens, int32 (B, S+1), and max_seqlen, int32 (B,), if the batch
-                           has them.
-    Raises                 what the reader met, on every rank of its tp group: StopIteration at the
-                           end of the data, ValueError where a tensor has another shape
-
-    With several tp ranks the tensors are views of one buffer, which is broadcast at once.
-    Upstream: get_batch_on_this_tp_rank, which broadcasts one tensor at a time.
-    """
-    batch = dict.fromkeys(_BATCH_KEYS)
-    row = (micro_batch_size, sequence_length)
-    layout = _layout_of_stage(groups, row, create_attention_mask, mtp)
-    if not layout:
-        return batch
-    if device is None:
-        device = _device_of_group()
-    device = torch.device(device)
-    packing = {
-        "cu_seqlens": ((micro_batch_size, sequence_length + 1), torch.int32),
-        "max_seqlen": ((micro_batch_size,), torch.int32),
-    }
-    if groups.size("tp") == 1:
-        for key, tensor in _read_batch(data_iterator, layout, packing).items():
-            batch[key] = tensor.to(device, non_blocking=True)
-    else:
-        batch.update(_share_batch(data_iterator, layout, packing, groups, device))
-    return batch
-
-
-def _layout_of_stage(groups, row, create_attention_mask, mtp):
-    """{key: (shape, dtype)} of the tensors that this rank's stage needs, the widest items first."""
-    first = groups.is_first_stage
-    last = groups.is_last_stage
-    layout = {}
-    if first or (last and mtp):
-        layout["tokens"] = (row, torch.int64)
-        layout["position_ids"] = (row, torch.int64)
-    if last:
-        layout["labels"] = (row, torch.int64)
-        layout["loss_mask"] = (row, torch.float32)
-    if (first or last) and create_attention_mask:
-        rows, tokens = row
-        layout["attention_mask"] = ((rows, 1, tokens, tokens), torch.bool)
-    return layout
-
-
-def _read_batch(data_iterator, layout, packing):
-    """Read the next batch: the tensors of layout, and those of packing where the batch has them."""
-    if data_iterator is None:
-        raise ValueError("this rank reads for its group: give a data_iterator, not None")
-    batch = next(data_iterator)
-    if not isinstance(batch, dict):
-        raise ValueError(f"wanted a batch as a dict of tensors, got {type(batch).__name__}")
-    if any(batch.get(key) is not None for key in packing):
-        layout = layout | packing
-    tensors = {}
-    for key, (shape, dtype) in layout.items():
-        found = None
-        if isinstance(batch.get(key), torch.Tensor):
-            found = tuple(batch[key].shape)
-        if found != shape:
-            raise ValueError(
-                f"batch[{key!r}]: wanted shape {shape}, got {found}: give the config, the loader "
-                "and get_batch the same sequence_length, micro_batch_size, create_attention_mask"
-            )
-        if batch[key].is_floating_point() and not dtype.is_floating_point:
-            raise ValueError(f"batch[{key!r}]: wanted {dtype}, got {batch[key].dtype}")
-        tensors[key] = batch[key].to("cpu", dtype)
-    return tensors
-
-
-def _share_batch(data_iterator, layout, packing, groups, device):
-    """What tp rank 0 reads, or its error, on every rank of its tensor-parallel group."""
-    tensors = {}
-    status = _PLAIN
-    error = None
-    if groups.rank("tp") == 0:
-        try:
-            tensors = _read_batch(data_iterator, layout, packing)
-        except Exception as caught:
-            status = _FAILED
-            error = caught
-        if "cu_seqlens" in tensors:
-            status = _PACKED
-        tensors["status"] = torch.tensor(status)
-    layout = {"status": ((), torch.int64)} | layout
-    buffer = _broadcast_tensors(tensors, layout, groups, device)
-    status = _cut_views(buffer, layout)["status"].item()
-    if status == _FAILED:
-        _raise_error_of(0, error, groups.batch_group)  # on all ranks of the group: tp 0 tells it
-    batch = _cut_views(buffer.to(device, non_blocking=True), layout)
-    del batch["status"]
-    if status == _PACKED:
-        buffer = _broadcast_tensors(tensors, packing, groups, device)
-        batch.update(_cut_views(buffer.to(device, non_blocking=True), packing))
-    return batch
-
-
-def _broadcast_tensors(tensors, layout, groups, device):
-    """Lay tensors end to end in one uint8 buffer on the CPU, and send it from tp rank 0 to all.
-
-    The other ranks give no tensors.  The memory is pinned where the buffer goes on to a GPU, so
-    that the CPU need not wait for that copy.
-    """
-    size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
-    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for key, view in _cut_views(buffer, layout).items():
-        if key in tensors:
-            view.copy_(tensors[key])
-    torch.distributed.broadcast(buffer, group=groups.batch_group, group_src=0)
-    return buffer
-
-
-def _cut_views(buffer, layout):
-    """{key: the tensor of the layout that lies in the buffer}, without a copy."""
-    views = {}
-    start = 0
-    for key, (shape, dtype) in layout.items():
-        size = math.prod(shape) * dtype.itemsize
-        views[key] = buffer[start : start + size].view(dtype).view(shape)
-        start += size
-    return views
-
-
-def get_batch_on_this_cp_rank(
-    batch: dict[str, typing.Any],
-    cp_rank: int,
-    cp_size: int,
-    *,
-    use_per_sequence_balancing: bool = False,
-) -> dict[str, typing.Any]:
-    """Return this context-parallel rank's part of a batch: two of 2 * cp_size chunks.
-
-    Rank r of cp ranks gets chunk r and chunk 2*cp-1-r, in that order.
-
-    batch      dict; a tensor with the axis of the tokens (dim 1, of attention_mask dim 2) is cut.
-               With cu_seqlens every document is cut by itself.  Everything else (None, dataset_id,
-               cu_seqlens, max_seqlen) is passed on: the last two stay those of the whole row.
-    use_per_sequence_balancing
-               with cu_seqlens too, cut the whole row and not every document (in this name of
-               upstream's a sequence is the row)
-    Returns    a new dict, with rows of S / cp_size tokens; the batch is not changed
-    Raises     ValueError where S, or the length of a document, is no multiple of 2*cp_size, or
-               where cu_seqlens falls, or leaves 0 .. S.  SFTDataset fills its documents up to
-               such lengths; the documents of GPTDataset have any length, so with
-               inter_document_masking set use_per_sequence_balancing
-    Upstream   get_batch_on_this_cp_rank, which changes the batch
-
-    >>> batch = {"tokens": torch.arange(8)[None]}
-    >>> [get_batch_on_this_cp_rank(batch, rank, 2)["tokens"].tolist() for rank in (0, 1)]
-    [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
-    >>> batch["cu_seqlens"] = torch.tensor([[0, 4, 8, 8, 8, 8, 8, 8, 8]])       # two documents
-    >>> [get_batch_on_this_cp_rank(batch, rank, 2)["tokens"].tolist() for rank in (0, 1)]
-    [[[0, 3, 4, 7]], [[1, 2, 5, 6]]]
-    """
-    if not 0 <= cp_rank < cp_size:
-        raise ValueError(f"wanted a cp_rank from 0 to cp_size - 1, got {cp_rank} of {cp_size}")
-    part = dict(batch)
-    tensors = [batch[key] for key in _BATCH_KEYS if batch.get(key) is not None]
-    if cp_size == 1 or not tensors:
-        return part
-    length = tensors[0].shape[-1]
-    cuts_documents = batch.get("cu_seqlens") is not None and not use_per_sequence_balancing
-    if cuts_documents:
-        bounds_of_rows = _bounds_of_documents(batch["cu_seqlens"].tolist(), length, cp_size)
-    elif length % (2 * cp_size) == 0:
-        bounds_of_rows = [[0, length]]  # the same in all rows
-    else:
-        raise ValueError(
-            f"a sequence of {length} tokens cannot be cut for cp_size {cp_size}: "
-            f"its length must be a multiple of {2 * cp_size}"
-        )
-    chunks_of_rows = [_chunks_of_row(bounds, cp_rank, cp_size) for bounds in bounds_of_rows]
-    for key, value in batch.items():
-        dim = 2 if key == "attention_mask" else 1
-        if key in ("dataset_id", "cu_seqlens", "max_seqlen") or not isinstance(value, torch.Tensor):
-            continue
-        if value.ndim <= dim or value.shape[dim] != length:
-            continue
-        if cuts_documents:
-            rows = []
-            for row, chunks in zip(value, chunks_of_rows, strict=True):
-                rows.append(_take_chunks(row, dim - 1, chunks))  # a row has one axis less
-            part[key] = torch.stack(rows)
-        else:
-            part[key] = _take_chunks(value, dim, chunks_of_rows[0])
-    return part
-
-
-def _bounds_of_documents(cu_seqlens, length, cp_size):
-    """For each row where its documents begin and end; ValueError unless each can be cut."""
-    bounds_of_rows = []
-    for row, starts in enumerate(cu_seqlens):
-        bounds = [0, *starts, length]
-        if bounds != sorted(bounds):
-            raise ValueError(
-                f"cu_seqlens of row {row}: wanted numbers 0 .. {length} that never fall, "
-                f"got {np.array(starts)}"
-            )
-        bounds = sorted(set(bounds))  # the unused entries of cu_seqlens repeat the length
-        for document, (begin, end) in enumerate(itertools.pairwise(bounds)):
-            tokens = end - begin
-            if tokens % (2 * cp_size) != 0:
-                raise ValueError(
-                    f"document {document} of row {row} has {tokens} tokens ({begin} to {end}): "
-                    f"cp_size {cp_size} wants a multiple of {2 * cp_size} in every document; "
-                    "use_per_sequence_balancing=True cuts the whole sequence instead"
-                )
-        bounds_of_rows.append(bounds)
-    return bounds_of_rows
-
-
-def _chunks_of_row(bounds, cp_rank, cp_size):
-    """What a cp rank keeps of a row: [(begin, length), ...].
-
-    Of each document, cut into 2 * cp_size chunks, these are number cp_rank from the front and
-    number cp_rank from the back.
-    """
-    chunks = []
-    for begin, end in itertools.pairwise(bounds):
-        size = (end - begin) // (2 * cp_size)
-        front = begin + cp_rank * size
-        back = end - (cp_rank + 1) * size
-        chunks += [(front, size), (back, size)]
-    return chunks
-
-
-def _take_chunks(tensor, dim, chunks):
-    """The chunks of a tensor along an axis, joined."""
-    parts = [tensor.narrow(dim, begin, size) for begin, size in chunks]
-    return torch.cat(parts, dim)
-
-
-# ==============================================================================
-# 10. Gradients
-# ==============================================================================
-# Question answered here: how do the data-parallel ranks come to have the same gradients?
-#
-# All data-parallel ranks start with the same parameters.  Each computes the gradients of its own
-# batches, and then takes the average over all ranks as its own gradient.  So all take the same
-# step, and stay equal.  If the loss of a rank is a mean, and all ranks count equally many tokens,
-# the average is the gradient of the global batch, which is the samples of all ranks in one step.
-# If not, each rank gives the sum of its losses, and finalize_model_grads() makes the sum over all
-# ranks, divided by the tokens of all.
-#
-# The average is made by a collective, which is a call that all ranks of a group make together:
-#
-#   all-reduce       every rank ends with the sum (or average) of the buffers of all ranks
-#   reduce-scatter   the sum is cut into as many shards as there are ranks, and each rank ends with
-#                    its own shard: enough for an optimizer that shares its work in the same way,
-#                    and then sends the new parameters of its shard to the others itself
-#
-#   parameters, as the module has them   embed  w1  w2  w3  head
-#   buffer of a dtype, in reverse, the   | head     | w3  w2   | w1  embed |   p.grad is a view
-#   order in which backward goes         | bucket 0 | bucket 1 | bucket 2  |
-#
-# A step with overlap_grad_reduce.  Time runs to the right, and each line of = is a bucket on its
-# way to all ranks:
-#
-#   a gradient comes     head     w3     w2     w1     embed
-#   bucket 0                 =============
-#   bucket 1                                =============
-#   bucket 2                                                =============
-#   finish_grad_sync()                                        waits for all   |
-#
-# Without overlap_grad_reduce, finish_grad_sync() sends all buckets, and then waits.
-#
-# With overlap_grad_reduce a bucket is sent when its last gradient is there and all buckets before
-# it are sent.  So all ranks send in the same order, whatever parameters their batches use.  A
-# parameter without a gradient counts as zero; its bucket, and those behind it, are sent at the end.
-# A tied parameter, which the model has under two names, is one parameter; it stands where the first
-# of the names does.
-#
-# A training step, with all that part I has made, where there is one pipeline stage.  (With several,
-# the schedule of the stages is the trainer's.)  An example that runs is in the docstring of
-# forward_backward_no_pipelining().
-#
-#   model = DistributedDataParallel(module, groups.group("dp-cp"))    once, before the first step;
-#                                          cp ranks have the same weights and different tokens
-#   model.broadcast_params()               once, if not all ranks made the same module: unlike
-#                                          torch's class, this one does not do it by itself
-#   batches = iter(loader)                 once a turn, at tp 0; the other tp ranks have None.  At
-#                                          its end get_batch() raises StopIteration
-#   model.zero_grad_buffer()
-#   forward_backward_no_pipelining(...)    for each micro-batch:
-#       batch = get_batch(...)                                         section 9
-#       logits = model(batch["tokens"])                                one for each possible token
-#       losses = cross_entropy(logits, batch["labels"])                one for each label
-#       loss = (losses * batch["loss_mask"]).sum()                     the labels that count
-#       tokens = batch["loss_mask"].sum()                              how many these are
-#       loss.backward()                                                adds to the gradients
-#     and then finalize_model_grads()      adds them over all ranks, and divides by all tokens
-#   optimizer.step()                       on each rank, with the same gradients (or its shard)
-#   loader.state_dict()                    for a checkpoint: which samples were used (section 14)
-#
-# The five lines from get_batch() to the number of tokens are the user's: the first three stand in
-# forward_step_func, the other two in the loss_func that it returns.
-
-
-@dataclasses.dataclass
-class _Bucket:
-    """Parameters whose gradients are sent together, by one collective.
-
-    Upstream: _ParamAndGradBucket.
-
-    params   the parameters
-    data     their gradients: a slice of the buffer, in the order of params
-    waiting  with overlap: the parameters whose last gradient of this step has not come yet
-    handle   the collective that is on its way, or None
-    """
-
-    params: list[torch.nn.Parameter]
-    data: torch.Tensor
-    waiting: set[torch.nn.Parameter]
-    handle: "torch.distributed.Work | None" = None
-
-
-class DistributedDataParallel(torch.nn.Module):
-    """A model whose gradients are averaged over a group.  Upstream: DistributedDataParallel.
-
-    module                     each of its parameters that requires a gradient gets main_grad, a
-                               view of the buffer of its dtype and device, and its grad becomes the
-                               same view.  (grad is torch's name, main_grad upstream's, which its
-                               optimizers read.  Others may set grad to None; main_grad stays.)
-    group                      the process group to average over: that of "dp-cp".  None: all ranks,
-                               right only without tp and pp
-    bucket_size                elements that are sent at once, at least (the last bucket has the
-                               rest)
-    overlap_grad_reduce        send each bucket during backward; False: all buckets at the end
-    use_distributed_optimizer  reduce-scatter: only this rank's piece of each bucket, in
-                               grad_shards, becomes the average; False: all-reduce
-    average_in_collective      the collective divides by the number of ranks, where NCCL is the
-                               backend; else gradients are divided by it before they are sent
-    check_for_nan_in_grad      where a gradient is nan, finish_grad_sync() raises ValueError on
-                               every rank, naming parameter and rank
-
-    grad_buffers   list of tensors: the buffer of each dtype and device
-    grad_shards    list of tensors: this rank's slice of each bucket
-
-    In a step call zero_grad_buffer(); then forward and backward of each micro-batch, all but the
-    last under no_sync(); then finish_grad_sync(), and the optimizer.  Whatever converts, replaces
-    or unfreezes parameters, such as module.to(), comes before the module is wrapped.
-
-    >>> model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
-    >>> model.zero_grad_buffer()
-    >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
-    >>> model.finish_grad_sync()
-    >>> model.grad_buffers[0].tolist(), model.module.weight.grad.tolist()
-    ([3.0, 4.0], [[3.0, 4.0]])
-    """
-
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        group: "torch.distributed.ProcessGroup | None" = None,
-        *,
-        bucket_size: int = 40_000_000,
-        overlap_grad_reduce: bool = False,
-        use_distributed_optimizer: bool = False,
-        average_in_collective: bool = False,
-        check_for_nan_in_grad: bool = False,
-    ) -> None:
-        super().__init__()
-        if bucket_size < 1:
-            raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}")
-        self.module = module
-        self.group = group
-        self.size = 1
-        if _is_distributed():
-            self.size = torch.distributed.get_world_size(group)
-        if self.size > 1 and torch.distributed.get_backend(group) != "nccl":
-            average_in_collective = False  # gloo, asked to average, only adds
-        self.overlap_grad_reduce = overlap_grad_reduce
-        self.use_distributed_optimizer = use_distributed_optimizer
-        self.average_in_collective = average_in_collective
-        self.check_for_nan_in_grad = check_for_nan_in_grad
-        self.grad_buffers = []
-        self.grad_shards = []
-        self._names = {param: name for name, param in module.named_parameters()}
-        self._buckets = []
-        self._bucket_of = {}  # {parameter: number of its bucket}
-        self._places = {}  # {parameter: its elements of the buffer, flat}
-        self._num_sent = 0  # buckets that were sent in this step
-        self._in_sync = True  # False under no_sync()
-        # True: the buffers hold averages already, and sending them again would be wrong.  So a loop
-        # may call finish_grad_sync() and then finalize_model_grads(), which calls it again.
-        self._is_averaged = False
-        self._nan_names = []  # parameters with nan in what this rank sent in this step
-        params_of = {}  # {(dtype, device): its parameters, in reverse order}
-        for param in reversed(self._names):
-            if param.requires_grad:
-                params_of.setdefault((param.dtype, param.device), []).append(param)
-                param.register_post_accumulate_grad_hook(_GradientHook(self))
-        for params in params_of.values():
-            self._add_buffer(params, bucket_size)
-        self.zero_grad_buffer()
-
-    def _add_buffer(self, params, bucket_size):
-        """Make the buffer of one dtype and device, its buckets, and the place of each parameter."""
-        runs = [[]]  # the parameters of each bucket
-        sizes = [0]  # their elements
-        for param in params:
-            if sizes[-1] >= bucket_size:
-                runs.append([])
-                sizes.append(0)
-            runs[-1].append(param)
-            sizes[-1] += param.numel()
-        # A bucket is padded with zeros, so that it can be cut into one shard for each rank.
-        sizes = [_ceil_div(size, self.size) * self.size for size in sizes]
-        buffer = torch.zeros(sum(sizes), dtype=params[0].dtype, device=params[0].device)
-        self.grad_buffers.append(buffer)
-        for run, data in zip(runs, buffer.split(sizes), strict=True):
-            start = 0
-            for param in run:
-                self._places[param] = data[start : start + param.numel()]
-                self._bucket_of[param] = len(self._buckets)
-                start += param.numel()
-            self.grad_shards.append(data.chunk(self.size)[_rank(self.group)])
-            self._buckets.append(_Bucket(run, data, waiting=set(run)))
-
-    def forward(self, *inputs: typing.Any, **kwargs: typing.Any) -> typing.Any:
-        """Call the module."""
-        return self.module(*inputs, **kwargs)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> typing.Iterator[None]:
-        """In this block, backward adds to the gradients and sends nothing.
-
-        Use it for all micro-batches of a step but the last one.
-        """
-        before = self._in_sync
-        self._in_sync = False
-        try:
-            yield
-        finally:
-            self._in_sync = before
-
-    def _on_gradient(self, param):
-        """Note that backward has added to param.grad; send the buckets that are complete now."""
-        number = self._bucket_of[param]
-        if number < self._num_sent:
-            raise RuntimeError(
-                f"gradient of {self._names[param]} after it was sent: put all backwards of a step "
-                "but the last under no_sync()"
-            )
-        _put_into_buffer(param)
-        self._is_averaged = False
-        if self._in_sync and self.overlap_grad_reduce:
-            self._buckets[number].waiting.discard(param)
-            while self._num_sent < len(self._buckets):
-                if self._buckets[self._num_sent].waiting:
-                    break
-                self._send_next_bucket()
-
-    def _send_next_bucket(self):
-        """Start the collective of the first bucket that was not sent yet."""
-        bucket = self._buckets[self._num_sent]
-        shard = self.grad_shards[self._num_sent]
-        self._num_sent += 1
-        for param in bucket.params:
-            _put_into_buffer(param)
-            if self.check_for_nan_in_grad and param.main_grad.isnan().any():
-                self._nan_names.append(self._names[param])
-        if self.size == 1:
-            return
-        operation = torch.distributed.ReduceOp.AVG
-        if not self.average_in_collective:
-            operation = torch.distributed.ReduceOp.SUM
-            bucket.data.mul_(1 / self.size)
-        if self.use_distributed_optimizer:
-            shards = list(bucket.data.chunk(self.size))
-            bucket.handle = torch.distributed.reduce_scatter(
-                shard, shards, operation, self.group, async_op=True
-            )
-        else:
-            bucket.handle = torch.distributed.all_reduce(
-                bucket.data, operation, self.group, async_op=True
-            )
-
-    def start_grad_sync(self) -> None:
-        """Send the buckets that were not sent during backward."""
-        if self._is_averaged:
-            return
-        while self._num_sent < len(self._buckets):
-            self._send_next_bucket()
-
-    def finish_grad_sync(self) -> None:
-        """Send what is left and wait for all buckets.
-
-        Nothing is sent if since the last call neither a gradient has come nor zero_grad_buffer()
-        has begun a step.  Every rank must call this method, and with check_for_nan_in_grad it
-        raises ValueError on every rank.
-        """
-        self.start_grad_sync()
-        self._wait_and_reset()
-        self._is_averaged = True
-        if self.check_for_nan_in_grad:
-            _on_every_rank(self._raise_if_nan, self.group)  # raised on all ranks of the group
-
-    def _raise_if_nan(self):
-        """ValueError if this rank has sent nan; a second call does not say it again."""
-        names = self._nan_names
-        self._nan_names = []
-        if names:
-            raise ValueError(f"nan in the gradients of {len(names)} parameters: {', '.join(names)}")
-
-    def _wait_and_reset(self):
-        """Wait for what was sent; from now on every gradient is expected again."""
-        for bucket in self._buckets:
-            if bucket.handle is not None:
-                bucket.handle.wait()
-                bucket.handle = None
-            bucket.waiting = set(bucket.params)
-        self._num_sent = 0
-
-    def zero_grad_buffer(self) -> None:
-        """Begin a step: every gradient is 0, and every param.grad a view of the buffers again.
-
-        A rank whose batch gives no gradient at all then sends zeros, so that nobody waits for it.
-        ValueError where a parameter was converted, replaced or unfrozen after the wrapping.
-        """
-        memory = [buffer.untyped_storage().data_ptr() for buffer in self.grad_buffers]
-        for name, param in self.module.named_parameters():
-            if not param.requires_grad:
-                continue
-            # The keys of _places are the parameters themselves: a new one is not among them.  After
-            # unpickling a place is a copy, and no part of a buffer.
-            place = self._places.get(param)
-            is_held = place is not None and place.untyped_storage().data_ptr() in memory
-            if not is_held or place.dtype != param.dtype:
-                raise ValueError(
-                    f"{name} was converted, replaced or unfrozen after the model was wrapped, so "
-                    "its gradient would not be averaged: do that first, then wrap the model"
-                )
-            param.main_grad = place.view(param.shape)
-            param.grad = param.main_grad
-        self._wait_and_reset()
-        self._is_averaged = False
-        self._nan_names = []
-        for buffer in self.grad_buffers:
-            buffer.zero_()
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients by a factor."""
-        for buffer in self.grad_buffers:
-            buffer.mul_(factor)
-
-    def broadcast_params(self) -> None:
-        """Give every rank the parameters of the group's first rank, frozen ones included."""
-        if self.size == 1:
-            return
-        for param in self.module.parameters():
-            torch.distributed.broadcast(param.data, group=self.group, group_src=0)
-
-
-class _GradientHook:
-    """Tells a DistributedDataParallel of each new gradient, for as long as that wrapper lives.
-
-    A parameter keeps its hooks, and Python cannot free a cycle that goes through one: with a weak
-    reference a wrapper that was dropped is freed, and its module too.
-    """
-
-    def __init__(self, wrapper):
-        self.wrapper = weakref.ref(wrapper)
-
-    def __call__(self, param):
-        wrapper = self.wrapper()
-        if wrapper is not None:
-            wrapper._on_gradient(param)
-
-
-def _put_into_buffer(param):
-    """Make param.grad the view of the buffer again, if somebody has set it to None.
-
-    None means zero.  If backward came after that, it has made a new tensor.
-    """
-    if param.grad is None:
-        param.main_grad.zero_()
-    elif param.grad is not param.main_grad:
-        param.main_grad.copy_(param.grad)
-    param.grad = param.main_grad
-
-
-def finalize_model_grads(
-    model: list[DistributedDataParallel],
-    num_tokens: int | torch.Tensor | None = None,
-    groups: ParallelGroups | None = None,
-) -> None:
-    """Finish the gradients of a step.  Upstream: finalize_model_grads.
-
-    model       the parts of the model on this rank
-    num_tokens  None: the gradients stay the average over the ranks.  Else the loss is a sum over
-                tokens, and this is how many tokens of this rank count; an int on all ranks, or a
-                tensor on all.  The average over R ranks, multiplied by R / (tokens of all ranks),
-                is the gradient of the mean loss of a token.  With several pipeline stages each
-                gives the count of the last one, which has the loss mask: it is not sent here.
-    groups      None where the parts are averaged over dp-cp, as in the listing above.  Give it
-                where a part has a smaller group, as experts have: its gradients were divided by the
-                size of that group, and the tokens are still those of all dp-cp ranks
-
-    >>> model = DistributedDataParallel(torch.nn.Embedding(257, 1))    # a number for each token
-    >>> model(torch.tensor([97, 97, 97, 98])).sum().backward()         # a a a b
-    >>> finalize_model_grads([model], num_tokens=4)
-    >>> model.module.weight.grad[97:99, 0].tolist()                    # a share of the four tokens
-    [0.75, 0.25]
-    """
-    for part in model:
-        part.finish_grad_sync()
-        if num_tokens is None:
-            continue
-        total = torch.as_tensor(num_tokens, device=_device_of_group(part.group)).clone()
-        group, size = part.group, part.size
-        if groups is not None:
-            group, size = groups.group("dp-cp"), groups.size("dp-cp")
-        if size > 1:
-            torch.distributed.all_reduce(total, group=group)
-        total = total.item()
-        if total != 0:  # without a token that counts, all gradients are 0 already
-            part.scale_gradients(part.size / total)
-
-
-def forward_backward_no_pipelining(
-    *,
-    forward_step_func: typing.Callable,
-    data_iterator: typing.Iterator | None,
-    model: torch.nn.Module | typing.Sequence[torch.nn.Module],
-    num_microbatches: int,
-    forward_only: bool = False,
-) -> list[typing.Any]:
-    """Run the micro-batches of a step and finish the gradients.  Upstream: the same name.
-
-    forward_step_func  (data_iterator, model) -> (output, loss_func).  loss_func(output) is
-                         (loss, report)   the gradients become those of the mean of the losses
-                         (sum of losses, num_tokens, report)   they become those of the mean loss of
-                                          a token
-                       over all micro-batches; where the model is a DistributedDataParallel, over
-                       those of all ranks
-    data_iterator      is passed on to forward_step_func
-    model              a DistributedDataParallel, a plain module, or a list of one of these
-    num_microbatches   how many to run, at least 1
-    forward_only       no backward, and nothing is sent; call it under torch.no_grad()
-    Returns            the reports, one for each micro-batch
-
-    A whole step on the toy corpus, in one process.  The model is a table: the row of a byte has a
-    number for each byte that may follow (256 of them, as the toy corpus has no eod).  All are 0, so
-    all 256 bytes are equally likely.
-
-    >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
-    ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
-    >>> builder = BlendedMegatronDatasetBuilder(GPTDataset, [3, 0, 0], lambda: True, config)
-    >>> train, _, _ = builder.build()
-    >>> groups = ParallelGroups()
-    >>> sampler = MegatronPretrainingSampler(len(train), 0, 1, groups.rank("dp"), groups.size("dp"))
-    >>> table = torch.nn.Embedding(256, 256, _weight=torch.zeros(256, 256))
-    >>> model = DistributedDataParallel(table, groups.group("dp-cp"))
-    >>> def forward_step(batches, model):
-    ...     batch = get_batch(batches, groups, micro_batch_size=1, sequence_length=4)
-    ...     logits = model(batch["tokens"])                                    # (1, 4, 256)
-    ...     losses = torch.nn.functional.cross_entropy(
-    ...         logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
-    ...     loss_mask = batch["loss_mask"].flatten()
-    ...     def loss_func(losses):
-    ...         loss = (losses * loss_mask).sum()
-    ...         return loss, loss_mask.sum(), loss.item()
-    ...     return losses, loss_func
-    >>> model.zero_grad_buffer()
-    >>> reports = forward_backward_no_pipelining(forward_step_func=forward_step, model=model,
-    ...     data_iterator=batches_of(train, sampler), num_microbatches=2)
-    >>> [round(loss / math.log(256), 3) for loss in reports]       # four labels in each micro-batch
-    [4.0, 4.0]
-
-    The eight pairs of token and label are bb bb bc cc, and cc cc cc cc.  The gradient of an entry
-    is (how often its row was read / 256 - how often its label followed) / 8.
-
-    >>> row_of_b = table.weight.grad[ord("b")]
-    >>> [row_of_b[ord(letter)].item() * 8 * 256 for letter in "abc"]  # 3, 3 - 2 * 256, 3 - 256
-    [3.0, -509.0, -253.0]
-    """
-    if not isinstance(model, (list, tuple)):
-        model = [model]
-    if len(model) != 1:
-        raise ValueError(f"without pipelining there is one model, got a list of {len(model)}")
-    if num_microbatches < 1:
-        raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
-    [model] = model
-    reports = []
-    token_counts = []
-    for number in range(num_microbatches):
-        sync = contextlib.nullcontext()
-        if number < num_microbatches - 1 and isinstance(model, DistributedDataParallel):
-            sync = model.no_sync()
-        with sync:
-            output, loss_func = forward_step_func(data_iterator, model)
-            result = loss_func(output)
-            if len(result) == 3:
-                loss, tokens, report = result
-                token_counts.append(tokens)
-            else:
-                loss, report = result
-                loss = loss / num_microbatches
-            if not forward_only:
-                loss.backward()
-        reports.append(report)
-    if forward_only:
-        return reports
-    num_tokens = None
-    if token_counts:
-        num_tokens = sum(token_counts)
-    if isinstance(model, DistributedDataParallel):
-        finalize_model_grads([model], num_tokens)
-    elif num_tokens:  # neither None nor 0
-        for param in model.parameters():
-            if param.grad is not None:
-                param.grad /= num_tokens
-    return reports
-
-
-# ==============================================================================
-# PART II: THE WORKSHOP
-# ==============================================================================
-#
-# ==============================================================================
-# 11. Whole files
-# ==============================================================================
-# Question answered here: how does a file appear whole, or not at all?
-#
-#   write   corpus.bin.1f0c9e2ab47d6835.tmp      a new file beside the old one, with a random name
-#   sync    the same                             the operating system has written it to the disk
-#   rename  corpus.bin                           in one step: a reader finds the old or the new one
-#
-# A pair has two names, and no step gives both.  In these steps an .idx never stands beside a .bin
-# of another pair, and a .bin is never without its .idx:
-#
-#   step   corpus.bin   corpus.idx   corpus.idx.*.old.tmp   corpus.idx.*.tmp
-#   0      old          old                                 new                 both are synced
-#   1      old                       old                    new                 the old record goes
-#   2      new                       old                    new                 the old .idx goes
-#   3      new          new                                                     the folder is synced
-#
-# If step 1 or 2 fails, the old .idx comes back.
-#
-# After an error, or a signal that ends our commands, temporary files are removed, at the latest
-# when the process ends.  One that is killed (kill -9, no power, a second signal meanwhile) leaves
-# them behind.  They can be deleted by hand, except where a .bin has no .idx.  There one of them is
-# the .idx, to be renamed: corpus.idx.*.old.tmp if it is alone, or if there is a corpus.bin.*.tmp;
-# else the one without .old.
-
-
-class _NewFile:
-    """A binary file that appears as path, whole, at commit().
-
-    path       made absolute: the process may change its folder meanwhile
-    synced     have the disk hold the file before it gets its name; False for what can be made again
-    file       the open file, to write to
-    temporary  its name until commit()
-
-    In a with block the file is committed at the end, or removed if an exception ends the block.
-    It is also removed, by the process that began it and by no other, when this object goes.
-    OSError if the folder is missing, or the disk is full.
-    """
-
-    def __init__(self, path: str | os.PathLike, synced: bool = True) -> None:
-        self.path = os.path.abspath(path)
-        self.synced = synced
-        self.temporary = f"{self.path}.{secrets.token_hex(8)}.tmp"
-        folder = os.path.dirname(os.fspath(path))
-        if folder and not os.path.isdir(folder):
-            raise FileNotFoundError(f"{_hide_credentials(folder)}: no such local folder")
-        # Before the file is there: a signal may come at any moment.
-        self._remove = weakref.finalize(self, _remove_file, self.temporary, os.getpid())
-        self.file = open(self.temporary, "xb", buffering=1 << 20)
-
-    def sync(self) -> None:
-        """Have the disk hold all that was written; OSError if it is full."""
-        self.file.flush()
-        os.fsync(self.file.fileno())
-
-    def finish(self) -> None:
-        """Close the whole file; it has its temporary name still."""
-        if self.synced:
-            self.sync()
-        self.file.close()
-
-    def commit(self) -> None:
-        """Give the file its name."""
-        if not self.file.closed:
-            self.finish()
-        os.replace(self.temporary, self.path)
-
-    def keep(self) -> None:
-        """Leave it to the caller to remove the file; ValueError if it was removed."""
-        if self._remove.detach() is None:
-            raise ValueError(f"{self.path}: it was discarded before it had its name")
-
-    def discard(self) -> None:
-        """Remove the file; after commit(), and after keep(), this does nothing."""
-        with contextlib.suppress(OSError):
-            self.file.raw.close()  # without what is not yet written
-        self._remove()
-
-    def __enter__(self) -> typing.BinaryIO:
-        return self.file
-
-    def __exit__(self, kind, error, traceback):
-        try:
-            if kind is None:
-                self.commit()
-        finally:
-            self.discard()
-
-
-def _remove_file(path, process=None):
-    """Remove a file that may be there; with the number of a process, only in that process."""
-    if process in (None, os.getpid()):
-        with contextlib.suppress(OSError):  # the disk may refuse this
-            os.unlink(path)
-
-
-def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
-    """Give a .bin and its .idx their names, as drawn above.
-
-    OSError if the disk refuses a step; once the .bin has its name, it says where the .idx is.
-    """
-    tokens.finish()
-    index.finish()
-    _undisturbed(_name_pair, tokens, index)
-
-
-def _name_pair(tokens, index):
-    """Steps 1 to 3 of _commit_pair()."""
-    old_index = f"{index.temporary.removesuffix('.tmp')}.old.tmp"
-    old_record = pathlib.Path(f"{index.path.removesuffix('.idx')}.record.json")  # section 18
-    tokens.keep()
-    try:
-        index.keep()
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(index.path, old_index)
-        old_record.unlink(missing_ok=True)
-        os.replace(tokens.temporary, tokens.path)
-        _remove_file(old_index)
-        os.replace(index.temporary, index.path)
-        for folder in {os.path.dirname(tokens.path), os.path.dirname(index.path)}:
-            _sync_folder(folder)
-    except BaseException as error:
-        # A rename over a network may fail and be made: look which name the .bin has.
-        if os.path.basename(tokens.temporary) in os.listdir(os.path.dirname(tokens.path)):
-            with contextlib.suppress(OSError):
-                os.replace(old_index, index.path)
-            _remove_file(tokens.temporary)
-            _remove_file(index.temporary)
-            places = [old_index]  # if it could not come back
-        else:
-            _remove_file(old_index)
-            places = [index.temporary, index.path]
-        for place in places:
-            if isinstance(error, OSError) and os.path.exists(place):
-                error.strerror = f"{error.strerror}; the .idx of {tokens.path} is {place}"
-        raise
-
-
-def _sync_folder(folder):
-    """Have the disk hold the names of the files in a folder; Windows, and some disks, cannot."""
-    if sys.platform == "win32":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    finally:
-        os.close(descriptor)
-
-
-# The signals that end a command.  Windows has no SIGHUP.
-_SIGNALS = [signal.SIGINT, signal.SIGTERM]
-if hasattr(signal, "SIGHUP"):
-    _SIGNALS.append(signal.SIGHUP)
-
-
-def _undisturbed(function, *arguments):
-    """Call a function in a thread of its own, as signals are answered in the main thread alone.
-
-    When this raises what a signal raises, the function has ended, or has not begun and never does.
-    """
-    future = concurrent.futures.Future()
-    thread = threading.Thread(target=_fulfil, args=(future, function, *arguments))
-    try:
-        thread.start()
-        return future.result()
-    finally:
-        if not future.cancel():  # it has begun
-            concurrent.futures.wait([future])
-
-
-def _fulfil(future, function, *arguments):
-    """Give a future what a function returns or raises, unless it was cancelled."""
-    if sys.platform == "linux":
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # also for what is forked here
-    if future.set_running_or_notify_cancel():
-        try:
-            future.set_result(function(*arguments))
-        except BaseException as error:
-            future.set_exception(error)
-
-
-# ==============================================================================
-# 12. The index cache
-# ==============================================================================
-# Question answered here: when may arrays made earlier be used again?
-#
-# The name of the files is a digest of what was asked for.  What the arrays were made from, and what
-# they are, stands in a manifest, which is written last:
-#
-#   <hash>-GPTDataset-train-description.txt      what was asked for; hash is the md5 of this text
-#                          -document_index.npy   and -sample_index.npy, -shuffle_index.npy
-#                          -manifest.json        what the arrays were made from; what a start needs
-#                                                to know of them (facts); of each array the size and
-#                                                a CRC-32 of its file; a CRC-32 of all this
-#
-#   found at a start                               then
-#   nothing                                        the arrays are built and saved
-#   a manifest of the same data, and files of      no array is opened before the first access
-#   the noted sizes
-#   arrays without manifest (upstream's cache,     built and saved: the same bytes
-#   or one whose making was cut off)
-#   anything else: torn, or of other data          built and saved, with a warning that says why
-#   a folder that cannot be written                built, with a warning; they stay in memory
-#
-#   found at the first access                      then
-#   a file of the CRC that the start noted         its array is used
-#   anything else: pages that a power loss left    built again, in memory, with a warning
-#   empty, or the file of another job
-#
-# Nothing is synced: a cache can be made again, and a torn one is noticed.  The CRC of an array
-# above 16 MiB is that of pages spread evenly over it: damage between these pages is not noticed.
-
-
-class _IndexCache:
-    """Index arrays in .npy files: found if they are there and right, else built and saved.
-
-    folder       where the files are; None: the arrays stay in memory
-    stem         what all file names begin with: <folder>/<stem>-<name>.npy
-    names        names of the arrays
-    description  text of the description file
-    made_from    flat dict, as JSON has it
-    build        method of the dataset that returns (facts, arrays), the arrays in the order of
-                 names; its errors pass through
-
-    facts        an attribute: what build() returned, here or where the files were made
-    """
-
-    def __init__(
-        self,
-        folder: str | os.PathLike | None,
-        stem: str,
-        names: typing.Sequence[str],
-        description: str,
-        made_from: dict,
-        build: typing.Callable[[], tuple],
-    ) -> None:
-        if folder and _is_remote(folder):
-            raise ValueError("path_to_cache must be a local folder, which is mapped, got a URL")
-        self._folder = folder
-        self._stem = stem
-        self._names = names
-        # The format is a number to count up when the same made_from comes to mean other arrays.
-        self._made_from = {"format": 4} | json.loads(json.dumps(made_from))
-        # Held weakly: a cycle of dataset and cache would live on until the garbage collector runs.
-        self._build = weakref.WeakMethod(build)
-        self._is_saved = False  # do the files hold the arrays?
-        self._files = {}  # then {name: {"size": bytes, "crc32": number}}
-        self._arrays = {}  # {name: array}: in memory, or mapped by the first access
-        if folder:
-            self._find()
-        if not self._is_saved:
-            self.facts, arrays = build()
-            self._arrays = dict(zip(names, arrays, strict=True))
-            if folder:
-                self._save(description)
-
-    def _path(self, file):
-        """The path of one of the files: an array's, the description's or the manifest's."""
-        return os.path.join(self._folder, f"{self._stem}-{file}")
-
-    def _find(self):
-        """Find a cache of the same data, whose files are there."""
-        path = self._path("manifest.json")
-        if not os.path.exists(path):
-            return
-        try:
-            with open(path, encoding="utf-8") as file:
-                manifest = json.load(file)
-            if manifest.pop("crc32") != zlib.crc32(json.dumps(manifest).encode()):
-                raise DatasetFormatError("manifest.json is damaged")
-            for key in {**self._made_from, **manifest["made_from"]}:
-                was = manifest["made_from"].get(key)
-                now = self._made_from.get(key)
-                if was != now:
-                    raise DatasetFormatError(f"{key} was {was!r}, is {now!r}")
-            for name in self._names:
-                wanted = manifest["files"][name]["size"]
-                size = os.path.getsize(self._path(f"{name}.npy"))
-                if size != wanted:
-                    raise DatasetFormatError(f"{name}.npy had {wanted} bytes, has {size}")
-            self.facts = manifest["facts"]
-            self._files = manifest["files"]
-            self._is_saved = True
-        except Exception as error:
-            self._warn(error, "rebuilt")
-
-    def array(self, name: str) -> np.ndarray:
-        """Return an array; if it is not in memory, map its file, or build all arrays again.
-
-        Threads may call at the same time: all get the same array.
-        """
-        if name not in self._arrays:
-            try:
-                values = np.load(self._path(f"{name}.npy"), mmap_mode="r", allow_pickle=False)
-                file = values.base  # the mmap of the whole file
-                header = file[: len(file) - values.nbytes]
-                if _crc32(header, values) != self._files[name]["crc32"]:
-                    raise DatasetFormatError("not the file that the start found")
-                arrays = {name: values.view(np.ndarray)}
-            except Exception as error:
-                self._warn(error, f"rebuilt in memory, because of {name}.npy")
-                _, arrays = self._build()()
-                arrays = dict(zip(self._names, arrays, strict=True))
-                self._is_saved = False
-            for each, values in arrays.items():
-                self._arrays.setdefault(each, values)  # of several threads the first one's
-        return self._arrays[name]
-
-    def _warn(self, error, what):
-        """Warn of what becomes of the cache; but the error of too many open files is raised."""
-        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-            raise error
-        warnings.warn(
-            f"the index cache {self._path('*')} is {what}: {type(error).__name__}: {error}",
-            stacklevel=3,
-        )
-
-    def _save(self, description):
-        """Write the files; where that fails, the arrays stay in memory, with a warning.
-
-        The old manifest and description are removed first, and the new ones are the last to get
-        their names: so a crash on the way leaves neither beside a mix of old and new arrays.
-        (Upstream trusts arrays that have a description.)
-        """
-        files = {}
-        new_files = []
-        try:
-            os.makedirs(self._folder, exist_ok=True)
-            for name, values in self._arrays.items():
-                # np.save() writes the same, and takes 0.1 ms more: with hundreds of small corpora
-                # that is a third of a start.
-                header = io.BytesIO()
-                fields = np.lib.format.header_data_from_array_1_0(values)
-                np.lib.format.write_array_header_1_0(header, fields)
-                new_file = self._begin(f"{name}.npy", new_files)
-                new_file.file.write(header.getbuffer())
-                new_file.file.write(values.reshape(-1).view(np.uint8))
-                new_file.finish()
-                size = len(header.getbuffer()) + values.nbytes
-                files[name] = {"size": size, "crc32": _crc32(header.getbuffer(), values)}
-            self._begin("description.txt", new_files).file.write(description.encode())
-            manifest = {"made_from": self._made_from, "facts": self.facts, "files": files}
-            manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
-            self._begin("manifest.json", new_files).file.write(json.dumps(manifest).encode())
-            for file in ("manifest.json", "description.txt"):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self._path(file))
-            for new_file in new_files:
-                new_file.commit()
-        except OSError as error:
-            warnings.warn(
-                f"the index cache {self._path('*')} cannot be written ({error}): the indices stay "
-                "in memory; set path_to_cache to a folder that can be",
-                stacklevel=2,
-            )
-        else:
-            self._is_saved = True
-            self._files = files
-            self._arrays = {}  # they are mapped like those of any other cache
-        finally:
-            for new_file in new_files:
-                new_file.discard()  # it does nothing where the file has its name
-
-    def _begin(self, file, new_files):
-        """Begin a new file, which joins the others."""
-        new_files.append(_NewFile(self._path(file), synced=False))
-        return new_files[-1]
-
-    def forget_mapped(self, state: dict) -> None:
-        """Take out of the state of a dataset, for a pickle, what another process can map."""
-        if self._is_saved:
-            for name, values in self._arrays.items():
-                if state.get(name) is values:
-                    del state[name]
-
-    def __getstate__(self):
-        """Leave out arrays that another process can map."""
-        state = vars(self) | {"_build": self._build()}
-        if self._is_saved:
-            state["_arrays"] = {}
-        return state
-
-    def __setstate__(self, state):
-        vars(self).update(state)
-        self._build = weakref.WeakMethod(state["_build"])
-
-
-_PAGE = 4096
-_MOST_PAGES = 4096  # that are looked at: 16 MiB
-
-
-def _crc32(header: typing.Any, values: np.ndarray) -> int:
-    """The CRC-32 of a file: of its header, and of the bytes of its array.
-
-    Of an array above 16 MiB it is that of 4,096 pages spread evenly over it.
-
-    >>> _crc32(b"aaaa", np.frombuffer(b"bbb", np.uint8)) == zlib.crc32(b"aaaabbb")
-    True
-    """
-    content = values.reshape(-1).view(np.uint8)
-    crc32 = zlib.crc32(header)
-    if len(content) <= _MOST_PAGES * _PAGE:
-        return zlib.crc32(content, crc32)
-    last = len(content) - _PAGE
-    for place in range(_MOST_PAGES):  # the first page and the last are among them
-        begin = last * place // (_MOST_PAGES - 1)
-        crc32 = zlib.crc32(content[begin : begin + _PAGE], crc32)
-    return crc32
-
-
-def _md5(data):
-    """Hex digest of a text or bytes, for names and comparisons; it protects nothing."""
-    if isinstance(data, str):
-        data = data.encode()
-    return hashlib.md5(data, usedforsecurity=False).hexdigest()
-
-
-# ==============================================================================
-# 13. Object storage
-# ==============================================================================
-# Question answered here: how are tokens read over a network?
-#
-# Object storage is everything with a name such as s3://bucket/corpus or https://host/corpus.  It is
-# read with the package fsspec, which comes with torch, and never written.
-#
-#   s3://bucket/corpus.idx   copied once, whole, into a local folder, and mapped:  a1b2....idx
-#
-#   s3://bucket/corpus.bin   a a a a b b b c c c c c c       read_many([(0, 4), (8, 2)])
-#                            |-----|         |-|             asks for these two ranges, and for
-#                                                            nothing else, at the same time
-#
-# Requests fail now and then, and with many ranges one of them fails nearly always.  So only those
-# that failed are asked for again, after a pause:
-#
-#   first try    range 1 ok   range 2 ok   range 3 --   range 4 ok
-#   second try                             range 3 ok
-
-
-@dataclasses.dataclass
-class ObjectStorageConfig:
-    """How pairs on object storage are read.  Upstream: ObjectStorageConfig.
-
-    path_to_idx_cache   folder for copies of .idx files; None: megatron_min in the folder of the
-                        user's caches, $XDG_CACHE_HOME or ~/.cache
-    bin_chunk_nbytes    accepted, without effect: the .bin is read in exact ranges, where upstream
-                        reads blocks of 256 MiB by default
-
-    Copies of .idx files are never removed: an object that changes leaves its old copy behind.
-    """
-
-    path_to_idx_cache: str | os.PathLike | None = None
-    bin_chunk_nbytes: int = 0
-
-    def __post_init__(self) -> None:
-        if _is_remote(self.folder):
-            raise ValueError("path_to_idx_cache must be a local folder, got a URL")
-
-    @property
-    def folder(self) -> str:
-        """The folder for copies of .idx files."""
-        if self.path_to_idx_cache is not None:
-            return os.fspath(self.path_to_idx_cache)
-        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        return os.path.join(caches, "megatron_min")
-
-
-class _RemoteFile:
-    """An object on object storage, by its URL; read() and read_many() are those of _MappedTokens.
-
-    url     such as s3://bucket/corpus.bin
-    dtype   of its tokens; by default they are bytes
-
-    Every request is tried again after growing pauses, unless the object is not there or may not be
-    read.  An error names the object.  Objects can be pickled, and used by threads and by forked
-    processes: fsspec keeps one connection for each process.
-    """
-
-    _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
-    # the names under which storages tell an ETag or the time of the last change
-    _CHANGED = ("ETag", "etag", "Last-Modified", "LastModified", "mtime", "created")
-
-    def __init__(self, url: str | os.PathLike, dtype: type = np.uint8) -> None:
-        self.url = os.fspath(url)
-        self.dtype = np.dtype(dtype)
-
-    def read(self, first: int, count: int) -> np.ndarray:
-        """Return a new array of count tokens from token first on."""
-        return self.read_many([(first, count)])[0]
-
-    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Return new arrays, whose ranges are fetched at the same time."""
-        ranges = []
-        contents = {}  # (begin, end) -> bytes
-        for first, count in spans:
-            begin = first * self.dtype.itemsize
-            end = begin + count * self.dtype.itemsize
-            ranges.append((begin, end))
-            if begin == end:
-                contents[begin, end] = b""
-        self._try(self._fetch_missing, ranges, contents)
-        return [np.frombuffer(contents[span], self.dtype) for span in ranges]
-
-    def _fetch_missing(self, file_system, path, ranges, contents):
-        """Fetch the ranges that contents lacks; what came is kept, and the first error raised."""
-        missing = [span for span in dict.fromkeys(ranges) if span not in contents]
-        begins = [begin for begin, _ in missing]
-        ends = [end for _, end in missing]
-        found = file_system.cat_ranges([path] * len(missing), begins, ends, on_error="return")
-        errors = []
-        for (begin, end), content in zip(missing, found, strict=True):
-            if isinstance(content, BaseException):
-                errors.append(content)
-            elif len(content) != end - begin:
-                errors.append(OSError(f"bytes {begin} to {end} came as {len(content)} bytes"))
-            else:
-                contents[begin, end] = content
-        if errors:
-            raise errors[0]
-
-    def stamp(self) -> dict:
-        """Return {"size": bytes, "changed": ...}, which tell the object from a later one."""
-        return self._try(self._ask_for_stamp)
-
-    def _ask_for_stamp(self, file_system, path):
-        """The size of the object, and its ETag or the time of its last change."""
-        file_system.invalidate_cache(path)  # an older answer would be of no use
-        found = file_system.info(path)
-        if found["type"] == "directory" or found["size"] is None:
-            raise FileNotFoundError("no object with a size")
-        changed = [str(found[name]) for name in self._CHANGED if name in found]
-        return {"size": found["size"], "changed": " ".join(changed)}
-
-    def _try(self, request, *arguments):
-        """Call a request until it succeeds, as often as there are pauses, and once more."""
-        file_system, path = _file_system(self.url)  # fsspec returns the one it has
-        for pause in (*self._PAUSES, None):
-            try:
-                return request(file_system, path, *arguments)
-            except Exception as error:
-                described = self._describe(error)
-                if pause is None or type(described) is not OSError:
-                    # not "from error": the text of that error may hold credentials
-                    raise described from None
-            time.sleep(pause)
-
-    def _describe(self, error):
-        """The error to raise for one of fsspec's; only a plain OSError is worth another try."""
-        if self.url.startswith("http") and error.__cause__ is not None:
-            error = error.__cause__  # fsspec calls whatever happens to an HTTP request "not found"
-        status = getattr(error, "status", None)  # of HTTP
-        kind = OSError
-        if isinstance(error, FileNotFoundError) or status == 404:
-            kind = FileNotFoundError
-        if isinstance(error, PermissionError) or status in (401, 403):
-            kind = PermissionError
-        return kind(_hide_credentials(f"{self.url}: {type(error).__name__}: {error}"))
-
-
-def _file_system(path):
-    """Return fsspec's file system of a path or URL, and the name that the file has in there."""
-    import fsspec  # it comes with torch
-
-    try:
-        return fsspec.core.url_to_fs(path)
-    except ImportError as error:  # "Install s3fs to access S3"
-        url = _hide_credentials(path)
-        raise ImportError(f'{url}: {error}: pip install "megatron-min[storage]"') from None
-
-
-def _fetch_index(url: str, stamp: dict, config: ObjectStorageConfig | None) -> str:
-    """Return the path of a local copy of an .idx file, which is made where there is none.
-
-    Its name says which object it is of, and which state of it.  Processes that start together may
-    copy it at the same time: each copy appears whole, and they are equal.
-    """
-    if config is None:
-        config = ObjectStorageConfig()
-    name = _md5(f"{url} {stamp['size']} {stamp['changed']}")
-    copied = os.path.join(config.folder, f"{name}.idx")
-    if os.path.exists(copied):
-        return copied
-    os.makedirs(config.folder, exist_ok=True)
-    remote = _RemoteFile(url)
-    at_a_time = 64 << 20  # bytes
-    with _NewFile(copied) as file:
-        for begin in range(0, stamp["size"], at_a_time):
-            file.write(remote.read(begin, min(at_a_time, stamp["size"] - begin)))
-        if remote.stamp() != stamp:
-            raise _format_error(url, "object", "one that stays while it is copied", "another")
-    return copied
-
-
-def _is_remote(path: str | os.PathLike) -> bool:
-    """Return True for a name such as s3://bucket/corpus, and False for a path.
-
-    >>> _is_remote("s3://bucket/corpus.idx"), _is_remote("data/corpus.idx")
-    (True, False)
-    """
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)) is not None
-
-
-def _hide_credentials(text: str | os.PathLike) -> str:
-    """Return a text without user names, passwords and queries (to the next space) of its URLs.
-
-    >>> _hide_credentials("https://me:secret@host/corpus?X-Amz-Signature=12ab: no such object")
-    'https://host/corpus no such object'
-    """
-    # Either no / before the @, or name:password with a / in it, as in s3://key:pass/word@bucket;
-    # but host:8080/a@b has no password.
-    users = r"://([^/\s]*|[^/\s:]+:(?!\d+/)[^\s@'\"]*)@"
-    without_users = re.sub(users, "://", os.fspath(text))
-    return re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1", without_users)
-
-
-# ==============================================================================
-# 14. The loader and its state
-# ==============================================================================
-# Question answered here: how is a batch ready early, and what does a checkpoint keep?
-#
-#   sampler       0 1 2 3 4 ...        indices of each batch
-#   threads           2 3              num_workers of them make batches ahead
-#   training loop   1                  uses the batch that is ready
-#
-# Threads serve GPTDataset, and blends of it, where C is there: it fills batches of mapped pairs
-# without Python's lock, so the loop is not held up.  (Of other pairs Python fills them, in these
-# threads.)  Any other dataset is read by torch's DataLoader, with num_workers processes.  With
-# num_workers=0 a batch is made when the loop asks for it.  (A thread for that case would be slower:
-# to hand over a batch of 8 samples of 2,048 tokens takes as long as to make it.)
-#
-# The sampler runs ahead of the training loop.  A saved position counts the batches that the loop
-# was given, so what was made ahead and not used is made again after a resume.
-#
-# A state has three keys: its version, the number of consumed samples, and a text, which is the JSON
-# of a look at these samples: their past.  After 24 samples of a blend of two corpora:
-#
-#   sampler              {"kind": "single"}
-#   taken                [8, 16]                     how many samples each corpus gave
-#   pair of corpus 0     [3, 13]                     its numbers of sequences and tokens
-#   probes of corpus 0   [[0, 1, 0, "5b9d..."],      its sample 0 begins in sequence 1, at token 0,
-#                         ...                        and has tokens with this md5
-#                         [7, 2, 5, "c39f..."]]      the last sample that it gave
-#   pair of corpus 1     ...
-#
-# The job that loads a state looks at the same places of its own data, and goes on where it finds
-# the same.  So what changes many samples is noticed: another seed, S, split, order, weight or file.
-# A change of a few tokens that no look meets is not noticed.  What does not change the samples that
-# were consumed is not asked about: with stable_order a longer run, or a phase that comes later; a
-# copy at another path.
-# With u, v and w for the weights of phases, of datasets with stable_order:
-#
-#   the state, after 600 samples       [past: 500 samples with weights u, 100 with weights v]
-#   a job that it fits                 phases (500, u) (400, v)
-#   others that it fits                phases (500, u) (900, v) (800, w);  (500, u) (100, v) (99, w)
-#   refused: another past              phases (600, u) (400, v);  (500, u) (400, w)
-#
-# A look cannot see how a class of the user's own changes what it reads.  So its past has, besides,
-# what the class says of itself.  Settings that change masks and positions, and not which tokens
-# come, are no part of the past.
-
-_STATE_VERSION = 5  # a number to count up when the same past comes to mean other samples
-_NUM_PROBES = 32  # of all datasets together; but of each its first sample, and its last one
-
-
-class PretrainingDataLoader(torch.utils.data.DataLoader):
-    """A DataLoader whose position can be saved, as with torchdata's StatefulDataLoader.
-
-    dataset        any dataset
-    batch_sampler  a sampler of section 8
-    num_workers    how many threads, or processes, make batches ahead; 0: none
-    arguments      further arguments of DataLoader, such as collate_fn or prefetch_factor.  With
-                   one of these the batches of such datasets, too, are made by DataLoader and
-                   its processes; pin_memory alone does not change who makes them.
-
-    len() counts the batches of a whole turn, also after a resume.  Where several iterators run, the
-    state is that of the newest.  The first iterator after load_state_dict() goes on where the state
-    was taken, and only that one: if it is left after a look, as by next(iter(loader)), the next one
-    begins at 0; with a cyclic sampler it begins after the batch that was looked at.
-
-    >>> loader = PretrainingDataLoader(range(6), MegatronPretrainingSampler(6, 0, 2, 0, 1))
-    >>> state = [loader.state_dict() for batch in loader][0]          # after the first batch
-    >>> again = PretrainingDataLoader(range(6), MegatronPretrainingSampler(6, 0, 2, 0, 1))
-    >>> again.load_state_dict(state)
-    >>> list(again)
-    [tensor([2, 3]), tensor([4, 5])]
-    """
-
-    def __init__(
-        self,
-        dataset: typing.Any,
-        batch_sampler: _Sampler,
-        num_workers: int = 0,
-        **arguments: typing.Any,
-    ) -> None:
-        if num_workers < 0:
-            raise ValueError(f"num_workers must be >= 0, got {num_workers}")
-        may_use_threads = IMPLEMENTATION == "c" and getattr(dataset, "fills_rows", False)
-        self.makes_batches = may_use_threads and arguments.keys() <= {"pin_memory"}
-        self.num_threads = 0
-        if self.makes_batches:
-            self.num_threads = num_workers
-            num_workers = 0  # torch starts no processes
-        super().__init__(dataset, batch_sampler=batch_sampler, num_workers=num_workers, **arguments)
-        self.consumed_samples = batch_sampler.consumed_samples
-        self._newest = None  # stands for the newest iterator; None: none since a state was loaded
-        self._corpora = [dataset]
-        if isinstance(dataset, BlendedDataset):
-            self._corpora = dataset.datasets
-        self._counted = (0, 0)  # of a blend: samples, and how many of them each dataset gave
-
-    def __iter__(self) -> typing.Iterator[dict]:
-        sampler = self.batch_sampler
-        limit = sampler.total_samples
-        if sampler.kind == "cyclic":
-            # This sampler advances its own number as it runs ahead of the loop: set it back to the
-            # last batch that the loop was given.  The others set theirs to 0 for a further pass.
-            sampler.consumed_samples = self.consumed_samples
-            limit = math.inf  # it counts on over all turns
-        consumed = sampler.consumed_samples
-        this_iterator = object()
-        self._newest = this_iterator
-        batches = self._own_batches() if self.makes_batches else super().__iter__()
-        for batch in batches:
-            consumed += sampler.samples_per_round
-            if self._newest is this_iterator:
-                self.consumed_samples = min(consumed, limit)
-            yield batch
-            if self._newest is None:
-                raise RuntimeError(
-                    "load_state_dict() was called while this iterator was running: it would go on "
-                    "at its old place, so start a new one with iter(loader)"
-                )
-
-    def _own_batches(self):
-        """Batches of our own datasets, in the order of the sampler; by threads if there are any.
-
-        They are made a few ahead, so memory stays small.  An error comes at the place of its batch.
-        The threads end once this iterator is gone, and its pool with it; nobody waits for them.
-        """
-        if not self.num_threads:
-            for indices in self.batch_sampler:
-                yield self._make_batch(indices)
-            return
-        pool = concurrent.futures.ThreadPoolExecutor(self.num_threads)
-        pending = collections.deque()
-        for indices in self.batch_sampler:
-            try:
-                pending.append(pool.submit(self._make_batch, indices))
-            except RuntimeError as error:
-                if "shutdown" not in str(error):
-                    raise
-                # The main thread has ended, and this one reads on: SystemExit ends it silently.
-                raise SystemExit from None
-            if len(pending) > self.num_threads + 1:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-
-    def _make_batch(self, indices):
-        """One batch; where there is a GPU, in pinned memory, from which it copies faster."""
-        batch = self.dataset.batch(indices)
-        if self.pin_memory and torch.cuda.is_available():
-            batch = {key: values.pin_memory() for key, values in batch.items()}
-        return batch
-
-    # ---- the state
-
-    def state_dict(self) -> dict:
-        """Return {"version": number, "consumed_samples": number, "past": text}.
-
-        It is equal on all ranks that read.  The loader of a tensor-parallel rank that is sent its
-        batches stays at sample 0: save the state of a rank that reads.  Cost: to read 32 samples,
-        or 2 of each corpus if these are more; the first time also to count the samples that each
-        dataset of a blend gave.
-        """
-        return {
-            "version": _STATE_VERSION,
-            "consumed_samples": self.consumed_samples,
-            "past": self._look_at_past(self.consumed_samples),
-        }
-
-    def load_state_dict(self, state: dict, strict: bool = True) -> None:
-        """Go on where the state was taken, in the next iterator: one that runs raises RuntimeError.
-
-        Ranks, micro-batch size and workers may be others, unless the order depends on them.  The
-        run may be longer, unless the consumed samples would be others (see the phases at the top of
-        the section).
-        ValueError names the first thing that does not fit; strict=False goes on all the same, if
-        a pass of the sampler can start there.
-        """
-        if strict and state.get("version") != _STATE_VERSION:
-            raise ValueError(
-                f"wanted a state of PretrainingDataLoader, version {_STATE_VERSION}, got version "
-                f"{state.get('version')}; load_state_dict(state, strict=False) goes on all the same"
-            )
-        consumed = state["consumed_samples"]
-        self.batch_sampler._check_start(consumed)
-        if strict:
-            self._check_past(consumed, state["past"])
-        self._newest = None
-        self.consumed_samples = consumed
-        self.batch_sampler.consumed_samples = consumed
-
-    def _check_past(self, consumed_samples, saved):
-        """ValueError unless the past in a state is what is found here."""
-        saved = json.loads(saved)
-        here = json.loads(self._look_at_past(consumed_samples))
-        if saved == here:
-            return
-        raise ValueError(
-            f"the state does not fit: {self._describe_difference(saved, here)}.  Go on with the "
-            "data and the settings of the state (a run that is to be longer, or mixed in another "
-            "way, wants stable_order=True from its first start), or read what is here from sample "
-            f"{consumed_samples:,} on, where some samples come twice and others never: "
-            "load_state_dict(state, strict=False)"
-        )
-
-    def _look_at_past(self, consumed_samples):
-        """What the consumed samples are, as the first table above has it; "{}" if there is none."""
-        if consumed_samples == 0:
-            return "{}"
-        settings = self._settings_of_order(consumed_samples)
-        # what is shuffled is counted as a whole: each of its samples may have been consumed
-        num_samples = settings.get("samples that are shuffled", consumed_samples)
-        # Without zeros at the back: a corpus that has given none yet may be there, or not.
-        taken = np.trim_zeros(self._count_taken(num_samples), "b").tolist()
-        past = {"sampler": settings, "taken": taken}
-        givers = np.flatnonzero(taken).tolist()
-        num_probes = max(2, _NUM_PROBES // len(givers))
-        for d in givers:
-            for key, value in _look_at_corpus(self._corpora[d], taken[d], num_probes).items():
-                past[f"{key} of corpus {d}"] = value
-        return json.dumps(past)
-
-    def _settings_of_order(self, consumed_samples):
-        """What the order of the samples depends on; only "cyclic" has another than 0, 1, 2, ..."""
-        sampler = self.batch_sampler
-        settings = {"kind": sampler.kind}
-        if sampler.kind != "cyclic":
-            return settings
-        turn, done = divmod(consumed_samples, sampler.active_total_samples)
-        settings["seed"] = sampler.seed
-        settings["data_sharding"] = sampler.data_sharding
-        settings["samples that are shuffled"] = sampler.samples_shuffled()
-        settings["turn"] = turn
-        settings["samples done in the turn"] = done
-        if sampler.data_sharding:
-            settings["data_parallel_size"] = sampler.data_parallel_size
-        if isinstance(self.dataset, BlendedDataset):
-            settings["checksum of dataset_index"] = self._checksum_of_blend
-        return settings
-
-    @functools.cached_property
-    def _checksum_of_blend(self):
-        """A CRC-32 of what is shuffled: two mixes may take equally many samples of each corpus."""
-        order = self.dataset.dataset_index[: self.batch_sampler.samples_shuffled()]
-        return zlib.crc32(np.ascontiguousarray(order))
-
-    def _count_taken(self, num_samples):
-        """How many of the first samples each corpus gave.
-
-        The last count is kept, and goes on from there: of 10^9 samples a count takes seconds.
-        """
-        if not isinstance(self.dataset, BlendedDataset):
-            return np.array([num_samples])
-        counted, counts = self._counted
-        if counted > num_samples:
-            counted = 0
-            counts = 0
-        new = self.dataset.dataset_index[counted:num_samples]
-        counts = np.add(counts, _count_datasets(new, len(self._corpora)))
-        self._counted = num_samples, counts
-        return counts
-
-    def _describe_difference(self, saved, here):
-        """A sentence on the first thing in which two pasts differ."""
-        for key in {**saved, **here}:
-            was = saved.get(key)
-            now = here.get(key)
-            if was != now:
-                break
-        if key == "taken":
-            counts = itertools.zip_longest(was, now, fillvalue=0)
-            for d, (before, after) in enumerate(counts):
-                if before != after:
-                    return f"corpus {d} gave {before:,} samples in the state, {after:,} here"
-        what, _, d = key.partition(" of corpus ")
-        if d:
-            key = f"{key} ({os.path.basename(_name(self._corpora[int(d)]))})"
-        if what != "probes":
-            return f"the {key} is {was} in the state, {now} here"
-        for probe, found in zip(was, now, strict=True):
-            if probe != found:
-                break
-        k, sequence, offset, _ = probe
-        corpus = key.removeprefix("probes of ")
-        begin = f"sample {k:,} of {corpus} begins at sequence {sequence:,}, token {offset:,}"
-        if probe[:3] == found[:3]:
-            return f"{begin}, and its tokens are others here"
-        return f"{begin} in the state, at sequence {found[1]:,}, token {found[2]:,} here"
-
-
-def _look_at_corpus(dataset, count, num_probes):
-    """What the first samples of one dataset are: a pair and probes, and what its class says."""
-    found = {}
-    has_pieces = hasattr(dataset, "pieces")
-    if has_pieces:
-        reader = dataset.dataset
-        if isinstance(reader, IndexedDataset):
-            num_tokens = reader.num_tokens
-        else:
-            num_tokens = int(np.sum(reader.sequence_lengths, dtype=np.int64))
-        found["pair"] = [len(reader), num_tokens]
-        found["probes"] = _probe(dataset, count, num_probes)
-        if type(dataset).__module__ == __name__:
-            return found
-    identifiers = dict(getattr(dataset, "unique_identifiers", {}))
-    identifiers.pop("dataset_path", None)
-    identifiers.pop("num_samples", None)
-    found |= json.loads(json.dumps(identifiers, default=_as_json))  # a tokenizer is in it
-    made_from = {}
-    if hasattr(dataset, "made_from"):
-        made_from = dataset.made_from()
-    if isinstance(dataset, GPTDataset):
-        # What every GPTDataset says is left out: probes cover it, and a copy has other times.
-        known = GPTDataset.made_from(dataset)
-        made_from = {key: value for key, value in made_from.items() if key not in known}
-    if made_from:
-        found["made_from"] = made_from
-    elif not has_pieces:
-        found["length"] = len(dataset)
-    return found
-
-
-def _probe(dataset, count, num_probes):
-    """Some of the first samples, evenly spread: [[sample, first sequence, offset, md5], ...]."""
-    samples = np.linspace(0, count - 1, min(count, num_probes), dtype=np.int64).tolist()
-    pieces_of_samples = [dataset.pieces(k) for k in samples]
-    parts_of_samples = _read_pieces(dataset.dataset, pieces_of_samples)
-    probes = []
-    for k, pieces, parts in zip(samples, pieces_of_samples, parts_of_samples, strict=True):
-        sequence, offset, _ = pieces[0]
-        tokens = np.concatenate(parts, dtype="<i8")
-        probes.append([k, int(sequence), int(offset), _md5(tokens)])
-    return probes
-
-
-def build_pretraining_data_loader(
-    dataset: typing.Any,
-    consumed_samples: int,
-    *,
-    micro_batch_size: int,
-    data_parallel_rank: int = 0,
-    data_parallel_size: int = 1,
-    dataloader_type: str = "single",
-    data_sharding: bool = True,
-    num_workers: int = 0,
-    full_validation: bool = False,
-    drop_last: bool = True,
-    seed: int = 0,
-) -> typing.Any:
-    """Return a PretrainingDataLoader of this rank's micro-batches; None where there is no sample.
-
-    A micro-batch is a dict of tensors (micro_batch_size, ...).  Upstream:
-    build_pretraining_data_loader.
-
-    dataloader_type   "single": in order; "cyclic": shuffled anew each turn; "external": dataset
-                      is a loader already, and is returned as it is
-    data_sharding     of cyclic: each rank shuffles a part of its own
-    num_workers       as of PretrainingDataLoader
-    full_validation   every sample once, one for each rank and round; micro_batch_size is not used
-    drop_last         of single: leave out the last samples, which fill no whole round
-    seed              of cyclic
-
-    >>> loader = build_pretraining_data_loader(range(8), 0, micro_batch_size=2)
-    >>> next(iter(loader)), loader.state_dict()["consumed_samples"]
-    (tensor([0, 1]), 2)
-    """
-    if dataset is None or dataloader_type == "external":
-        return dataset
-    if len(dataset) == 0:  # a split of which nothing is wanted
-        return None
-    place = [
-        len(dataset),
-        consumed_samples,
-        micro_batch_size,
-        data_parallel_rank,
-        data_parallel_size,
-    ]
-    if full_validation:
-        sampler = MegatronFullValidationSampler(*place)
-    elif dataloader_type == "single":
-        sampler = MegatronPretrainingSampler(*place, drop_last)
-    elif dataloader_type == "cyclic":
-        sampler = MegatronPretrainingRandomSampler(dataset, *place, data_sharding, seed)
-    else:
-        raise ValueError(
-            "dataloader_type: wanted single or cyclic (or external, for a loader of your own), "
-            f"got {dataloader_type!r}"
-        )
-    return PretrainingDataLoader(
-        dataset, sampler, num_workers, pin_memory=torch.cuda.is_available()
-    )
 
 
 # -- what a training loop needs beside it ----------------------------------------------------------
@@ -5546,105 +3519,6 @@ class NumMicroBatches:
         return self._current
 
 
-# ==============================================================================
-# 15. One error for every rank
-# ==============================================================================
-# Question answered here: what do the other ranks do when one of them fails?
-#
-# Without this section they would wait for it in the next collective, until a timeout ends them, and
-# none of their logs would say why.
-#
-#            step()             smallest of all     rank 2 broadcasts    every rank raises
-#   rank 0   works     -> 4 --+                   +-- class and sentence --> "rank 2: no such file"
-#   rank 1   works     -> 4 --+--> all_reduce     +------------------------> "rank 2: no such file"
-#   rank 2   raises    -> 2 --+     gives 2       +------------------------> "rank 2: no such file"
-#   rank 3   works     -> 4 --+                   +------------------------> "rank 2: no such file"
-#
-# A rank that works gives the number of ranks; a rank that fails gives its own number.  If all work,
-# the smallest is the number of ranks, and nothing more is sent.  A process that dies takes part in
-# nothing: its launcher (torchrun) stops the others and names it.
-
-# The classes that reach other ranks as themselves.  An error of any other class becomes a
-# RuntimeError, with the name of that class behind the sentence.
-_SHARED_ERRORS = (
-    DatasetFormatError,
-    FileNotFoundError,
-    IndexError,
-    RuntimeError,
-    StopIteration,
-    TypeError,
-    ValueError,
-)
-
-
-def _is_distributed() -> bool:
-    """Whether this process is a rank of a torch.distributed job."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _rank(group=None) -> int:
-    """This process's rank in the group, by default of the whole job; 0 without a job."""
-    if not _is_distributed():
-        return 0
-    return torch.distributed.get_rank(group)
-
-
-def _device_of_group(group=None) -> torch.device:
-    """The device on which a tensor must be so that the group can send it."""
-    # A group may have a backend for each kind of device, as in "cpu:gloo,cuda:nccl".
-    if _is_distributed() and "nccl" in torch.distributed.get_backend_config(group):
-        return torch.device("cuda")
-    return torch.device("cpu")
-
-
-def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = None) -> typing.Any:
-    """Call step() on every rank of a group; if it fails on one rank, it fails on every rank.
-
-    step     is called without arguments; it may use collectives only if all ranks reach them
-    group    a torch.distributed process group; None: all ranks
-    Returns  what step() returns on this rank
-    Raises   where step() failed on several ranks, the error of the lowest of them, on every rank:
-             "rank R: " and its sentence, R being the rank in the whole job.  A rank that failed
-             itself has its own error as the cause.  Without other ranks the error of step() is
-             passed on as it is.
-
-    >>> _on_every_rank(os.getpid) == os.getpid()
-    True
-    """
-    world = 1
-    if _is_distributed():
-        world = torch.distributed.get_world_size(group)
-    if world == 1:
-        return step()
-    result = None
-    error = None
-    mine = world
-    try:
-        result = step()
-    except Exception as caught:
-        error = caught
-        mine = _rank(group)
-    first_failed = torch.tensor(mine, device=_device_of_group(group))
-    torch.distributed.all_reduce(first_failed, torch.distributed.ReduceOp.MIN, group=group)
-    if first_failed < world:
-        _raise_error_of(int(first_failed), error, group)
-    return result
-
-
-def _raise_error_of(source, error, group):
-    """Raise the error of the group's rank number `source` on every rank of the group.
-
-    Every rank must call this function with its own error, or with None if it has none.
-    """
-    told = [type(error).__name__, f"rank {_rank()}: {error}"]
-    torch.distributed.broadcast_object_list(told, group=group, group_src=source)
-    name, sentence = told  # those of the rank number `source`
-    for kind in _SHARED_ERRORS:
-        if kind.__name__ == name:
-            raise kind(sentence) from error
-    raise RuntimeError(f"{sentence} ({name})") from error
-
-
 def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> None:
     """Check that all ranks of a group go on from the same number of consumed samples.
 
@@ -5666,31 +3540,2243 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 
 
 # ==============================================================================
+# 9. Parallel batches
+# ==============================================================================
+# Question answered here: which part of a batch does each rank get, and how?
+#
+# A big model is trained by many ranks, which share the work along up to four axes.  A rank has a
+# coordinate along each of them:
+#
+#   tp  tensor parallel     each rank holds a part of every layer; all of them need the same batch
+#   cp  context parallel    each rank has a part of every row of the batch
+#   dp  data parallel       each coordinate is a copy of the whole model, with batches of its own
+#   pp  pipeline parallel   each coordinate is a stage, which holds some of the layers: the first
+#                           stage needs the tokens, the last stage the labels
+#
+# Ranks that work together are a process group of torch.  It sends tensors by one of two carriers:
+# gloo, between CPUs, or NCCL, between GPUs.
+#
+# Section 8 makes the batches of a data-parallel rank.  All ranks with the same coordinate along dp
+# share them.  In the first and in the last stage, tp 0 of each cp rank has a loader of its own, and
+# sends its batches to the other tp ranks.  These loaders have equal samplers, so they read the same
+# batches.  The stages between read nothing, as in upstream: the trainer sends them what they need
+# besides the activations, such as a mask.  In packed rows attention keeps several documents apart
+# (inter_document_masking, section 3).  Then each stage needs cu_seqlens and max_seqlen, and reads.
+#
+# With 2 ranks along each axis, a rank's number is tp + 2 cp + 4 dp + 8 pp:
+#
+#   a round (section 8)  --sampler-->    dp 0: ranks 0-3, 8-11          dp 1: ranks 4-7, 12-15
+#   batch of a dp rank   --stage---->    pp 0: tokens, positions        pp 1: labels, loss mask
+#   batch of a stage     --one buffer->  tp 0: reads and sends it       tp 1: receives it
+#   batch of a tp rank   --cut------>    cp 0: chunks 0 and 3 of 4      cp 1: chunks 1 and 2
+#
+# Why chunks 0 and 3?  Under a causal mask the last token attends to all others, the first only to
+# itself.  So the last chunk costs most and the first least, and each pair of chunks costs the same.
+#
+# The buffer of a first stage, 2 rows of 4 tokens.  The widest items come first, so that each tensor
+# begins at a multiple of its item size, and a receiver can use it where it lies:
+#
+#   byte   0        8                         72                        136
+#          | failed | tokens, 2 x 4 int64     | position_ids, 2 x 4     |
+#
+# The receivers know the layout beforehand, from their stage, the shape of a batch and whether it is
+# packed.  They cannot know whether the reader failed, so that stands in front, as 0 or 1.  After 1
+# the sentence of its error follows in a second broadcast, and every rank of the group raises it.
+
+_BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+
+
+class ParallelGroups:
+    """The layout of a job: which ranks work together, and in which groups.
+
+    tensor, context, pipeline   ranks along these axes; the data axis is what is left of the world
+
+    A kind of group is an axis (tp, cp, dp or pp) or several axes joined by "-".  The ranks of a
+    group differ in their coordinates along these axes and in nothing else.  Every rank must make
+    its ParallelGroups at the same point, after torch.distributed is initialized; a job of one
+    process needs no torch.distributed.  ValueError where the ranks cannot be cut so.
+
+    Upstream: parallel_state and its RankGenerator, with the order tp-cp-ep-dp-pp (ep, for experts,
+    is 1 here).
+
+    >>> ParallelGroups.rank_lists("cp", tensor=2, context=2)
+    [[0, 2], [1, 3]]
+    >>> ParallelGroups().size("dp-cp")
+    1
+    """
+
+    # The kinds with a process group; those with pp are for the trainer.  ranks(), rank(), size()
+    # and rank_lists() take any other too.
+    _KINDS = ("tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "tp-cp-pp")
+
+    @staticmethod
+    def rank_lists(
+        kind: str, *, tensor: int = 1, context: int = 1, data: int = 1, pipeline: int = 1
+    ) -> list[list[int]]:
+        """Return all groups of a kind in a job of tensor * context * data * pipeline ranks.
+
+        Each rank is in one of these lists.  ValueError for an unknown axis, or a size below 1.
+        """
+        axes = kind.split("-")
+        if not set(axes) <= {"tp", "cp", "dp", "pp"}:
+            raise ValueError(f"kind {kind!r}: wanted tp, cp, dp or pp, or several joined by '-'")
+        if min(tensor, context, data, pipeline) < 1:
+            sizes = f"tensor={tensor}, context={context}, data={data}, pipeline={pipeline}"
+            raise ValueError(f"sizes must be at least 1, got {sizes}")
+        groups = {}
+        for rank in range(tensor * context * data * pipeline):
+            rest, tp = divmod(rank, tensor)
+            rest, cp = divmod(rest, context)
+            pp, dp = divmod(rest, data)
+            coordinates = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+            others = tuple(coordinates[axis] for axis in coordinates if axis not in axes)
+            groups.setdefault(others, []).append(rank)
+        return list(groups.values())
+
+    def __init__(self, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> None:
+        world = 1
+        if _is_distributed():
+            world = torch.distributed.get_world_size()
+        elif os.environ.get("WORLD_SIZE", "1") != "1":
+            raise ValueError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and torch.distributed is not "
+                "initialized, so every rank would read the same samples: call "
+                "torch.distributed.init_process_group() first"
+            )
+        others = tensor * context * pipeline
+        if min(tensor, context, pipeline) < 1 or world % others != 0:
+            raise ValueError(
+                f"{world} ranks cannot be cut into tensor {tensor} x context {context} x "
+                f"pipeline {pipeline}: the product must be a divisor of the number of ranks"
+            )
+        data = world // others
+        self.sizes = {"tensor": tensor, "context": context, "data": data, "pipeline": pipeline}
+        self._ranks = {}  # {kind: the ranks of this rank's group}
+        self._groups = dict.fromkeys(self._KINDS)  # {kind: the process group of this rank}
+        self.batch_group = None  # the tensor-parallel group over which batches travel
+        if _is_distributed():
+            for kind in self._KINDS:
+                self._groups[kind] = self._new_group(kind)
+            self.batch_group = self._groups["tp"]
+            # Batches travel by gloo.  Over NCCL a receiver would have to read from its GPU whether
+            # the reader failed, and so wait for all the work that is queued there.
+            if torch.distributed.get_backend() != "gloo":
+                self.batch_group = self._new_group("tp", backend="gloo")
+
+    def _new_group(self, kind, backend=None):
+        """Make all process groups of a kind, on every rank; return this rank's."""
+        lists = self.rank_lists(kind, **self.sizes)
+        mine, _ = torch.distributed.new_subgroups_by_enumeration(lists, backend=backend)
+        return mine
+
+    def ranks(self, kind: str) -> list[int]:
+        """The ranks of this rank's group of a kind."""
+        if kind not in self._ranks:
+            lists = self.rank_lists(kind, **self.sizes)
+            [mine] = [ranks for ranks in lists if _rank() in ranks]
+            self._ranks[kind] = mine
+        return self._ranks[kind]
+
+    def rank(self, kind: str) -> int:
+        """This rank's number in its group of a kind, from 0: along one axis, its coordinate."""
+        return self.ranks(kind).index(_rank())
+
+    def size(self, kind: str) -> int:
+        """The number of ranks in a group of a kind."""
+        return len(self.ranks(kind))
+
+    def group(self, kind: str) -> "torch.distributed.ProcessGroup | None":
+        """This rank's process group of a kind; None without torch.distributed."""
+        if kind not in self._groups:
+            raise ValueError(f"no process group {kind!r}: there are {', '.join(self._groups)}")
+        return self._groups[kind]
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank is in the first pipeline stage, which has the embedding."""
+        return self.rank("pp") == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank is in the last pipeline stage, which computes the loss."""
+        return self.rank("pp") == self.size("pp") - 1
+
+
+def get_batch(
+    data_iterator: typing.Iterator[dict] | None,
+    groups: ParallelGroups,
+    *,
+    use_per_sequence_balancing: bool = False,
+    **options: typing.Any,
+) -> dict[str, typing.Any]:
+    """Return the next micro-batch of this rank: that of its tp rank, cut for its cp rank.
+
+    options  those of get_batch_on_this_tp_rank(); use_per_sequence_balancing is that of
+             get_batch_on_this_cp_rank().  A batch that cannot be cut is a ValueError on every tp
+             rank, because they all cut the same batch; if packed, in every stage.
+
+    Upstream: get_batch, in pretrain_gpt.py.
+
+    >>> text = torch.tensor([list(b"aaaab")])
+    >>> batch = {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": torch.ones(1, 4)}
+    >>> batch["position_ids"] = torch.arange(4)[None]
+    >>> mine = get_batch(iter([batch]), ParallelGroups(), micro_batch_size=1, sequence_length=4)
+    >>> bytes(mine["labels"][0].tolist()), mine["attention_mask"]
+    (b'aaab', None)
+    """
+    batch = get_batch_on_this_tp_rank(data_iterator, groups, **options)
+    return get_batch_on_this_cp_rank(
+        batch,
+        groups.rank("cp"),
+        groups.size("cp"),
+        use_per_sequence_balancing=use_per_sequence_balancing,
+    )
+
+
+def get_batch_on_this_tp_rank(
+    data_iterator: typing.Iterator[dict] | None,
+    groups: ParallelGroups,
+    *,
+    micro_batch_size: int,
+    sequence_length: int,
+    create_attention_mask: bool = False,
+    mtp: bool = False,
+    packed: bool = False,
+    device: torch.device | str | None = None,
+) -> dict[str, torch.Tensor | None]:
+    """Return the next micro-batch on every tensor-parallel rank; only tp rank 0 reads it.
+
+    data_iterator          iterator over a loader's batches.  It may be None where nothing is read:
+                           tp rank 0 of the first and of the last stage reads, of the stages between
+                           only if packed or with mtp
+    micro_batch_size       B, rows of a batch
+    sequence_length        S, tokens of a row
+    create_attention_mask  the first and the last stage need the dense mask too.  Give it the value
+                           that the config has, whose default is upstream's, True
+    mtp                    this stage, whichever it is, predicts several tokens ahead (multi-token
+                           prediction): it needs tokens, position_ids, labels and loss_mask
+    packed                 the batches have cu_seqlens and max_seqlen, and every stage needs them
+    device                 where the tensors are put; None: the GPU of this rank in an NCCL job,
+                           else the CPU
+    Returns                a dict of five keys: tokens, labels, position_ids, int64 (B, S);
+                           loss_mask, float32 (B, S); attention_mask, bool (B, 1, S, S), True =
+                           may not attend; None for what this pipeline stage does not need.  If
+                           packed also cu_seqlens, int32 (B, S+1), and max_seqlen, int32 (B,)
+    Raises                 what the reader met, on every rank of its tp group: StopIteration at the
+                           end of the data, ValueError where a tensor has another shape, or where
+                           a batch has cu_seqlens and packed is False, or the other way round
+
+    With several tp ranks the tensors are views of one buffer, which is broadcast at once.
+    Upstream: get_batch_on_this_tp_rank, which broadcasts one tensor at a time.
+    """
+    batch = dict.fromkeys(_BATCH_KEYS)
+    row = (micro_batch_size, sequence_length)
+    layout = _layout_of_stage(groups, row, create_attention_mask, mtp, packed)
+    if not layout:
+        return batch
+    if device is None:
+        device = _device_of_group()
+    device = torch.device(device)
+    if groups.size("tp") == 1:
+        for key, tensor in _read_batch(data_iterator, layout).items():
+            batch[key] = tensor.to(device, non_blocking=True)
+    else:
+        batch.update(_share_batch(data_iterator, layout, groups, device))
+    return batch
+
+
+def _layout_of_stage(groups, shape, create_attention_mask, mtp, packed):
+    """{key: (shape, dtype)} of the tensors that this rank's stage needs, the widest items first."""
+    first = groups.is_first_stage
+    last = groups.is_last_stage
+    rows, tokens = shape
+    layout = {}
+    if first or mtp:
+        layout["tokens"] = (shape, torch.int64)
+        layout["position_ids"] = (shape, torch.int64)
+    if last or mtp:
+        layout["labels"] = (shape, torch.int64)
+        layout["loss_mask"] = (shape, torch.float32)
+    if packed:
+        layout["cu_seqlens"] = ((rows, tokens + 1), torch.int32)
+        layout["max_seqlen"] = ((rows,), torch.int32)
+    if (first or last) and create_attention_mask:
+        layout["attention_mask"] = ((rows, 1, tokens, tokens), torch.bool)
+    return layout
+
+
+def _read_batch(data_iterator, layout):
+    """Read the next batch, and return the tensors of the layout."""
+    if data_iterator is None:
+        raise ValueError("this rank reads for its group: give a data_iterator, not None")
+    batch = next(data_iterator)
+    if not isinstance(batch, dict):
+        raise ValueError(f"wanted a batch as a dict of tensors, got {type(batch).__name__}")
+    packed = "cu_seqlens" in layout
+    if packed != (batch.get("cu_seqlens") is not None):
+        raise ValueError(
+            f"packed={packed} does not fit this batch: give packed=True where batches have "
+            "cu_seqlens, as those of inter_document_masking and of SFTDataset, and only there"
+        )
+    tensors = {}
+    for key, (shape, dtype) in layout.items():
+        found = None
+        if isinstance(batch.get(key), torch.Tensor):
+            found = tuple(batch[key].shape)
+        if found != shape:
+            raise ValueError(
+                f"batch[{key!r}]: wanted shape {shape}, got {found}: give the config, the loader "
+                "and get_batch the same sequence_length, micro_batch_size, create_attention_mask"
+            )
+        if batch[key].is_floating_point() and not dtype.is_floating_point:
+            raise ValueError(f"batch[{key!r}]: wanted {dtype}, got {batch[key].dtype}")
+        tensors[key] = batch[key].to("cpu", dtype)
+    return tensors
+
+
+def _share_batch(data_iterator, layout, groups, device):
+    """What tp rank 0 reads, or its error, on every rank of its tensor-parallel group.
+
+    The tensors travel end to end in one buffer.  Its memory is pinned where it goes on to a GPU, so
+    that the CPU need not wait for that copy.
+    """
+    sent = {"failed": ((), torch.int64)} | layout
+    size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sent.values())
+    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    views = _cut_views(buffer, sent)
+    error = None
+    if groups.rank("tp") == 0:
+        try:
+            for key, tensor in _read_batch(data_iterator, layout).items():
+                views[key].copy_(tensor)
+        except _ENDS_OF_A_PROCESS:
+            raise
+        except BaseException as caught:  # as in section 15
+            error = caught
+        views["failed"].fill_(error is not None)
+    torch.distributed.broadcast(buffer, group=groups.batch_group, group_src=0)
+    if views["failed"]:
+        _raise_error_of(0, error, groups.batch_group)  # on all ranks of the group: tp 0 tells it
+    batch = _cut_views(buffer.to(device, non_blocking=True), sent)
+    del batch["failed"]
+    return batch
+
+
+def _cut_views(buffer, layout):
+    """{key: the tensor of the layout that lies in the buffer}, without a copy."""
+    views = {}
+    start = 0
+    for key, (shape, dtype) in layout.items():
+        size = math.prod(shape) * dtype.itemsize
+        views[key] = buffer[start : start + size].view(dtype).view(shape)
+        start += size
+    return views
+
+
+def get_batch_on_this_cp_rank(
+    batch: dict[str, typing.Any],
+    cp_rank: int,
+    cp_size: int,
+    *,
+    use_per_sequence_balancing: bool = False,
+) -> dict[str, typing.Any]:
+    """Return this context-parallel rank's part of a batch: two of 2 * cp_size chunks.
+
+    Rank r of cp ranks gets chunk r and chunk 2*cp-1-r, in that order.
+
+    batch      dict; a tensor with the axis of the tokens is cut along it: dim 1, of attention_mask
+               dim 2, so that queries are cut and keys stay whole.  With cu_seqlens every document
+               is cut by itself.  Everything else (None, dataset_id, cu_seqlens, max_seqlen) is
+               passed on: the last two stay those of the whole row.
+    use_per_sequence_balancing
+               with cu_seqlens too, cut the whole row and not every document
+    Returns    a new dict, with rows of S / cp_size tokens; the batch is not changed
+    Raises     ValueError where S, or the length of a document, is no multiple of 2*cp_size, or
+               where cu_seqlens decreases, or leaves 0 .. S.  SFTDataset fills its documents up to
+               such lengths; the documents of GPTDataset have any length, so with
+               inter_document_masking set use_per_sequence_balancing
+    Upstream   get_batch_on_this_cp_rank, which changes the batch
+
+    >>> batch = {"tokens": torch.arange(8)[None]}
+    >>> [get_batch_on_this_cp_rank(batch, rank, 2)["tokens"].tolist() for rank in (0, 1)]
+    [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
+    >>> batch["cu_seqlens"] = torch.tensor([[0, 4, 8, 8, 8, 8, 8, 8, 8]])       # two documents
+    >>> [get_batch_on_this_cp_rank(batch, rank, 2)["tokens"].tolist() for rank in (0, 1)]
+    [[[0, 3, 4, 7]], [[1, 2, 5, 6]]]
+    """
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"wanted a cp_rank from 0 to cp_size - 1, got {cp_rank} of {cp_size}")
+    part = dict(batch)
+    if cp_size == 1:
+        return part
+    cu_seqlens = batch.get("cu_seqlens")
+    tensors = [batch[key] for key in _BATCH_KEYS if batch.get(key) is not None]
+    if tensors:
+        length = tensors[0].shape[-1]
+    elif cu_seqlens is not None:  # of a stage between: it refuses what the others cannot cut
+        length = cu_seqlens.shape[-1] - 1
+    else:
+        return part
+    cuts_documents = cu_seqlens is not None and not use_per_sequence_balancing
+    if cuts_documents:
+        bounds_of_rows = _bounds_of_documents(cu_seqlens.tolist(), length, cp_size)
+    elif length % (2 * cp_size) == 0:
+        bounds_of_rows = [[0, length]]  # the same in all rows
+    else:
+        raise ValueError(
+            f"a row of {length} tokens cannot be cut for cp_size {cp_size}: "
+            f"its length must be a multiple of {2 * cp_size}"
+        )
+    chunks_of_rows = [_chunks_of_row(bounds, cp_rank, cp_size) for bounds in bounds_of_rows]
+    for key, value in batch.items():
+        dim = 2 if key == "attention_mask" else 1
+        if key in ("dataset_id", "cu_seqlens", "max_seqlen") or not isinstance(value, torch.Tensor):
+            continue
+        if value.ndim <= dim or value.shape[dim] != length:
+            continue
+        if cuts_documents:
+            rows = []
+            for row, chunks in zip(value, chunks_of_rows, strict=True):
+                rows.append(_take_chunks(row, dim - 1, chunks))  # a row has one axis less
+            part[key] = torch.stack(rows)
+        else:
+            part[key] = _take_chunks(value, dim, chunks_of_rows[0])
+    return part
+
+
+def _bounds_of_documents(cu_seqlens, length, cp_size):
+    """For each row where its documents begin and end; ValueError unless each can be cut."""
+    bounds_of_rows = []
+    for row, starts in enumerate(cu_seqlens):
+        bounds = [0, *starts, length]
+        if bounds != sorted(bounds):
+            raise ValueError(
+                f"cu_seqlens of row {row}: wanted numbers 0 .. {length} that never decrease, "
+                f"got {np.array(starts)}"
+            )
+        bounds = sorted(set(bounds))  # the unused entries of cu_seqlens repeat the length
+        for document, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            tokens = end - begin
+            if tokens % (2 * cp_size) != 0:
+                raise ValueError(
+                    f"document {document} of row {row} has {tokens} tokens ({begin} to {end}): "
+                    f"cp_size {cp_size} wants a multiple of {2 * cp_size} in every document; "
+                    "use_per_sequence_balancing=True cuts the whole row instead"
+                )
+        bounds_of_rows.append(bounds)
+    return bounds_of_rows
+
+
+def _chunks_of_row(bounds, cp_rank, cp_size):
+    """What a cp rank keeps of a row: [(begin, length), ...].
+
+    Of each document, cut into 2 * cp_size chunks, these are number cp_rank from the front and
+    number cp_rank from the back.
+    """
+    chunks = []
+    for begin, end in itertools.pairwise(bounds):
+        size = (end - begin) // (2 * cp_size)
+        front = begin + cp_rank * size
+        back = end - (cp_rank + 1) * size
+        chunks += [(front, size), (back, size)]
+    return chunks
+
+
+def _take_chunks(tensor, dim, chunks):
+    """The chunks of a tensor along an axis, joined."""
+    parts = [tensor.narrow(dim, begin, size) for begin, size in chunks]
+    return torch.cat(parts, dim)
+
+
+# ==============================================================================
+# 10. Gradients
+# ==============================================================================
+# Question answered here: how do the data-parallel ranks come to have the same gradients?
+#
+# All data-parallel ranks start with the same parameters.  Each computes the gradients of its own
+# batches, and then takes the average over all ranks as its own gradient.  So all take the same
+# step, and stay equal.  If the loss of a rank is a mean, and all ranks count equally many tokens,
+# the average is the gradient of the global batch, which is the samples of all ranks in one step.
+# If not, each rank gives the sum of its losses, and finalize_model_grads() makes the sum over all
+# ranks, divided by the tokens of all.
+#
+# The average is made by a collective, which is a call that all ranks of a group make together:
+#
+#   all-reduce       every rank ends with the sum (or average) of the buffers of all ranks
+#   reduce-scatter   the sum is cut into as many shards as there are ranks, and each rank ends with
+#                    its own shard: enough for an optimizer that shares its work in the same way,
+#                    and then sends the new parameters of its shard to the others itself
+#
+#   parameters, as the module has them   embed  w1  w2  w3  head
+#   buffer of a dtype, in reverse, the   | head     | w3  w2   | w1  embed |   p.main_grad is a view
+#   order in which backward goes         | bucket 0 | bucket 1 | bucket 2  |
+#
+# Backward adds each gradient to p.grad, which is that view, too.  But in bfloat16 256 + 1 is 256:
+# for parameters of 16 bits there is grad_reduce_in_fp32.  Then all buffers are float32; backward
+# makes p.grad anew for each micro-batch, and it is added to p.main_grad and dropped.  At the end of
+# the step p.grad is made of p.main_grad, in the dtype of the parameter.
+#
+# A step with overlap_grad_reduce.  Time runs to the right, and each line of = is a bucket on its
+# way to all ranks:
+#
+#   a gradient comes     head     w3     w2     w1     embed
+#   bucket 0                 =============
+#   bucket 1                                =============
+#   bucket 2                                                =============
+#   finish_grad_sync()                                        waits for all   |
+#
+# Without overlap_grad_reduce, finish_grad_sync() sends all buckets, and then waits.
+#
+# With overlap_grad_reduce a bucket is sent when its last gradient is there and all buckets before
+# it are sent.  So all ranks send in the same order, whatever parameters their batches use.  A
+# parameter without a gradient counts as zero; its bucket, and those behind it, are sent at the end.
+# A tied parameter, which the model has under two names, is one parameter; it stands where the first
+# of the names does.
+#
+# A training step, where there is one pipeline stage.  (With several, the schedule of the stages is
+# the trainer's.)  The loader is that of section 14; an example that runs with batches_of(), which
+# part I has, is in the docstring of forward_backward_no_pipelining().
+#
+#   model = DistributedDataParallel(module, groups.group("dp-cp"))    once, before the first step;
+#                                          cp ranks have the same weights and different tokens
+#   model.broadcast_params()               once, if not all ranks made the same module: unlike
+#                                          torch's class, this one does not do it by itself
+#   batches = iter(loader)                 once a turn, at tp 0; the other tp ranks have None.  At
+#                                          its end get_batch() raises StopIteration
+#   model.zero_grad_buffer()
+#   forward_backward_no_pipelining(...)    for each micro-batch:
+#       batch = get_batch(...)                                         section 9
+#       logits = model(batch["tokens"])                                one for each possible token
+#       losses = cross_entropy(logits, batch["labels"])                one for each label
+#       loss = (losses * batch["loss_mask"]).sum()                     the labels that count
+#       tokens = batch["loss_mask"].sum()                              how many these are
+#       loss.backward()                                                adds to the gradients
+#     and then finalize_model_grads()      adds them over all ranks, and divides by all tokens
+#   optimizer.step()                       on each rank, with the same gradients (or its shard)
+#   loader.state_dict()                    for a checkpoint: which samples were used (section 14)
+#
+# The five lines from get_batch() to the number of tokens are the user's: the first three stand in
+# forward_step_func, the other two in the loss_func that it returns.
+
+
+@dataclasses.dataclass
+class _Bucket:
+    """Parameters whose gradients are sent together, by one collective.
+
+    Upstream: _ParamAndGradBucket.
+
+    params   the parameters
+    data     their gradients: a slice of the buffer, in the order of params
+    waiting  with overlap: the parameters whose last gradient of this step has not come yet
+    handle   the collective that is on its way, or None
+    """
+
+    params: list[torch.nn.Parameter]
+    data: torch.Tensor
+    waiting: set[torch.nn.Parameter]
+    handle: "torch.distributed.Work | None" = None
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """A model whose gradients are averaged over a group.  Upstream: DistributedDataParallel.
+
+    module                     each of its parameters that requires a gradient gets main_grad, a
+                               view of the buffer of its dtype and device, and its grad becomes the
+                               same view.  (grad is torch's name, main_grad upstream's, which its
+                               optimizers read.  Others may set grad to None; main_grad stays.)
+                               Whatever converts, replaces or unfreezes parameters, such as
+                               module.to(), comes before the wrapping
+    group                      the process group to average over: that of "dp-cp".  None: all ranks,
+                               right only without tp and pp
+    bucket_size                elements that are sent at once, at least (the last bucket has the
+                               rest)
+    overlap_grad_reduce        send each bucket during backward; False: all buckets at the end
+    use_distributed_optimizer  reduce-scatter: only this rank's piece of each bucket, in
+                               grad_shards, becomes the average; False: all-reduce
+    average_in_collective      the collective divides by the number of ranks, where NCCL is the
+                               backend; else gradients are divided by it before they are sent
+    check_for_nan_in_grad      where a gradient is nan or inf, finish_grad_sync() raises ValueError
+                               on every rank, naming parameter and rank
+    grad_reduce_in_fp32        sums and averages in float32, whatever the parameters are: main_grad
+                               is float32, and grad None until finish_grad_sync() sets it to
+                               main_grad in the parameter's dtype.  Only zero_grad_buffer() begins a
+                               step.  False: in the dtype of each parameter
+
+    grad_buffers   list of tensors: the buffer of each dtype and device
+    grad_shards    list of tensors: this rank's slice of each bucket
+
+    In a step call zero_grad_buffer(); then forward and backward of each micro-batch, all but the
+    last under no_sync(); then finish_grad_sync(), and the optimizer.
+
+    >>> model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+    >>> model.zero_grad_buffer()
+    >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    >>> model.finish_grad_sync()
+    >>> model.grad_buffers[0].tolist(), model.module.weight.grad.tolist()
+    ([3.0, 4.0], [[3.0, 4.0]])
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        group: "torch.distributed.ProcessGroup | None" = None,
+        *,
+        bucket_size: int = 40_000_000,
+        overlap_grad_reduce: bool = False,
+        use_distributed_optimizer: bool = False,
+        average_in_collective: bool = False,
+        check_for_nan_in_grad: bool = False,
+        grad_reduce_in_fp32: bool = False,
+    ) -> None:
+        super().__init__()
+        if bucket_size < 1:
+            raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}")
+        self.module = module
+        self.group = group
+        self.size = 1
+        if _is_distributed():
+            self.size = torch.distributed.get_world_size(group)
+        if self.size > 1 and torch.distributed.get_backend(group) != "nccl":
+            average_in_collective = False  # gloo, asked to average, only adds
+        self.bucket_size = bucket_size
+        self.overlap_grad_reduce = overlap_grad_reduce
+        self.use_distributed_optimizer = use_distributed_optimizer
+        self.average_in_collective = average_in_collective
+        self.check_for_nan_in_grad = check_for_nan_in_grad
+        self.grad_reduce_in_fp32 = grad_reduce_in_fp32
+        self._in_sync = True  # False under no_sync()
+        self._make_buffers()
+
+    def _make_buffers(self):
+        """Make all buffers, and have each gradient of the parameters announced."""
+        self.grad_buffers = []
+        self.grad_shards = []
+        self._names = {param: name for name, param in self.module.named_parameters()}
+        self._buckets = []
+        self._bucket_of = {}  # {parameter: number of its bucket}
+        self._places = {}  # {parameter: its elements of the buffer, flat}
+        params_of = {}  # {(dtype of the gradient, device): its parameters, in reverse order}
+        for param in reversed(self._names):
+            if param.requires_grad:
+                params_of.setdefault(self._kind_of_gradient(param), []).append(param)
+                param.register_post_accumulate_grad_hook(_GradientHook(self))
+        for (dtype, device), params in params_of.items():
+            self._add_buffer(params, dtype, device)
+        self.zero_grad_buffer()
+
+    def _kind_of_gradient(self, param):
+        """(dtype, device) of its main_grad."""
+        if self.grad_reduce_in_fp32:
+            return torch.float32, param.device
+        return param.dtype, param.device
+
+    def _add_buffer(self, params, dtype, device):
+        """Make the buffer of one dtype and device, its buckets, and the place of each parameter."""
+        runs = [[]]  # the parameters of each bucket
+        sizes = [0]  # their elements
+        for param in params:
+            if sizes[-1] >= self.bucket_size:
+                runs.append([])
+                sizes.append(0)
+            runs[-1].append(param)
+            sizes[-1] += param.numel()
+        # A bucket is padded with zeros, so that it can be cut into one shard for each rank.
+        sizes = [_ceil_div(size, self.size) * self.size for size in sizes]
+        buffer = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        self.grad_buffers.append(buffer)
+        for run, data in zip(runs, buffer.split(sizes), strict=True):
+            start = 0
+            for param in run:
+                self._places[param] = data[start : start + param.numel()]
+                self._bucket_of[param] = len(self._buckets)
+                start += param.numel()
+            self.grad_shards.append(data.chunk(self.size)[_rank(self.group)])
+            self._buckets.append(_Bucket(run, data, waiting=set(run)))
+
+    def forward(self, *inputs: typing.Any, **kwargs: typing.Any) -> typing.Any:
+        """Call the module."""
+        return self.module(*inputs, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> typing.Iterator[None]:
+        """In this block, backward adds to the gradients and sends nothing.
+
+        Use it for all micro-batches of a step but the last one.
+        """
+        before = self._in_sync
+        self._in_sync = False
+        try:
+            yield
+        finally:
+            self._in_sync = before
+
+    def _on_gradient(self, param):
+        """Take the gradient that backward has added; send the buckets that are complete now."""
+        number = self._bucket_of[param]
+        if number < self._num_sent:
+            raise RuntimeError(
+                f"gradient of {self._names[param]} after it was sent: put all backwards of a step "
+                "but the last under no_sync(); if there was one backward, its layer is in several "
+                "reentrant checkpoints: give them use_reentrant=False, or do not overlap"
+            )
+        if self._is_averaged and self.grad_reduce_in_fp32:
+            raise RuntimeError(
+                f"gradient of {self._names[param]} after finish_grad_sync(): with "
+                "grad_reduce_in_fp32 call zero_grad_buffer() before each step"
+            )
+        self._put_into_buffer(param)
+        self._is_averaged = False
+        if self._in_sync and self.overlap_grad_reduce:
+            self._buckets[number].waiting.discard(param)
+            while self._num_sent < len(self._buckets):
+                if self._buckets[self._num_sent].waiting:
+                    break
+                self._send_next_bucket()
+
+    def _put_into_buffer(self, param):
+        """Bring param.grad into param.main_grad."""
+        if self.grad_reduce_in_fp32:
+            if param.grad is not None:
+                param.main_grad.add_(param.grad)
+            param.grad = None
+            return
+        # It is main_grad, unless somebody has set it to None.  None means zero; if backward came
+        # after that, it has made a new tensor.
+        if param.grad is None:
+            param.main_grad.zero_()
+        elif param.grad is not param.main_grad:
+            param.main_grad.copy_(param.grad)
+        param.grad = param.main_grad
+
+    def _send_next_bucket(self):
+        """Start the collective of the first bucket that was not sent yet."""
+        bucket = self._buckets[self._num_sent]
+        shard = self.grad_shards[self._num_sent]  # a slice of the bucket: it is reduced in place
+        self._num_sent += 1
+        for param in bucket.params:
+            self._put_into_buffer(param)
+            if self.check_for_nan_in_grad and not param.main_grad.isfinite().all():
+                self._not_finite.append(self._names[param])
+        if self.size == 1:
+            return
+        operation = torch.distributed.ReduceOp.AVG
+        if not self.average_in_collective:
+            operation = torch.distributed.ReduceOp.SUM
+            bucket.data.mul_(1 / self.size)
+        if self.use_distributed_optimizer:
+            shards = list(bucket.data.chunk(self.size))
+            bucket.handle = torch.distributed.reduce_scatter(
+                shard, shards, operation, self.group, async_op=True
+            )
+        else:
+            bucket.handle = torch.distributed.all_reduce(
+                bucket.data, operation, self.group, async_op=True
+            )
+
+    def start_grad_sync(self) -> None:
+        """Send the buckets that were not sent during backward."""
+        if self._is_averaged:
+            return
+        while self._num_sent < len(self._buckets):
+            self._send_next_bucket()
+
+    def finish_grad_sync(self) -> None:
+        """Send what is left and wait for all buckets.
+
+        Nothing is sent if since the last call neither a gradient has come nor zero_grad_buffer()
+        has begun a step.  Every rank must call this method, and with check_for_nan_in_grad it
+        raises ValueError on every rank.
+        """
+        self.start_grad_sync()
+        self._wait_and_reset()
+        self._is_averaged = True
+        self._write_grads()
+        if self.check_for_nan_in_grad:
+            _on_every_rank(self._raise_if_not_finite, self.group)  # on all ranks of the group
+
+    def _write_grads(self):
+        """With grad_reduce_in_fp32 and after the averages are made: set param.grad to them."""
+        if self.grad_reduce_in_fp32 and self._is_averaged:
+            for param in self._places:
+                param.grad = param.main_grad.to(param.dtype)
+
+    def _raise_if_not_finite(self):
+        """ValueError if this rank has sent nan or inf; a second call does not say it again."""
+        names = self._not_finite
+        self._not_finite = []
+        if names:
+            raise ValueError(
+                f"nan or inf in the gradients of {len(names)} parameters: {', '.join(names)}"
+            )
+
+    def _wait_and_reset(self):
+        """Wait for what was sent; from now on every gradient is expected again."""
+        for bucket in self._buckets:
+            if bucket.handle is not None:
+                bucket.handle.wait()
+                bucket.handle = None
+            bucket.waiting = set(bucket.params)
+        self._num_sent = 0  # buckets that were sent in this step
+
+    def zero_grad_buffer(self) -> None:
+        """Begin a step: every gradient is 0, and every param.main_grad a view of the buffers again.
+
+        A rank whose batch gives no gradient at all then sends zeros, so that nobody waits for it.
+        ValueError where a parameter was converted, replaced or unfrozen after the wrapping.
+        """
+        self._refuse_changed_parameters()
+        for param, place in self._places.items():
+            param.main_grad = place.view(param.shape)
+            param.grad = None
+            if not self.grad_reduce_in_fp32:
+                param.grad = param.main_grad
+        self._wait_and_reset()
+        self._is_averaged = False  # True: finish_grad_sync(), called again, sends nothing
+        self._not_finite = []  # names of parameters with nan or inf in what this rank has sent
+        for buffer in self.grad_buffers:
+            buffer.zero_()
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients by a factor."""
+        for buffer in self.grad_buffers:
+            buffer.mul_(factor)
+        self._write_grads()
+
+    def broadcast_params(self) -> None:
+        """Give every rank the parameters of the group's first rank, frozen ones included."""
+        if self.size == 1:
+            return
+        for param in self.module.parameters():
+            torch.distributed.broadcast(param.data, group=self.group, group_src=0)
+
+    def _refuse_changed_parameters(self):
+        """ValueError for a parameter whose gradient has no place in the buffers any more."""
+        for name, param in self.module.named_parameters():
+            place = self._places.get(param)  # None: frozen, or another object than was wrapped
+            if place is None:
+                is_changed = param.requires_grad
+            else:
+                is_changed = (place.dtype, place.device) != self._kind_of_gradient(param)
+            if is_changed:
+                raise ValueError(
+                    f"{name} was converted, replaced or unfrozen after the model was wrapped, so "
+                    "its gradient would not be averaged: do that first, then wrap the model"
+                )
+
+    def __setstate__(self, state: dict) -> None:
+        """Give a copy, or what was unpickled, buffers and hooks: torch copies no hooks."""
+        super().__setstate__(state)
+        self._make_buffers()
+
+
+class _GradientHook:
+    """Tells a DistributedDataParallel of each new gradient.
+
+    The reference is weak, as a parameter keeps its hooks: a wrapper that was dropped is freed, and
+    hears of no gradient when the module is wrapped anew.
+    """
+
+    def __init__(self, wrapper):
+        self.wrapper = weakref.ref(wrapper)
+
+    def __call__(self, param):
+        wrapper = self.wrapper()
+        if wrapper is not None:
+            wrapper._on_gradient(param)
+
+
+def finalize_model_grads(
+    model: list[DistributedDataParallel],
+    num_tokens: int | torch.Tensor | None = None,
+    groups: ParallelGroups | None = None,
+) -> None:
+    """Finish the gradients of a step.  Upstream: finalize_model_grads.
+
+    model       the parts of the model on this rank
+    num_tokens  None: the gradients stay the average over the ranks.  Else the loss is a sum over
+                tokens, and this is how many tokens of this rank count; an int on all ranks, or a
+                tensor on all.  The average over R ranks, multiplied by R / (tokens of all ranks),
+                is the gradient of the mean loss of a token.  With several pipeline stages the
+                trainer brings the number from the last one, which has the loss mask, to all
+    groups      the tokens are summed over its dp-cp ranks.  None: over those of the part's group
+
+    >>> model = DistributedDataParallel(torch.nn.Embedding(257, 1))    # a number for each token
+    >>> model(torch.tensor([97, 97, 97, 98])).sum().backward()         # a a a b
+    >>> finalize_model_grads([model], num_tokens=4)
+    >>> model.module.weight.grad[97:99, 0].tolist()                    # a share of the four tokens
+    [0.75, 0.25]
+    """
+    for part in model:
+        part.finish_grad_sync()
+        if num_tokens is None:
+            continue
+        total = torch.as_tensor(num_tokens, device=_device_of_group(part.group)).clone()
+        group, size = part.group, part.size
+        if groups is not None:
+            group, size = groups.group("dp-cp"), groups.size("dp-cp")
+        if size > 1:
+            torch.distributed.all_reduce(total, group=group)
+        total = total.item()
+        if total != 0:  # without a token that counts, all gradients are 0 already
+            part.scale_gradients(part.size / total)
+
+
+def forward_backward_no_pipelining(
+    *,
+    forward_step_func: typing.Callable,
+    data_iterator: typing.Iterator | None,
+    model: torch.nn.Module | typing.Sequence[torch.nn.Module],
+    num_microbatches: int,
+    forward_only: bool = False,
+    seq_length: int | None = None,
+    micro_batch_size: int | None = None,
+    decoder_seq_length: int | None = None,
+) -> list[typing.Any]:
+    """Run the micro-batches of a step and finish the gradients.  Upstream: the same name.
+
+    forward_step_func  (data_iterator, model) -> (output, loss_func).  loss_func(output) is
+                         (loss, report)                        gradient of the mean of the losses
+                         (sum of losses, num_tokens, report)   gradient of the mean loss of a token
+                       over all micro-batches; where the model is a DistributedDataParallel, over
+                       those of all ranks
+    data_iterator      is passed on to forward_step_func
+    model              a DistributedDataParallel, a plain module, or a list of one of these
+    num_microbatches   how many to run, at least 1
+    forward_only       no backward, and nothing is sent; call it under torch.no_grad()
+    seq_length, micro_batch_size, decoder_seq_length
+                       accepted, without effect
+    Returns            the reports, one for each micro-batch
+
+    A whole step on the toy corpus, in one process.  The model is a table: the row of a byte has a
+    number for each byte that may follow (256 of them, as the toy corpus has no eod).  All are 0, so
+    all 256 bytes are equally likely.
+
+    >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
+    ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
+    >>> builder = BlendedMegatronDatasetBuilder(GPTDataset, [3, 0, 0], lambda: True, config)
+    >>> train, _, _ = builder.build()
+    >>> groups = ParallelGroups()
+    >>> sampler = MegatronPretrainingSampler(len(train), 0, 1, groups.rank("dp"), groups.size("dp"))
+    >>> table = torch.nn.Embedding(256, 256, _weight=torch.zeros(256, 256))
+    >>> model = DistributedDataParallel(table, groups.group("dp-cp"))
+    >>> def forward_step(batches, model):
+    ...     batch = get_batch(batches, groups, micro_batch_size=1, sequence_length=4)
+    ...     logits = model(batch["tokens"])                                    # (1, 4, 256)
+    ...     losses = torch.nn.functional.cross_entropy(
+    ...         logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    ...     loss_mask = batch["loss_mask"].flatten()
+    ...     def loss_func(losses):
+    ...         loss = (losses * loss_mask).sum()
+    ...         return loss, loss_mask.sum(), loss.item()
+    ...     return losses, loss_func
+    >>> model.zero_grad_buffer()
+    >>> reports = forward_backward_no_pipelining(forward_step_func=forward_step, model=model,
+    ...     data_iterator=batches_of(train, sampler), num_microbatches=2)
+    >>> [round(loss / math.log(256), 3) for loss in reports]       # four labels in each micro-batch
+    [4.0, 4.0]
+
+    The eight pairs of token and label are bb bb bc cc, and cc cc cc cc.  The gradient of an entry
+    is (how often its row was read / 256 - how often its label followed) / 8.
+
+    >>> row_of_b = table.weight.grad[ord("b")]
+    >>> [row_of_b[ord(letter)].item() * 8 * 256 for letter in "abc"]  # 3, 3 - 2 * 256, 3 - 256
+    [3.0, -509.0, -253.0]
+    """
+    if not isinstance(model, (list, tuple)):
+        model = [model]
+    if len(model) != 1:
+        raise ValueError(f"without pipelining there is one model, got a list of {len(model)}")
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
+    [model] = model
+    reports = []
+    token_counts = []
+    for number in range(num_microbatches):
+        sync = contextlib.nullcontext()
+        if number < num_microbatches - 1 and isinstance(model, DistributedDataParallel):
+            sync = model.no_sync()
+        with sync:
+            output, loss_func = forward_step_func(data_iterator, model)
+            result = loss_func(output)
+            if len(result) == 3:
+                loss, tokens, report = result
+                token_counts.append(tokens)
+            else:
+                loss, report = result
+                loss = loss / num_microbatches
+            if not forward_only:
+                loss.backward()
+        reports.append(report)
+    if forward_only:
+        return reports
+    num_tokens = None
+    if token_counts:
+        num_tokens = sum(token_counts)
+    if isinstance(model, DistributedDataParallel):
+        finalize_model_grads([model], num_tokens)
+    elif num_tokens:  # neither None nor 0
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad /= num_tokens
+    return reports
+
+
+# ==============================================================================
+# PART II: THE WORKSHOP
+# ==============================================================================
+#
+# ==============================================================================
+# 11. Whole files
+# ==============================================================================
+# Question answered here: how does a file appear whole, or not at all?
+#
+#   write   corpus.bin.1f0c9e2ab47d6835.tmp      a new file beside the old one, with a random name
+#   sync    the same                             the operating system has written it to the disk
+#   rename  corpus.bin                           in one step: a reader finds the old or the new one
+#
+# A pair has two names, and no step gives both.  In these steps an .idx never stands beside a .bin
+# of another pair, and a .bin is never without its .idx:
+#
+#   step   corpus.bin   corpus.idx   corpus.idx.*.old.tmp   corpus.idx.*.tmp
+#   0      old          old                                 new                 both are synced
+#   1      old                       old                    new                 the old record goes
+#   2      new                       old                    new                 the old .idx goes
+#   3      new          new                                                     the folder is synced
+#
+# If step 1 or 2 fails, the old .idx comes back.
+#
+# After an error, or a signal that ends our commands, temporary files are removed, at the latest
+# when the process ends.  One that is killed (kill -9, no power, a second signal meanwhile) leaves
+# them behind.  They can be deleted by hand, except where a .bin has no .idx.  There one of them is
+# the .idx, to be renamed: corpus.idx.*.old.tmp if it is alone, or if there is a corpus.bin.*.tmp;
+# else the one without .old.
+
+
+class _NewFile:
+    """A binary file that appears as path, whole, at commit().
+
+    path       made absolute: the process may change its folder meanwhile
+    synced     have the disk hold the file before it gets its name; False for what can be made again
+    file       the open file, to write to
+    temporary  its name until commit()
+
+    In a with block the file is committed at the end, or removed if an exception ends the block.
+    It is also removed, by the process that began it and by no other, when this object goes.
+    OSError if the folder is missing, or the disk is full.
+    """
+
+    def __init__(self, path: str | os.PathLike, synced: bool = True) -> None:
+        _refuse_passwords(path)
+        self.path = os.path.abspath(path)
+        self.synced = synced
+        self.temporary = f"{self.path}.{secrets.token_hex(8)}.tmp"
+        folder = os.path.dirname(os.fspath(path))
+        if folder and not os.path.isdir(folder):
+            raise FileNotFoundError(f"{folder}: no such local folder")
+        # Before the file is there: a signal may come at any moment.
+        self._remove = weakref.finalize(self, _remove_file, self.temporary, os.getpid())
+        self.file = open(self.temporary, "xb", buffering=1 << 20)
+
+    def sync(self) -> None:
+        """Have the disk hold all that was written; OSError if it is full."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def finish(self) -> None:
+        """Close the whole file; it has its temporary name still."""
+        if self.synced:
+            self.sync()
+        self.file.close()
+
+    def commit(self) -> None:
+        """Give the file its name."""
+        if not self.file.closed:
+            self.finish()
+        os.replace(self.temporary, self.path)
+
+    def keep(self) -> None:
+        """Leave it to the caller to remove the file; ValueError if it was removed."""
+        if self._remove.detach() is None:
+            raise ValueError(f"{self.path}: it was discarded before it had its name")
+
+    def discard(self) -> None:
+        """Remove the file; after commit(), and after keep(), this does nothing."""
+        with contextlib.suppress(OSError):
+            self.file.raw.close()  # without what is not yet written
+        self._remove()
+
+    def __enter__(self) -> typing.BinaryIO:
+        return self.file
+
+    def __exit__(self, kind, error, traceback):
+        try:
+            if kind is None:
+                self.commit()
+        finally:
+            self.discard()
+
+
+def _remove_file(path, process=None):
+    """Remove a file that may be there; with the number of a process, only in that process."""
+    if process in (None, os.getpid()):
+        with contextlib.suppress(OSError):  # the disk may refuse this
+            os.unlink(path)
+
+
+def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
+    """Give a .bin and its .idx their names, as drawn above.
+
+    OSError if the disk refuses a step; once the .bin has its name, it says where the .idx is.
+    """
+    tokens.finish()
+    index.finish()
+    _undisturbed(_name_pair, tokens, index)
+
+
+def _name_pair(tokens, index):
+    """Steps 1 to 3 of _commit_pair()."""
+    old_index = f"{index.temporary.removesuffix('.tmp')}.old.tmp"
+    old_record = pathlib.Path(f"{index.path.removesuffix('.idx')}.record.json")  # section 18
+    tokens.keep()
+    try:
+        index.keep()
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(index.path, old_index)
+        old_record.unlink(missing_ok=True)
+        os.replace(tokens.temporary, tokens.path)
+        _remove_file(old_index)
+        os.replace(index.temporary, index.path)
+        for folder in {os.path.dirname(tokens.path), os.path.dirname(index.path)}:
+            _sync_folder(folder)
+    except BaseException as error:
+        # A rename over a network may fail and be made: look which name the .bin has.
+        if os.path.basename(tokens.temporary) in os.listdir(os.path.dirname(tokens.path)):
+            with contextlib.suppress(OSError):
+                os.replace(old_index, index.path)
+            _remove_file(tokens.temporary)
+            _remove_file(index.temporary)
+            places = [old_index]  # if it could not come back
+        else:
+            _remove_file(old_index)
+            places = [index.temporary, index.path]
+        for place in places:
+            if isinstance(error, OSError) and os.path.exists(place):
+                error.strerror = f"{error.strerror}; the .idx of {tokens.path} is {place}"
+        raise
+
+
+def _sync_folder(folder):
+    """Have the disk hold the names of the files in a folder; Windows, and some disks, cannot."""
+    if sys.platform == "win32":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+# The signals that end a command.  Windows has no SIGHUP.
+_SIGNALS = [signal.SIGINT, signal.SIGTERM]
+if hasattr(signal, "SIGHUP"):
+    _SIGNALS.append(signal.SIGHUP)
+
+
+def _undisturbed(function, *arguments):
+    """Call a function in a thread of its own, as signals are answered in the main thread alone.
+
+    When this raises what a signal raises, the function has ended, or has not begun and never does.
+    """
+    future = concurrent.futures.Future()
+    thread = threading.Thread(target=_fulfil, args=(future, function, *arguments))
+    try:
+        thread.start()
+        return future.result()
+    finally:
+        if not future.cancel():  # it has begun
+            concurrent.futures.wait([future])
+
+
+def _fulfil(future, function, *arguments):
+    """Give a future what a function returns or raises, unless it was cancelled."""
+    if sys.platform == "linux":
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # also for what is forked here
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+
+# ==============================================================================
+# 12. The index cache
+# ==============================================================================
+# Question answered here: when may arrays made earlier be used again?
+#
+# The name of the files is a digest of what was asked for.  What the arrays were made from, and what
+# they are, stands in a manifest, which is written last:
+#
+#   <hash>-GPTDataset-train-description.txt      what was asked for; hash is the md5 of this text
+#                          -document_index.npy   and -sample_index.npy, -shuffle_index.npy
+#                          -manifest.json        what the arrays were made from, and the fingerprint
+#                                                of the pair; what a start needs to know of them
+#                                                (facts); of each array file the size and, up to
+#                                                1 MiB, a CRC-32; a CRC-32 of all this
+#
+#   found at a start                               then
+#   a manifest of the same data, and the files     the arrays are read, large ones mapped
+#   that it notes
+#   no manifest, or one of another format          built and saved: nothing was there, or a cache of
+#                                                  upstream's, or one whose making was cut off
+#   anything else: damaged, or of other data       built and saved, with a warning that says why
+#   a folder that cannot be written                built, with a warning; they stay in memory
+#
+# No time and no path says what a pair is: a copy on another disk finds the cache, too.  An array
+# above 1 MiB is not read whole at a start.  So it is synced before it has its name: then no loss of
+# power can leave holes in it.
+
+_CACHE_FORMAT = 5  # a number to count up when the same manifest comes to mean other arrays
+_CHECKED_BYTES = 1 << 20  # an array file of up to so many is read, and checked, at each start
+
+
+def _load_or_build(
+    folder: str | None,
+    stem: str,
+    names: typing.Sequence[str],
+    description: str,
+    made_from: dict,
+    pair: IndexedDataset | None,
+    build: typing.Callable[[], tuple],
+) -> tuple[typing.Any, list[np.ndarray], dict[str, np.ndarray]]:
+    """Find index arrays in files, or build and save them: return (facts, arrays, in_files).
+
+    folder       where the files are; None: the arrays stay in memory
+    stem         what all file names begin with: <folder>/<stem>-<name>.npy
+    names        names of the arrays
+    description  text of the description file
+    made_from    a flat dict of what the arrays were made from, as JSON has it
+    pair         the pair that they were made from; None: there is none
+    build        called without arguments, returns (facts, arrays), the arrays in the order of
+                 names; its errors pass through
+
+    facts        what build() returned, here or where the files were made
+    in_files     {name: array} of the arrays that are in files: all, or none
+    """
+    if not folder:
+        facts, arrays = build()
+        return facts, arrays, {}
+    if _is_remote(folder):
+        raise ValueError("path_to_cache must be a local folder, got a URL")
+    stem = os.path.join(folder, stem)
+    found = None
+    try:
+        found = _find_arrays(stem, names, made_from, pair)
+    except Exception as error:
+        _raise_limit(error)
+        reason = f"{type(error).__name__}: {error}"
+        warnings.warn(f"the index cache {stem}-* is rebuilt: {reason}", stacklevel=4)
+    if found is not None:
+        facts, arrays = found
+        return facts, arrays, dict(zip(names, arrays, strict=True))
+    facts, arrays = build()
+    manifest = {
+        "format": _CACHE_FORMAT,
+        "made_from": made_from,
+        "pair": None if pair is None else pair.note(),
+        "facts": facts,
+        "files": {},
+    }
+    try:
+        in_files = _save_arrays(stem, dict(zip(names, arrays, strict=True)), description, manifest)
+    except OSError as error:
+        _raise_limit(error)
+        warnings.warn(
+            f"the index cache {stem}-* cannot be written ({error}): the indices stay in memory; "
+            "set path_to_cache to a folder that can be",
+            stacklevel=4,
+        )
+        return facts, arrays, {}
+    return facts, list(in_files.values()), in_files
+
+
+def _raise_limit(error):
+    """Raise an error that no cache can help: the system has no file, no map or no memory left."""
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) in _LIMITS:
+        raise error
+
+
+def _find_arrays(stem, names, made_from, pair):
+    """Return (facts, arrays) of the files; None where no manifest of this format is.
+
+    An exception says what is wrong with them.
+    """
+    text = _read_manifest(stem)
+    if text is None:
+        return None
+    manifest = json.loads(text)
+    if manifest.get("format") != _CACHE_FORMAT:
+        return None
+    if manifest.pop("crc32") != zlib.crc32(json.dumps(manifest).encode()):
+        raise DatasetFormatError("manifest.json is damaged")
+    for key in {**made_from, **manifest["made_from"]}:
+        was = manifest["made_from"].get(key)
+        now = made_from.get(key)
+        if was != now:
+            raise DatasetFormatError(f"{key} was {was!r}, is {now!r}")
+    note = manifest["pair"]
+    if pair is not None and not (note and pair.is_noted(note)):
+        raise DatasetFormatError(f"the pair was {note}, is {pair.fingerprint()}")
+    arrays = [_open_array(f"{stem}-{name}.npy", manifest["files"][name]) for name in names]
+    # Another job may have renamed its own files in meanwhile: it removes the manifest first.
+    text_now = _read_manifest(stem)
+    if text_now is None:
+        return None
+    if text_now != text:
+        raise DatasetFormatError("another job has written it meanwhile")
+    return manifest["facts"], arrays
+
+
+def _read_manifest(stem):
+    """The content of the manifest; None if there is none."""
+    try:
+        with _limits_named(stem), open(f"{stem}-manifest.json", "rb") as file:
+            return file.read()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _open_array(path, noted):
+    """The array in a file that is as it was noted.
+
+    Its dtype and its shape are noted too: of hundreds of small corpora, to parse the headers of the
+    files takes a fifth of a start.
+    """
+    content = _read_or_map_file(path)
+    size = len(content)
+    name = os.path.basename(path)
+    if size != noted["size"]:
+        raise DatasetFormatError(f"{name} had {noted['size']} bytes, has {size}")
+    if size <= _CHECKED_BYTES and zlib.crc32(content) != noted["crc32"]:
+        raise DatasetFormatError(f"{name} has another CRC-32")
+    dtype = np.dtype(noted["dtype"])
+    header_bytes = size - math.prod(noted["shape"]) * dtype.itemsize
+    return np.frombuffer(content, dtype, offset=header_bytes).reshape(noted["shape"])
+
+
+def _save_arrays(stem, arrays, description, manifest):
+    """Write the files; return {name: array}, read-only and mapped as a later start has them.
+
+    The old manifest and description are removed first, and the new ones are the last to get
+    their names: so a crash on the way leaves neither beside a mix of old and new arrays.
+    (Upstream trusts arrays that have a description.)
+    """
+    in_files = {}
+    new_files = []
+    try:
+        os.makedirs(os.path.dirname(stem), exist_ok=True)
+        for name, values in arrays.items():
+            # np.save() writes the same, and takes 0.1 ms more: with hundreds of small corpora
+            # that is a third of a start.
+            header = io.BytesIO()
+            fields = np.lib.format.header_data_from_array_1_0(values)
+            np.lib.format.write_array_header_1_0(header, fields)
+            header = header.getvalue()
+            content = values.reshape(-1).view(np.uint8)
+            size = len(header) + len(content)
+            noted = {"size": size, "dtype": values.dtype.str, "shape": values.shape}
+            if size <= _CHECKED_BYTES:
+                noted["crc32"] = zlib.crc32(content, zlib.crc32(header))
+            new_file = _NewFile(f"{stem}-{name}.npy", synced=size > _CHECKED_BYTES)
+            new_files.append(new_file)
+            new_file.file.write(header)
+            new_file.file.write(content)
+            new_file.finish()
+            manifest["files"][name] = noted
+            if size > _FEW_BYTES:
+                # mapped before it has its name, under which another job may put its own
+                values = _open_array(new_file.temporary, noted)
+            values.setflags(write=False)
+            in_files[name] = values
+        manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
+        texts = {"description.txt": description, "manifest.json": json.dumps(manifest)}
+        for file, text in texts.items():
+            new_file = _NewFile(f"{stem}-{file}", synced=False)
+            new_files.append(new_file)
+            new_file.file.write(text.encode())
+        for file in ("manifest.json", "description.txt"):
+            pathlib.Path(f"{stem}-{file}").unlink(missing_ok=True)
+        for new_file in new_files:
+            new_file.commit()
+    finally:
+        for new_file in new_files:
+            new_file.discard()  # it does nothing where the file has its name
+    return in_files
+
+
+def _state_without_files(dataset):
+    """The state of a dataset for a pickle, without the arrays that another process finds in files.
+
+    An array that a user has set, or a subclass, is not that of the file, and stays.
+    """
+    state = vars(dataset).copy()
+    for name, values in state.pop("_in_files").items():
+        if state[name] is values:
+            del state[name]
+    return state
+
+
+def _find_left_out(dataset, find_or_build):
+    """Set the arrays of a dataset that its pickle left out; find_or_build(dataset) returns all."""
+    dataset._in_files = {}
+    if any(name not in vars(dataset) for name in dataset.index_names):
+        arrays = find_or_build(dataset)
+        for name, values in zip(dataset.index_names, arrays, strict=True):
+            vars(dataset).setdefault(name, values)
+
+
+# ==============================================================================
+# 13. Object storage
+# ==============================================================================
+# Question answered here: how are tokens read that are not mapped, as over a network?
+#
+# With mmap=False they are read from a .bin file that stays open, each time anew: _FileTokens.
+#
+# Object storage is everything with a name such as s3://bucket/corpus or https://host/corpus.  It is
+# read with the package fsspec, which comes with torch, and never written.
+#
+#   s3://bucket/corpus.idx   copied once, whole, into a local folder, and mapped:  a1b2....idx
+#
+#   s3://bucket/corpus.bin   a a a a b b b c c c c c c       read_many([(0, 4), (8, 2)])
+#                            |-----|         |-|             asks for these two ranges, and for
+#                                                            nothing else, at the same time
+#
+# Requests fail now and then, and with many ranges one of them fails nearly always.  So only those
+# that failed are asked for again, after a pause:
+#
+#   first try    range 1 ok   range 2 ok   range 3 --   range 4 ok
+#   second try                             range 3 ok
+#
+# A URL that holds a password is refused wherever one is given, as names get into messages, caches,
+# records and pickles.
+
+
+@dataclasses.dataclass
+class ObjectStorageConfig:
+    """How pairs on object storage are read.  Upstream: ObjectStorageConfig.
+
+    path_to_idx_cache   folder for copies of .idx files; None: megatron_min in the folder of the
+                        user's caches, $XDG_CACHE_HOME or ~/.cache
+    bin_chunk_nbytes    accepted, without effect: the .bin is read in exact ranges, where upstream
+                        reads blocks of 256 MiB by default
+
+    Copies of .idx files are never removed: an object that changes leaves its old copy behind.
+    """
+
+    path_to_idx_cache: str | os.PathLike | None = None
+    bin_chunk_nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        if _is_remote(self.folder):
+            raise ValueError("path_to_idx_cache must be a local folder, got a URL")
+
+    @property
+    def folder(self) -> str:
+        """The folder for copies of .idx files."""
+        if self.path_to_idx_cache is not None:
+            return os.fspath(self.path_to_idx_cache)
+        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        return os.path.join(caches, "megatron_min")
+
+
+class _FileTokens:
+    """The tokens of a .bin file that stays open; a read is a new array."""
+
+    def __init__(self, path: str | os.PathLike, dtype: type) -> None:
+        self.path = os.fspath(path)
+        self.dtype = np.dtype(dtype)
+        with _limits_named(path):
+            self._file = open(path, "rb", buffering=0)
+        weakref.finalize(self, self._file.close)  # closes the file when this object is gone
+
+    def read(self, first: int, count: int) -> np.ndarray:
+        """Return count tokens from token first on; DatasetFormatError if the file ends before."""
+        begin = first * self.dtype.itemsize
+        size = count * self.dtype.itemsize
+        content = bytearray()
+        while len(content) < size:  # the system may return a part of what is there
+            place = begin + len(content)
+            part = os.pread(self._file.fileno(), size - len(content), place)
+            if not part:
+                raise _format_error(self.path, f"bytes at {begin}", size, len(content))
+            content += part
+        return np.frombuffer(content, self.dtype)
+
+    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Return the tokens of several (first, count)."""
+        return [self.read(first, count) for first, count in spans]
+
+
+class _RemoteFile:
+    """An object on object storage, by its URL.
+
+    url     such as s3://bucket/corpus.bin
+    dtype   of its tokens; by default they are bytes
+
+    Every request is tried again after growing pauses, unless the object is not there, may not be
+    read, or a program is wrong.  An error names the object.  Objects can be pickled, and used by
+    threads and by forked processes: fsspec keeps one connection for each process.
+    """
+
+    _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
+    # the names under which storages tell an ETag or the time of the last change
+    _CHANGED = ("ETag", "etag", "Last-Modified", "LastModified", "mtime", "created")
+
+    def __init__(self, url: str | os.PathLike, dtype: type = np.uint8) -> None:
+        self.url = os.fspath(url)
+        self.dtype = np.dtype(dtype)
+
+    def read(self, first: int, count: int) -> np.ndarray:
+        """Return a new array of count tokens from token first on."""
+        return self.read_many([(first, count)])[0]
+
+    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Return new arrays, whose ranges are fetched at the same time."""
+        size = self.dtype.itemsize
+        ranges = [(first * size, (first + count) * size) for first, count in spans]
+        contents = {(begin, end): b"" for begin, end in ranges if begin == end}
+        self._request(self._fetch_missing, ranges, contents)
+        return [np.frombuffer(contents[span], self.dtype) for span in ranges]
+
+    def _fetch_missing(self, file_system, path, ranges, contents):
+        """Fetch the ranges that contents lacks; what came is kept, and the first error raised."""
+        missing = [span for span in dict.fromkeys(ranges) if span not in contents]
+        begins = [begin for begin, _ in missing]
+        ends = [end for _, end in missing]
+        found = file_system.cat_ranges([path] * len(missing), begins, ends, on_error="return")
+        errors = []
+        for (begin, end), content in zip(missing, found, strict=True):
+            if isinstance(content, BaseException):
+                errors.append(content)
+            elif len(content) != end - begin:
+                errors.append(OSError(f"bytes {begin} to {end} came as {len(content)} bytes"))
+            else:
+                contents[begin, end] = content
+        if errors:
+            raise errors[0]
+
+    def stamp(self) -> dict:
+        """Return {"size": bytes, "changed": ...}, which tell the object from a later one."""
+        found = self._request(self._look)
+        if found["size"] is None:
+            raise OSError(f"{self.url}: the storage does not tell its size, so it has no ranges")
+        changed = [str(found[name]) for name in self._CHANGED if name in found]
+        return {"size": found["size"], "changed": " ".join(changed)}
+
+    def size(self) -> int | None:
+        """Return the bytes of the object; None where the storage does not tell."""
+        return self._request(self._look)["size"]
+
+    def _look(self, file_system, path):
+        """What the storage says of the object."""
+        file_system.invalidate_cache(path)  # an older answer would be of no use
+        found = file_system.info(path)
+        if found["type"] == "directory":
+            raise FileNotFoundError("a folder, and no object")
+        return found
+
+    def find(self) -> list[tuple[str, int | None]]:
+        """Return [(URL, size)] of the object, or, if it is not there, of what its URL matches."""
+        with contextlib.suppress(FileNotFoundError):
+            return [(self.url, self.size())]
+        return self._request(self._list)
+
+    def _list(self, file_system, path):
+        """The (URL, size) of all objects that match a pattern, sorted."""
+        file_system.invalidate_cache()
+        matches = []
+        for name, found in sorted(file_system.glob(path, detail=True).items()):
+            if found["size"] is None:  # as in the list of a web page
+                found = file_system.info(name)
+            matches.append((file_system.unstrip_protocol(name), found["size"]))
+        return matches
+
+    def _request(self, function, *arguments):
+        """Call a function until it succeeds, as often as there are pauses, and once more."""
+        import fsspec  # it comes with torch
+
+        file_system, path = fsspec.core.url_to_fs(self.url)  # fsspec returns the one it has
+        for pause in (*self._PAUSES, None):
+            try:
+                return function(file_system, path, *arguments)
+            except Exception as error:
+                named = self._named(error)
+                if pause is None or type(named) is not OSError:
+                    raise named from error
+            time.sleep(pause)
+
+    def _named(self, error):
+        """The error to raise for one of a client's; only a plain OSError is worth another try."""
+        if self.url.startswith("http") and isinstance(error, FileNotFoundError):
+            if error.__cause__ is not None:  # fsspec says so, whatever happened to its question
+                error = error.__cause__
+        status = getattr(error, "status", None)  # of HTTP
+        kind = OSError
+        if isinstance(error, FileNotFoundError) or status in (404, 410):
+            kind = FileNotFoundError
+        elif isinstance(error, PermissionError) or status in (401, 403):
+            kind = PermissionError
+        elif type(error).__module__ == "builtins" and not isinstance(error, (OSError, EOFError)):
+            kind = RuntimeError  # such as for a TypeError: a program is wrong, and stays so
+        return kind(f"{self.url}: {type(error).__name__}: {error}")
+
+
+def _fetch_index(url: str, stamp: dict, config: ObjectStorageConfig | None) -> str:
+    """Return the path of a local copy of an .idx file, which is made where there is none.
+
+    Its name says which object it is of, and which state of it.  Processes that start together may
+    copy it at the same time: each copy appears whole, and they are equal.
+    """
+    if config is None:
+        config = ObjectStorageConfig()
+    name = _md5(f"{url} {stamp['size']} {stamp['changed']}")
+    copied = os.path.join(config.folder, f"{name}.idx")
+    if os.path.exists(copied):
+        return copied
+    os.makedirs(config.folder, exist_ok=True)
+    remote = _RemoteFile(url)
+    at_a_time = 64 << 20  # bytes
+    with _NewFile(copied) as file:
+        for begin in range(0, stamp["size"], at_a_time):
+            file.write(remote.read(begin, min(at_a_time, stamp["size"] - begin)))
+        if remote.stamp() != stamp:
+            raise _format_error(url, "object", "one that stays while it is copied", "another")
+    return copied
+
+
+def _refuse_passwords(names: typing.Any) -> None:
+    """ValueError, which does not show it, for a URL with a password; names may be nested lists."""
+    if isinstance(names, (str, os.PathLike)):
+        if _holds_password(os.fspath(names)):
+            raise ValueError(
+                "a URL that holds a password, as in s3://KEY:SECRET@bucket/corpus, is refused, for "
+                "names get into messages and files: give it to the package fsspec by its own "
+                "configuration, such as FSSPEC_S3_KEY and FSSPEC_S3_SECRET in the environment"
+            )
+    elif isinstance(names, collections.abc.Sequence):
+        for name in names:
+            _refuse_passwords(name)
+
+
+def _holds_password(url: str) -> bool:
+    """Return True for a URL that holds a password; rather one too many is taken for one.
+
+    Before the first / behind ://, a colon may stand in front of a port, or inside of [ ], and
+    nowhere else; and for http and https there may be no @.
+
+    >>> _holds_password("s3://KEY:SECRET@bucket/c"), _holds_password("http://host:8080/a@b")
+    (True, False)
+    """
+    for link in re.split(r"::(?=[A-Za-z0-9+.:-]*://)", url):  # of a chain: simplecache::s3://...
+        scheme, _, rest = link.partition("://")
+        server = rest.partition("/")[0]
+        if re.fullmatch(r"[^:]*(\[[^\]]*\])?(:[0-9]+)?", server) is None:
+            return True
+        if scheme.lower() in ("http", "https") and "@" in server:
+            return True
+    return False
+
+
+# ==============================================================================
+# 14. The loader and its state
+# ==============================================================================
+# Question answered here: how is a batch ready early, and what does a checkpoint keep?
+#
+#   sampler       0 1 2 3 4 ...        indices of each batch
+#   threads           2 3              num_workers of them make batches ahead
+#   training loop   1                  uses the batch that is ready
+#
+# Threads serve GPTDataset, and blends of it, where C is there: it fills batches of mapped pairs
+# without Python's lock, so the loop is not held up.  (Of other pairs Python fills them, in these
+# threads.)  Any other dataset is read by torch's DataLoader, with num_workers processes.  With
+# num_workers=0 a batch is made when the loop asks for it.  (A thread for that case would be slower:
+# to hand over a batch of 8 samples of 2,048 tokens takes as long as to make it.)
+#
+# The sampler runs ahead of the training loop.  A saved position counts the batches that the loop
+# was given, so what was made ahead and not used is made again after a resume.
+#
+# A state has three keys: its version, the number of consumed samples, and a text, which is the JSON
+# of a look at these samples: their past.  After 24 samples of a blend of two corpora:
+#
+#   sampler   {"kind": "single"}                   the order; cyclic has a seed and more
+#   mix       1403640103                           a CRC-32 of dataset_index[:24]; null: no blend
+#   corpora   [{"idx_size": 434, ...}, {...}]      the fingerprints (section 1) of the pairs
+#   probes    {"samples": {"0": "5b9d...", ...,    the md5 of the tokens of up to 32 samples, evenly
+#                         "23": "c39f..."},        spread, the first and the last among them
+#              "firsts": {"0": "e1f0...",          and of sample 0 of each corpus
+#                         "1": "5b9d..."}}
+#
+# The job that loads a state looks in the same way at its own data, and goes on where it finds the
+# same.  So another seed, S, split, order, weight or pair is noticed.  What does not change the
+# samples that were consumed is not asked about: with stable_order a longer run, or a phase that
+# comes later; a corpus that has given no sample yet; a copy at another path.  What no probe meets
+# is not noticed: a few documents that were edited in the middle of a pair.
+# With u, v and w for the weights of phases, of datasets with stable_order:
+#
+#   the state, after 600 samples       [past: 500 samples with weights u, 100 with weights v]
+#   a job that it fits                 phases (500, u) (400, v)
+#   others that it fits                phases (500, u) (900, v) (800, w);  (500, u) (100, v) (99, w)
+#   refused: another past              phases (600, u) (400, v);  (500, u) (400, w)
+#
+# Of a class of the user's own, torch's Subset among them, a probe is what dataset[k] returns.
+# Settings of GPTDataset that change masks and positions, and not which tokens come, are no part of
+# the past.
+#
+# The new job may have other ranks, micro-batches and workers, wherever the order of the sampler
+# does not depend on them:
+#
+#   sampler             order                              what may change on resume
+#   single,             0, 1, 2, ...                       ranks, micro-batch size, workers
+#   full_validation
+#   cyclic, unsharded   in each turn all ranks draw the    workers; ranks and micro-batch size, if
+#                       same shuffled order                (a), (b) and (c) hold
+#   cyclic, sharded     in each turn each rank shuffles    workers; micro-batch size, if (a) and (b)
+#                       a part of its own                  hold
+#
+#   (a) consumed_samples is a whole number of the new rounds
+#   (b) as many samples are shuffled with the new ranks and micro-batch size as with the old ones.
+#       A rest is left out before the shuffle: sharded, what fills no whole round; unsharded, what
+#       fills no whole micro-batch (what then fills no whole round is left out after the shuffle)
+#   (c) consumed_samples divided by the samples of a turn (active_total_samples) gives the same
+#       turn, and the same rest, as with the old ones (sharded, this follows from (b))
+
+_STATE_VERSION = 6  # a number to count up when the same past comes to mean other samples
+_NUM_PROBES = 32
+
+
+def _make_batch(dataset: typing.Any, indices: typing.Sequence[int | None]) -> dict:
+    """Return what a batch is: the samples of its indices, stacked, {key: tensor (B, ...)}."""
+    return torch.utils.data.default_collate(_samples_of(dataset, indices))
+
+
+def _is_plain(dataset: typing.Any) -> bool:
+    """Is it a GPTDataset, or a blend of such with the blend's config, and of no subclass?"""
+    if type(dataset) is not BlendedDataset:
+        return type(dataset) is GPTDataset
+    parts = dataset.datasets
+    return all(type(part) is GPTDataset and part.config is dataset.config for part in parts)
+
+
+class PretrainingDataLoader(torch.utils.data.DataLoader):
+    """A DataLoader whose position can be saved, as with torchdata's StatefulDataLoader.
+
+    dataset        any dataset
+    batch_sampler  a sampler of section 8
+    num_workers    how many threads, or processes, make batches ahead; 0: none
+    arguments      further arguments of DataLoader, such as collate_fn or prefetch_factor.  With
+                   one of these the batches of such datasets, too, are made by DataLoader and
+                   its processes; pin_memory alone does not change who makes them.
+
+    len() counts the batches of a whole turn, also after a resume.  Where several iterators run, the
+    state is that of the newest.  The first iterator after load_state_dict() goes on where the state
+    was taken, and only that one: if it is left after a look, as by next(iter(loader)), the next one
+    begins at 0; with a cyclic sampler it begins after the batch that was looked at.
+
+    >>> loader = PretrainingDataLoader(range(6), MegatronPretrainingSampler(6, 0, 2, 0, 1))
+    >>> state = [loader.state_dict() for batch in loader][0]          # after the first batch
+    >>> again = PretrainingDataLoader(range(6), MegatronPretrainingSampler(6, 0, 2, 0, 1))
+    >>> again.load_state_dict(state)
+    >>> list(again)
+    [tensor([2, 3]), tensor([4, 5])]
+    """
+
+    def __init__(
+        self,
+        dataset: typing.Any,
+        batch_sampler: _Sampler,
+        num_workers: int = 0,
+        **arguments: typing.Any,
+    ) -> None:
+        if num_workers < 0:
+            raise ValueError(f"num_workers must be >= 0, got {num_workers}")
+        if not arguments.get("in_order", True):
+            raise ValueError(
+                "in_order=False: a state counts batches, so they must come in the sampler's order"
+            )
+        may_use_threads = IMPLEMENTATION == "c" and _is_plain(dataset)
+        self.makes_batches = may_use_threads and arguments.keys() <= {"pin_memory"}
+        self.num_threads = 0
+        if self.makes_batches:
+            self.num_threads = num_workers
+            num_workers = 0  # torch starts no processes
+        super().__init__(dataset, batch_sampler=batch_sampler, num_workers=num_workers, **arguments)
+        self.consumed_samples = batch_sampler.consumed_samples
+        self._newest = None  # stands for the newest iterator; None: none since a state was loaded
+        self._corpora = [dataset]
+        if isinstance(dataset, BlendedDataset):
+            self._corpora = dataset.datasets
+        self._mix = (0, 0, 0)  # of the last look: samples, their CRC-32, how many each corpus gave
+        self._firsts = {}  # {number of a corpus: md5 of its sample 0}
+
+    def __iter__(self) -> typing.Iterator[dict]:
+        sampler = self.batch_sampler
+        limit = sampler.total_samples
+        if sampler.kind == "cyclic":
+            # This sampler advances its own number as it runs ahead of the loop: set it back to the
+            # last batch that the loop was given.  The others set theirs to 0 for a further pass.
+            sampler.consumed_samples = self.consumed_samples
+            limit = math.inf  # it counts on over all turns
+        consumed = sampler.consumed_samples
+        this_iterator = object()
+        self._newest = this_iterator
+        batches = self._own_batches() if self.makes_batches else super().__iter__()
+        for batch in batches:
+            consumed += sampler.samples_per_round
+            if self._newest is this_iterator:
+                self.consumed_samples = min(consumed, limit)
+            yield batch
+            if self._newest is None:
+                raise RuntimeError(
+                    "load_state_dict() was called while this iterator was running: it would go on "
+                    "at its old place, so start a new one with iter(loader)"
+                )
+
+    def _own_batches(self):
+        """Batches of our own datasets, in the order of the sampler; by threads if there are any.
+
+        They are made a few ahead, so memory stays small.  An error comes at the place of its batch.
+        The threads end once this iterator is gone, and its pool with it; nobody waits for them.
+        """
+        if not self.num_threads:
+            for indices in self.batch_sampler:
+                yield self._make_batch(indices)
+            return
+        pool = concurrent.futures.ThreadPoolExecutor(self.num_threads)
+        pending = collections.deque()
+        for indices in self.batch_sampler:
+            pending.append(pool.submit(self._make_batch, indices))
+            if len(pending) > self.num_threads + 1:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+    def _make_batch(self, indices):
+        """One batch; where there is a GPU, in pinned memory, from which it copies faster."""
+        batch = _make_batch(self.dataset, indices)
+        if self.pin_memory and torch.cuda.is_available():
+            batch = {key: values.pin_memory() for key, values in batch.items()}
+        return batch
+
+    # ---- the state
+
+    def state_dict(self) -> dict:
+        """Return {"version": number, "consumed_samples": number, "past": text}.
+
+        It is equal on all ranks that read.  The loader of a tensor-parallel rank that is sent its
+        batches stays at sample 0: save the state of a rank that reads.  Cost: to read 32 samples;
+        the first time also a sample and the lengths of each corpus, and dataset_index of a blend.
+        """
+        return {
+            "version": _STATE_VERSION,
+            "consumed_samples": self.consumed_samples,
+            "past": self._look_at_past(self.consumed_samples),
+        }
+
+    def load_state_dict(self, state: dict, strict: bool = True) -> None:
+        """Go on where the state was taken, in the next iterator: one that runs raises RuntimeError.
+
+        Ranks, micro-batch size and workers may be others, unless the order depends on them.  The
+        run may be longer, unless the consumed samples would be others (see the top of the section).
+        ValueError names the first thing that does not fit; strict=False goes on all the same, if
+        a pass of the sampler can start there.
+        """
+        try:
+            version = state["version"]
+            consumed = operator.index(state["consumed_samples"])
+            past = dict(json.loads(state["past"]))
+        except (LookupError, TypeError, ValueError):
+            raise ValueError(
+                "wanted a state of PretrainingDataLoader: version, consumed_samples (a whole "
+                f"number) and past (a dict, as JSON), got {str(state)[:200]}"
+            ) from None
+        self.batch_sampler._check_start(consumed)
+        if strict:
+            self._check_past(version, consumed, past)
+        self._newest = None
+        self.consumed_samples = consumed
+        self.batch_sampler.consumed_samples = consumed
+
+    def _check_past(self, version, consumed_samples, saved):
+        """ValueError unless the past in a state of this version is what is found here."""
+        if version != _STATE_VERSION:
+            raise ValueError(
+                f"the state does not fit: wanted one of version {_STATE_VERSION}, got version "
+                f"{version}, of which nobody can tell whether its samples are those that are here: "
+                "load_state_dict(state, strict=False) goes on all the same"
+            )
+        here = json.loads(self._look_at_past(consumed_samples))
+        if saved == here:
+            return
+        difference = self._describe_difference(saved, here, consumed_samples)
+        raise ValueError(
+            f"the state does not fit: {difference}.  Go on with the data and the settings of the "
+            "state (a run that is to be longer, or mixed in another way, wants stable_order=True "
+            f"from its first start), or read what is here from sample {consumed_samples:,} on, "
+            "where some samples come twice and others never: load_state_dict(state, strict=False)"
+        )
+
+    def _look_at_past(self, consumed_samples):
+        """What the consumed samples are, as the first table above has it; "{}" if there is none."""
+        if consumed_samples == 0:
+            return "{}"
+        settings = self._settings_of_order(consumed_samples)
+        # what is shuffled is looked at as a whole: each of its samples may have been consumed
+        num_samples = settings.get("samples that are shuffled", consumed_samples)
+        mix, givers = self._read_mix(num_samples)
+        fingerprints = [None] * (givers[-1] + 1)
+        firsts = {}
+        for d in givers:
+            data = getattr(self._corpora[d], "dataset", None)
+            if callable(getattr(data, "fingerprint", None)):
+                fingerprints[d] = data.fingerprint()
+            if d not in self._firsts:
+                [first] = _look_at_samples(self._corpora[d], [0])
+                self._firsts[d] = first
+            firsts[d] = self._firsts[d]
+        count = min(num_samples, _NUM_PROBES)
+        spread = np.linspace(0, num_samples - 1, count, dtype=np.int64).tolist()
+        samples = dict(zip(spread, _look_at_samples(self.dataset, spread), strict=True))
+        past = {
+            "sampler": settings,
+            "mix": mix,
+            "corpora": fingerprints,
+            "probes": {"samples": samples, "firsts": firsts},
+        }
+        return json.dumps(past)
+
+    def _settings_of_order(self, consumed_samples):
+        """What the order of the samples depends on; only "cyclic" has another than 0, 1, 2, ..."""
+        sampler = self.batch_sampler
+        settings = {"kind": sampler.kind}
+        if sampler.kind != "cyclic":
+            return settings
+        turn, done = divmod(consumed_samples, sampler.active_total_samples)
+        settings["seed"] = sampler.seed
+        settings["data_sharding"] = sampler.data_sharding
+        settings["samples that are shuffled"] = sampler.samples_shuffled()
+        settings["turn"] = turn
+        settings["samples done in the turn"] = done
+        if sampler.data_sharding:
+            settings["data_parallel_size"] = sampler.data_parallel_size
+        return settings
+
+    def _read_mix(self, num_samples):
+        """Of the first samples of a blend: a CRC-32 of dataset_index, and which corpora gave some.
+
+        The last answer is kept, and goes on from there: of 10^9 samples it takes seconds.
+        """
+        if not isinstance(self.dataset, BlendedDataset):
+            return None, [0]
+        read, checksum, counts = self._mix
+        if read > num_samples:
+            read = 0
+            checksum = 0
+            counts = 0
+        new = self.dataset.dataset_index[read:num_samples]
+        checksum = zlib.crc32(np.ascontiguousarray(new, np.int16), checksum)
+        counts = np.add(counts, _count_datasets(new, len(self._corpora)))
+        self._mix = (num_samples, checksum, counts)
+        return checksum, np.flatnonzero(counts).tolist()
+
+    def _describe_difference(self, saved, here, consumed_samples):
+        """A sentence on the first thing in which two pasts differ."""
+        (what, *path), was, now = _first_difference(saved, here)
+        values = f"{was} in the state, {now} here"
+        if what == "mix":
+            return f"which corpus gave which sample (a CRC-32 of it is {values}; None: no blend)"
+        if what == "corpora" and path:
+            d, *field = path
+            return f"{self._name_of_corpus(d)} is another one: {' '.join([*field, values])}"
+        if what == "probes" and len(path) == 2:
+            kind, number = path
+            if kind == "firsts":
+                return f"sample 0 of {self._name_of_corpus(number)} is another one here"
+            among = f"{consumed_samples:,} that were consumed"
+            if here["sampler"]["kind"] == "cyclic":
+                among = f"{here['sampler']['samples that are shuffled']:,} that are shuffled"
+            return f"sample {number} of the {among} is another one here"
+        return f"the {' of the '.join([*path, what])} is {values}"
+
+    def _name_of_corpus(self, d):
+        """What a message calls corpus number d."""
+        return f"corpus {d} ({os.path.basename(_name(self._corpora[int(d)]))})"
+
+
+def _first_difference(was, now):
+    """Where two values of JSON first differ: (the keys that lead there, one value, the other)."""
+    path = []
+    while type(was) is type(now) and isinstance(was, dict | list):
+        if isinstance(was, list):
+            was = dict(enumerate(was))
+            now = dict(enumerate(now))
+        for key in {**was, **now}:
+            if was.get(key) != now.get(key):
+                break
+        path.append(key)
+        was = was.get(key)
+        now = now.get(key)
+    return path, was, now
+
+
+def _look_at_samples(dataset, samples):
+    """The md5 of each of these samples; None where one cannot be read.
+
+    Of this module's classes it is that of the tokens of the corpus, whatever a subclass then makes
+    of them, perhaps at random; of other classes that of dataset[k].
+    """
+    getitem = getattr(type(dataset), "__getitem__", None)
+    if getitem is BlendedDataset.__getitem__:
+        which = dataset.dataset_index[samples]
+        samples_of_parts = dataset.dataset_sample_index[samples]
+        looks = np.empty(len(samples), object)
+        for d in np.unique(which).tolist():  # those of a corpus are read at once
+            is_of_d = which == d
+            own = samples_of_parts[is_of_d].tolist()
+            looks[is_of_d] = _look_at_samples(dataset.datasets[d], own)
+        return looks.tolist()
+    if getitem is GPTDataset.__getitem__:
+        parts_of_samples = _read_pieces(dataset.dataset, [dataset.pieces(k) for k in samples])
+        return [_md5(np.concatenate(parts, dtype="<i8")) for parts in parts_of_samples]
+    return [_look_at_item(dataset, k) for k in samples]
+
+
+def _look_at_item(dataset, k):
+    """The md5 of what dataset[k] holds, or None: see _look_at_samples().
+
+    It may draw from the global generators, so these are seeded for the look, and set back.
+    """
+    state_of_torch = torch.get_rng_state()
+    state_of_numpy = np.random.get_state()
+    state_of_python = random.getstate()
+    torch.default_generator.manual_seed(0)  # torch.manual_seed() would seed those of GPUs, too
+    np.random.seed(0)
+    random.seed(0)
+    try:
+        return _md5(json.dumps(dataset[k], default=_as_part_of_look))
+    except Exception:
+        return None
+    finally:
+        torch.set_rng_state(state_of_torch)
+        np.random.set_state(state_of_numpy)
+        random.setstate(state_of_python)
+
+
+def _as_part_of_look(value):
+    """What stands in JSON for a part of a sample that JSON does not know."""
+    if isinstance(value, torch.Tensor):
+        values = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+        return [str(value.dtype), list(value.shape), _md5(values.numpy())]
+    if isinstance(value, np.ndarray | np.generic):
+        if value.dtype.hasobject:
+            return value.tolist()
+        return [str(value.dtype), list(value.shape), _md5(value.tobytes())]
+    if isinstance(value, collections.abc.Mapping):
+        return dict(value)
+    if dataclasses.is_dataclass(value):
+        return vars(value)
+    if isinstance(value, bytes | numbers.Number):
+        return repr(value)
+    return type(value).__name__
+
+
+def build_pretraining_data_loader(
+    dataset: typing.Any,
+    consumed_samples: int,
+    *,
+    micro_batch_size: int,
+    data_parallel_rank: int = 0,
+    data_parallel_size: int = 1,
+    dataloader_type: str = "single",
+    data_sharding: bool = True,
+    num_workers: int = 0,
+    full_validation: bool = False,
+    drop_last: bool = True,
+    seed: int = 0,
+) -> typing.Any:
+    """Return a PretrainingDataLoader of this rank's micro-batches; None where there is no sample.
+
+    A micro-batch is a dict of tensors (micro_batch_size, ...).  Upstream:
+    build_pretraining_data_loader.
+
+    dataloader_type   "single": in order; "cyclic": shuffled anew each turn; "external": dataset
+                      is a loader already, and is returned as it is
+    data_sharding     of cyclic: each rank shuffles a part of its own
+    num_workers       as of PretrainingDataLoader
+    full_validation   every sample once, one for each rank and round; micro_batch_size is not used
+    drop_last         of single: leave out the last samples, which fill no whole round
+    seed              of cyclic
+
+    >>> loader = build_pretraining_data_loader(range(8), 0, micro_batch_size=2)
+    >>> next(iter(loader)), loader.state_dict()["consumed_samples"]
+    (tensor([0, 1]), 2)
+    """
+    if dataset is None or dataloader_type == "external":
+        return dataset
+    if len(dataset) == 0:  # a split of which nothing is wanted
+        return None
+    place = [
+        len(dataset),
+        consumed_samples,
+        micro_batch_size,
+        data_parallel_rank,
+        data_parallel_size,
+    ]
+    if full_validation:
+        sampler = MegatronFullValidationSampler(*place)
+    elif dataloader_type == "single":
+        sampler = MegatronPretrainingSampler(*place, drop_last)
+    elif dataloader_type == "cyclic":
+        sampler = MegatronPretrainingRandomSampler(dataset, *place, data_sharding, seed)
+    else:
+        raise ValueError(
+            "dataloader_type: wanted single or cyclic (or external, for a loader of your own), "
+            f"got {dataloader_type!r}"
+        )
+    return PretrainingDataLoader(
+        dataset, sampler, num_workers, pin_memory=torch.cuda.is_available()
+    )
+
+
+# ==============================================================================
+# 15. One error for every rank
+# ==============================================================================
+# Question answered here: what do the other ranks do when one of them fails?
+#
+# Without this section they would wait for it in the next collective, until a timeout ends them, and
+# none of their logs would say why.
+#
+#            step()             smallest of all     rank 2 broadcasts    every rank raises
+#   rank 0   works     -> 4 --+                   +-- class and sentence --> "rank 2: no such file"
+#   rank 1   works     -> 4 --+--> all_reduce     +------------------------> "rank 2: no such file"
+#   rank 2   raises    -> 2 --+     gives 2       +------------------------> "rank 2: no such file"
+#   rank 3   works     -> 4 --+                   +------------------------> "rank 2: no such file"
+#
+# A rank that works gives the number of ranks; a rank that fails gives its own number.  If all work,
+# the smallest is the number of ranks, and nothing more is sent.  A process that dies takes part in
+# nothing: its launcher (torchrun) stops the others and names it.  So it is with a process that is
+# told to end, by an error of these classes:
+_ENDS_OF_A_PROCESS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+
+
+def _device_of_group(group=None) -> torch.device:
+    """The device on which a tensor must be so that the group can send it."""
+    # A group may have a backend for each kind of device, as in "cpu:gloo,cuda:nccl".
+    if _is_distributed() and "nccl" in torch.distributed.get_backend_config(group):
+        return torch.device("cuda")
+    return torch.device("cpu")
+
+
+def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = None) -> typing.Any:
+    """Call step() on every rank of a group; if it fails on one rank, it fails on every rank.
+
+    step     is called without arguments; it may use collectives only if all ranks reach them
+    group    a torch.distributed process group; None: all ranks
+    Returns  what step() returns on this rank
+    Raises   where step() failed on several ranks, the error of the lowest of them, on every rank:
+             its class, and "rank R: " with its sentence, R being the rank in the whole job.  A rank
+             that failed itself has its own error as the cause.  Without other ranks the error of
+             step() is passed on as it is.
+
+    >>> _on_every_rank(os.getpid) == os.getpid()
+    True
+    """
+    world = 1
+    if _is_distributed():
+        world = torch.distributed.get_world_size(group)
+    if world == 1:
+        return step()
+    result = None
+    error = None
+    mine = world
+    try:
+        result = step()
+    except _ENDS_OF_A_PROCESS:
+        raise
+    except BaseException as caught:  # a panic of native code is no Exception
+        error = caught
+        mine = _rank(group)
+    first_failed = torch.tensor(mine, device=_device_of_group(group))
+    torch.distributed.all_reduce(first_failed, torch.distributed.ReduceOp.MIN, group=group)
+    if first_failed < world:
+        _raise_error_of(int(first_failed), error, group)
+    return result
+
+
+def _raise_error_of(source, error, group):
+    """Raise the error of the group's rank number `source` on every rank of the group.
+
+    Every rank must call this function with its own error, or with None if it has none.
+    """
+    words = ""
+    pickled = b""  # the class, by itself: where one rank cannot load it, the sentence has arrived
+    with contextlib.suppress(Exception):
+        words = str(error)
+        pickled = pickle.dumps(type(error))
+    told = [pickled, type(error).__name__, f"rank {_rank()}: {words}"]
+    torch.distributed.broadcast_object_list(told, group=group, group_src=source)
+    raise _error_of_class(*told) from error  # that of the rank number `source`
+
+
+def _error_of_class(pickled, name, sentence):
+    """Make an error of a pickled class that shows the sentence.
+
+    A RuntimeError with the name of the class where that cannot be: a class that this rank does not
+    have, or that wants other arguments, or shows something else (KeyError puts quotes around it).
+    """
+    with contextlib.suppress(Exception):
+        error = pickle.loads(pickled)(sentence)
+        if isinstance(error, BaseException) and str(error) == sentence:
+            return error
+    return RuntimeError(f"{sentence} ({name})")
+
+
+# ==============================================================================
 # 16. The C kernels
 # ==============================================================================
 # Question answered here: where is each loop made fast, and how is C switched on and off?
 #
 #   definition, above                   adapter, below                 loop, in _helpers.c
-#   _encode_tokens                      _c_encode_tokens               encode_tokens
 #   build_sample_idx                    _c_build_sample_idx            build_sample_idx
 #   shuffle                             _c_shuffle                     shuffle
 #   build_blending_indices              _c_build_blending_indices      build_blend
 #   build_exhaustive_blending_indices   _c_build_exhaustive_...        build_blend
-#   GPTDataset.fill                     _c_fill                        read_samples
+#   _make_batch                         _c_make_batch                  read_samples
+#   GPTDataset.__getitem__              _c_getitem                     read_samples
 #
-# An adapter takes the arguments of its definition and gives the same result.  functools.wraps()
-# gives it the docstring of the definition, and keeps the definition as adapter.__wrapped__.  A loop
-# that finds a place it cannot trust stops and says so; then the definition runs, and raises the
-# error with its sentence.
+# An adapter takes the arguments of its definition and gives the same result, or the same error.
+# functools.wraps() gives it the docstring of the definition, and keeps the definition as
+# adapter.__wrapped__.  It begins with the checks of the definition.  What a loop then refuses, an
+# array with gaps or a place that it cannot trust, is left to the definition, which can use it, or
+# raises the error with its sentence.
 #
 # _helpers.c is built as the extension module _megatron_min.  MEGATRON_MIN_C=0 leaves the module
-# out, =1 makes it an error that it cannot be imported, unset takes it if it is there.
+# out, =1 makes it an error that it cannot be used, unset takes it if it is there.  One of another
+# VERSION may want other arguments, or lack a loop, and so cannot be used.
+
+_VERSION_OF_C = 1  # that of _helpers.c; both change together, when a function of C does
 
 IMPLEMENTATION = "python"
 if os.environ.get("MEGATRON_MIN_C") != "0":
     try:
         import _megatron_min
 
+        _version = getattr(_megatron_min, "VERSION", None)  # older builds have none
+        if _version != _VERSION_OF_C:
+            raise ImportError(
+                f"wanted version {_VERSION_OF_C}, got {_version} of {_megatron_min}: build it again"
+            )
         IMPLEMENTATION = "c"
     except ImportError as error:
         if os.environ.get("MEGATRON_MIN_C") == "1":
@@ -5702,17 +5788,7 @@ if os.environ.get("MEGATRON_MIN_C") != "0":
                 sys.exit(sentence)
             raise ImportError(sentence) from error
         if not isinstance(error, ModuleNotFoundError):
-            warnings.warn(f"the C kernels are there, and cannot be loaded: {error}", stacklevel=2)
-
-
-@functools.wraps(_encode_tokens)
-def _c_encode_tokens(values, dtype):
-    if isinstance(values, torch.Tensor):
-        values = values.numpy(force=True)  # from any device
-    try:
-        return _megatron_min.encode_tokens(values, dtype.kind, dtype.itemsize)
-    except (TypeError, ValueError):
-        return _c_encode_tokens.__wrapped__(values, dtype)
+            warnings.warn(f"the C kernels are there, and cannot be used: {error}", stacklevel=2)
 
 
 @functools.wraps(build_sample_idx)
@@ -5726,23 +5802,35 @@ def _c_build_sample_idx(
     add_extra_token_to_sequence=True,
 ):
     flags = drop_last_partial_sequence, add_extra_token_to_sequence
-    try:
-        x = int(add_extra_token_to_sequence)
-        S = operator.index(sequence_length)
-        tokens = int(num_epochs) * int(tokens_per_epoch)
-        lengths = np.ascontiguousarray(sizes)
-        documents = np.ascontiguousarray(document_indices)
-        _check_length_of_stream(len(documents), S, tokens)
-        num_samples = count_samples(tokens, S, *flags)
-        rows = np.empty((num_samples + 1, 2), _sample_index_dtype(len(documents)))
-        tokens_read = min(tokens, num_samples * S + x)  # where the last sample ends
-        _megatron_min.build_sample_idx(rows, lengths, documents, S, x, tokens_read)
+    S = operator.index(sequence_length)
+    x = int(add_extra_token_to_sequence)
+    tokens = operator.index(num_epochs) * operator.index(tokens_per_epoch)
+    _check_stream(sizes, document_indices, S, tokens)
+    num_samples = count_samples(tokens, S, *flags)
+    tokens_read = min(tokens, num_samples * S + x)  # where the last sample ends
+    with contextlib.suppress(MemoryError, OverflowError, TypeError, ValueError):
+        rows = np.empty((num_samples + 1, 2), _sample_index_dtype(len(document_indices)))
+        _megatron_min.build_sample_idx(rows, sizes, document_indices, S, x, tokens_read)
         if x == 0 and tokens_read < num_samples * S:  # a short last sample, as in the definition
-            rows[-1] = len(documents) - 1, lengths[documents[-1]]
+            rows[-1] = len(document_indices) - 1, sizes[document_indices[-1]]
         return rows
-    except (IndexError, TypeError, ValueError):
-        arguments = sizes, document_indices, sequence_length, num_epochs, tokens_per_epoch
-        return _c_build_sample_idx.__wrapped__(*arguments, *flags)
+    arguments = sizes, document_indices, sequence_length, num_epochs, tokens_per_epoch
+    return _c_build_sample_idx.__wrapped__(*arguments, *flags)
+
+
+_generators = threading.local()  # one of each thread that builds
+
+
+def _random_state(seed: int) -> np.random.RandomState:
+    """Return np.random.RandomState(seed), which is good until the next call in this thread.
+
+    To make one takes numpy 0.1 ms, as long as all else for a small corpus: it draws a seed of its
+    own first.  So one is made, and seeded anew for each dataset.
+    """
+    if not hasattr(_generators, "random_state"):
+        _generators.random_state = np.random.RandomState()
+    _generators.random_state.seed(seed)
+    return _generators.random_state
 
 
 _FEW_ITEMS = 4096  # fewer are shuffled by numpy before C has got the generator's state
@@ -5751,7 +5839,7 @@ _FEW_ITEMS = 4096  # fewer are shuffled by numpy before C has got the generator'
 @functools.wraps(shuffle)
 def _c_shuffle(items, random_state):
     is_plain = type(items) is np.ndarray and type(random_state) is np.random.RandomState
-    if is_plain and len(items) >= _FEW_ITEMS:
+    if is_plain and items.size >= _FEW_ITEMS:
         state = random_state.get_state(legacy=False)  # a copy
         if state["bit_generator"] == "MT19937":
             generator = state["state"]
@@ -5767,54 +5855,117 @@ def _c_shuffle(items, random_state):
 def _c_build_blending_indices(
     dataset_index, dataset_sample_index, weights, num_datasets, size, verbose=False
 ):
-    arguments = dataset_index, dataset_sample_index, weights, num_datasets, size
-    try:
-        shares = np.array(weights[:num_datasets], np.float64)
-        if len(shares) != num_datasets:
-            raise ValueError("the definition says it in a sentence")
-        limits = np.full(len(shares), np.inf)
+    shares = np.array(weights[:num_datasets], np.float64)
+    _check_blending(dataset_index, dataset_sample_index, shares, num_datasets, size)
+    limits = np.full(len(shares), np.inf)
+    with contextlib.suppress(TypeError, ValueError):
         _megatron_min.build_blend(dataset_index, dataset_sample_index, shares, limits, size)
-    except (TypeError, ValueError, OverflowError):
-        _c_build_blending_indices.__wrapped__(*arguments)
+        return
+    arguments = dataset_index, dataset_sample_index, weights, num_datasets, size
+    _c_build_blending_indices.__wrapped__(*arguments)
 
 
 @functools.wraps(build_exhaustive_blending_indices)
 def _c_build_exhaustive_blending_indices(dataset_index, dataset_sample_index, sizes, num_datasets):
-    arguments = dataset_index, dataset_sample_index, sizes, num_datasets
-    try:
-        counts = _as_counts(sizes, num_datasets)
-        if len(counts) != num_datasets:
-            raise ValueError("the definition says it in a sentence")
-        size = sum(counts.tolist())
-        shares = counts / np.float64(max(size, 1))
-        limits = counts.astype(np.float64)
+    counts = _as_counts(sizes, num_datasets)
+    size = sum(counts.tolist())
+    _check_blending(dataset_index, dataset_sample_index, counts, num_datasets, size)
+    shares = counts / np.float64(max(size, 1))
+    limits = counts.astype(np.float64)
+    with contextlib.suppress(TypeError, ValueError):
         _megatron_min.build_blend(dataset_index, dataset_sample_index, shares, limits, size)
-    except (TypeError, ValueError, OverflowError):
-        _c_build_exhaustive_blending_indices.__wrapped__(*arguments)
+        return
+    _c_build_exhaustive_blending_indices.__wrapped__(
+        dataset_index, dataset_sample_index, sizes, num_datasets
+    )
 
 
 _NO_EOD = -(2**63)  # an id that no token has
 
 
-@functools.wraps(GPTDataset.fill)
-def _c_fill(self, columns, rows, indices):
-    corpus = self.dataset
-    is_mapped = type(corpus) is IndexedDataset and type(corpus._tokens) is _MappedTokens
-    is_plain = is_mapped and self.fills_rows
-    if not (is_plain and _c_read_samples(self, columns, rows, indices)):
-        _c_fill.__wrapped__(self, columns, rows, indices)
+# The loop writes a batch as a table, of which a sample is a row.  With S = 4:
+#
+#   indices   tokens     labels     loss_mask   position_ids
+#   0         b b b c    b b c c    1 1 1 1     0 1 2 3          of a blend each of its datasets
+#   2         a a a a    a a a b    1 1 1 1     0 1 2 3          writes rows of its own
+#
+# It serves a GPTDataset of a mapped pair, and blends of such with the config of the blend.  A
+# subclass of one of these classes may say itself what a sample is: it gets the definitions.
 
 
-def _c_read_samples(dataset, columns, rows, indices):
-    """Fill rows by the loop, in one pass over their tokens.
+@functools.wraps(_make_batch)
+def _c_make_batch(dataset, indices):
+    columns = _read_columns(dataset, indices)
+    if columns is None:
+        return _c_make_batch.__wrapped__(dataset, indices)
+    return {key: torch.from_numpy(values) for key, values in columns.items()}
 
-    False if an argument is not what the loop can use, or it met a place that it cannot trust.
+
+@functools.wraps(GPTDataset.__getitem__)
+def _c_getitem(self, idx):
+    columns = None
+    if type(self) is GPTDataset:
+        columns = _read_columns(self, [idx])
+    if columns is None:
+        return _c_getitem.__wrapped__(self, idx)
+    # values[0, ...] of the 1-D max_seqlen is an array without axes; values[0] would be a number
+    return {key: torch.from_numpy(values[0, ...]) for key, values in columns.items()}
+
+
+def _read_columns(dataset, indices):
+    """A batch as a table, {key: array (B, ...)}; None if the loop cannot make it."""
+    columns = {}
+    if type(dataset) is GPTDataset:
+        rows_of_parts = [(dataset, range(len(indices)), indices)]
+    elif type(dataset) is BlendedDataset:
+        columns["dataset_id"] = np.empty(len(indices), np.int64)
+        rows_of_parts = []
+        for d, (rows, ks) in dataset._places(indices).items():
+            columns["dataset_id"][rows] = d
+            rows_of_parts.append((dataset.datasets[d], rows, ks))
+    else:
+        return None
+    columns |= _empty_columns(dataset.config, len(indices))
+    for part, rows, ks in rows_of_parts:
+        is_served = type(part) is GPTDataset and part.config is dataset.config
+        if not is_served or not _read_samples(part, columns, rows, ks):
+            return None
+    for row, idx in enumerate(indices):
+        if idx is None:  # it fills up the batch
+            columns["loss_mask"][row] = 0
+    return columns
+
+
+def _empty_columns(config, count):
+    """An empty table for so many samples; its keys are in upstream's order."""
+    S = config.sequence_length
+    columns = {}
+    columns["tokens"] = np.empty((count, S), np.int64)
+    columns["labels"] = np.empty((count, S), np.int64)
+    if config.has_dense_mask:
+        columns["attention_mask"] = np.empty((count, 1, S, S), bool)
+    columns["loss_mask"] = np.empty((count, S), np.float32)
+    columns["position_ids"] = np.empty((count, S), np.int64)
+    if config.inter_document_masking:
+        columns["cu_seqlens"] = np.empty((count, S + 1), np.int32)
+        columns["max_seqlen"] = np.empty(count, np.int32)
+    return columns
+
+
+def _read_samples(dataset, columns, rows, samples):
+    """Write samples into rows of a table, in one pass over their tokens.
+
+    False if an array is not what the loop takes, or it met a place that it cannot trust.
     """
     config = dataset.config
     corpus = dataset.dataset
-    shuffle_index = dataset.shuffle_index
-    if len(dataset) < len(shuffle_index):  # a subclass has fewer: C must refuse others
-        shuffle_index = shuffle_index[: len(dataset)]
+    if type(corpus) is not IndexedDataset or type(corpus._tokens) is not _MappedTokens:
+        return False
+    try:
+        rows = array.array("q", rows)
+        samples = array.array("q", [0 if k is None else k for k in samples])
+    except (OverflowError, TypeError):  # no number of a sample: the definition says so
+        return False
     try:
         return _megatron_min.read_samples(
             columns["tokens"],
@@ -5824,14 +5975,14 @@ def _c_read_samples(dataset, columns, rows, indices):
             columns.get("cu_seqlens"),
             columns.get("max_seqlen"),
             columns.get("attention_mask"),
-            array.array("q", rows),
-            array.array("q", [0 if k is None else k for k in indices]),
+            rows,
+            samples,
             corpus._tokens.tokens,
             corpus.sequence_pointers,
             corpus.sequence_lengths,
             dataset.document_index,
             dataset.sample_index,
-            shuffle_index,
+            dataset.shuffle_index[: len(dataset)],  # more than these are no samples
             dataset._extra,
             dataset._pad_token_id,
             _NO_EOD if dataset._eod_token_id is None else dataset._eod_token_id,
@@ -5839,17 +5990,26 @@ def _c_read_samples(dataset, columns, rows, indices):
             config.eod_mask_loss,
             config.reset_attention_mask,
         )
-    except (OverflowError, TypeError, ValueError):
+    except (OverflowError, ValueError):
+        return False
+    except TypeError as error:
+        _log_once(f"{_name(dataset)}: Python makes its batches, which is slower: {error}")
         return False
 
 
+@functools.cache
+def _log_once(sentence):
+    """Log a warning, but not again."""
+    log.warning(sentence)
+
+
 if IMPLEMENTATION == "c":
-    _encode_tokens = _c_encode_tokens
     build_sample_idx = _c_build_sample_idx
     shuffle = _c_shuffle
     build_blending_indices = _c_build_blending_indices
     build_exhaustive_blending_indices = _c_build_exhaustive_blending_indices
-    GPTDataset.fill = _c_fill
+    _make_batch = _c_make_batch
+    GPTDataset.__getitem__ = _c_getitem
 
 
 # ==============================================================================
@@ -5895,17 +6055,20 @@ class NullTokenizer:
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
         """Return ids as numbers with spaces in between."""
-        return " ".join(str(token) for token in ids)
+        return " ".join(str(operator.index(token)) for token in ids)
 
 
 class HuggingFaceTokenizer:
     """A tokenizer.json, with the ids that the package tokenizers makes.
 
     path                the tokenizer.json, or a folder that holds it, as save_pretrained() makes it
-    eod_token           the text of the end-of-document token; default <|endoftext|>, or else </s>
+    eod_token           the text of the end-of-document token; default: the eos_token that the
+                        folder's tokenizer_config.json names, else <|endoftext|>, else </s>
     add_special_tokens  let the file's post-processor put its special tokens, such as the beginning
                         of a text (BOS), around each text; with False a text is its own tokens
                         alone
+
+    The text of a special token within a document becomes that token.
     """
 
     def __init__(
@@ -5916,16 +6079,18 @@ class HuggingFaceTokenizer:
     ) -> None:
         self.path = os.fspath(path)
         if os.path.isdir(self.path):
+            if not eod_token:
+                eod_token = _eos_token_of(self.path)
             self.path = os.path.join(self.path, "tokenizer.json")
-        tokenizers = _import_extra("tokenizers", "tools", self.path)
+        tokenizers = _import_extra("tokenizers", self.path)
+        content = pathlib.Path(self.path).read_bytes()
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(self.path)
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the package raises nothing more special
             raise ValueError(
                 f"{self.path}: wanted a tokenizer.json of the package tokenizers: {error}"
             ) from None
         self._add_special_tokens = add_special_tokens
-        self.vocab_size = self._tokenizer.get_vocab_size()
         names = [eod_token] if eod_token else ["<|endoftext|>", "</s>"]
         known = [name for name in names if self._tokenizer.token_to_id(name) is not None]
         if len(known) == 0:
@@ -5933,10 +6098,11 @@ class HuggingFaceTokenizer:
                 f"{self.path}: no token {' or '.join(names)}: give eod_token another one"
             )
         self.eod = self._tokenizer.token_to_id(known[0])
+        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1  # ids may have gaps
         self.unique_identifiers = {
             "class": "HuggingFaceTokenizer",
             "package": "tokenizers",
-            "tokenizer.json": _md5(self._tokenizer.to_str()),
+            "tokenizer.json": _md5(content),
             "eod": self.eod,
         }
         if add_special_tokens:
@@ -5958,7 +6124,25 @@ class HuggingFaceTokenizer:
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
         """Return the text of some ids, special tokens included."""
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        numbers_alone = [operator.index(token) for token in ids]
+        return self._tokenizer.decode(numbers_alone, skip_special_tokens=False)
+
+
+def _eos_token_of(folder):
+    """The text of the eos_token in a folder's tokenizer_config.json; None if it names none.
+
+    ValueError for a damaged file: without it another token would end the documents.
+    """
+    path = os.path.join(folder, "tokenizer_config.json")
+    if not os.path.exists(path):
+        return None
+    try:
+        token = json.loads(pathlib.Path(path).read_bytes()).get("eos_token")
+        if isinstance(token, dict):
+            token = token["content"]
+    except (ValueError, AttributeError, KeyError) as error:
+        raise ValueError(f"{path}: cannot read its eos_token: {_one_line(error)}") from None
+    return str(token) if token else None
 
 
 class _GigatokenTokenizer(HuggingFaceTokenizer):
@@ -5978,7 +6162,7 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
 
     def _start(self):
         """Make gigatoken's own tokenizer, which has seen no text yet."""
-        gigatoken = _import_extra("gigatoken", "tools", self.path)
+        gigatoken = _import_extra("gigatoken", self.path)
         try:
             self._gigatoken = gigatoken.Tokenizer.from_json(self._tokenizer.to_str())
         except Exception as error:  # each part of a file may be refused with an error of its own
@@ -6006,14 +6190,6 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
     def __getstate__(self):
         """Pickle all but what gigatoken has made, which cannot be pickled."""
         return self.__dict__ | {"_gigatoken": None}
-
-
-def _import_extra(module, extra, user):
-    """Import a module that the extra of megatron-min installs; user is what needs it."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ImportError(f'{user}: {error}: pip install "megatron-min[{extra}]"') from None
 
 
 def build_tokenizer(
@@ -6053,10 +6229,91 @@ def build_tokenizer(
     sys.path.insert(0, folder)
     try:
         found = pkgutil.resolve_name(name)
-        is_tokenizer = hasattr(found, "tokenize") and not isinstance(found, type)
-        return found if is_tokenizer else found()
+        is_object = hasattr(found, "tokenize") and not isinstance(found, type)
+        if callable(found) and not is_object:
+            found = found()
     finally:
         sys.path.remove(folder)
+    _check_tokenizer(found, ["vocab_size", "tokenize"])
+    return found
+
+
+# -- What a tokenizer is -----------------------------------------------------------------------
+
+_ATTRIBUTES = {  # those that are checked: of which class, and in words
+    "vocab_size": (typing.SupportsIndex, "a whole number"),
+    "eod": (typing.SupportsIndex, "an id"),
+    "tokenize": (collections.abc.Callable, "a method"),
+    "unique_identifiers": (dict, "a dict that says which tokenizer it is"),
+}
+
+
+def _check_tokenizer(tokenizer, names):
+    """Check that an object has these attributes; ValueError with its class and what it lacks."""
+    if isinstance(tokenizer, type):
+        raise ValueError(f"wanted a tokenizer, got a class: make an object of {tokenizer.__name__}")
+    for name in names:
+        kind, words = _ATTRIBUTES[name]
+        if not isinstance(_attribute(tokenizer, name), kind):
+            raise ValueError(
+                f"wanted a tokenizer, got {type(tokenizer).__name__}, which lacks {name}, {words}; "
+                "build_tokenizer() makes one of a name, a tokenizer.json or its folder"
+            )
+
+
+def _ids_of(tokenizer, text):
+    """The ids of a short text, to see what a tokenizer does; none where it refuses this text."""
+    try:
+        ids = np.asarray(tokenizer.tokenize(text))
+    except Exception:
+        return []
+    if ids.ndim != 1 or (len(ids) > 0 and ids.dtype.kind not in "iu"):
+        raise ValueError(
+            f"wanted a tokenizer, got {type(tokenizer).__name__}, whose tokenize() makes "
+            f"{ids.tolist()!r} of {text!r}, and no list of ids"
+        )
+    return ids.tolist()
+
+
+def _check_tokenizer_of_corpus(tokenizer, append_eod):
+    """Check what is going to make a corpus; a warning if documents would end in two eods."""
+    _check_tokenizer(tokenizer, ["vocab_size", "tokenize"])
+    ids = _ids_of(tokenizer, "a")
+    if append_eod:
+        _check_tokenizer(tokenizer, ["eod"])
+        # The empty text too: else eod may stand for a letter that is not known.
+        if _ids_of(tokenizer, "")[-1:] == ids[-1:] == [tokenizer.eod]:
+            warnings.warn(
+                "the tokenizer ends texts in eod by itself, and append_eod adds another eod",
+                stacklevel=3,
+            )
+
+
+def _find_pad_token_id(config):
+    """The id that fills short samples: the tokenizer's pad, or -1.
+
+    It is -1 if there is no pad.  It is -1 too if another special token has the same id, unless the
+    config says allow_ambiguous_pad_tokens: padding has no loss, so real tokens of that id would
+    have no loss either.  The special tokens are those of special_tokens_dict, {name: id}, which a
+    tokenizer may have as well; if it has none, they are eos and eod.
+    """
+    tokenizer = config.tokenizer
+    pad = _attribute(tokenizer, "pad")
+    if pad is None:
+        return -1
+    special = dict(_attribute(tokenizer, "special_tokens_dict") or {})
+    special.pop("pad_token", None)
+    if not special:
+        special = {name: _attribute(tokenizer, name) for name in ("eos", "eod")}
+    same = [name for name, token in special.items() if token == pad]
+    if same and not config.allow_ambiguous_pad_tokens:
+        warnings.warn(
+            f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding is -1, so "
+            "that real tokens keep their loss (see allow_ambiguous_pad_tokens)",
+            stacklevel=2,
+        )
+        return -1
+    return int(pad)
 
 
 # ==============================================================================
@@ -6094,14 +6351,13 @@ def build_tokenizer(
 #   books_text_document_00001_of_00003.record.json     its record: what it was made from
 #
 #   {"tokenizer": {...},
-#    "inputs": [{"name": "books-01.jsonl", "size": 600, "begin": 0, "end": 600, "documents": 3},
-#               {"name": "books-02.jsonl", "size": 500, "begin": 0, "end": 250, "documents": 2}],
+#    "inputs": [["books-01.jsonl", 3], ["books-02.jsonl", 2]],
 #    "bin": 1200, "idx": 142}                  the sizes of the pair, in bytes
 #
 # Here documents 0 to 2 of the pair are those of books-01.jsonl, and documents 3 and 4 are the first
-# two of books-02.jsonl: the documents that begin in its first 250 bytes.  (Shard 0/3 has read
-# books-00.jsonl, as a whole.)  Such a part of an input is called a part in this section, and is a
-# dict as in the record.
+# two of books-02.jsonl.  (Shard 0/3 has read books-00.jsonl, as a whole.)  Shard 2/3 goes on there:
+# its record begins with ["books-02.jsonl from byte 250 on", 4].  merge() puts the lists of its
+# pairs one after the other.  What a shard reads of an input is called a part in this section.
 
 # How much text a worker gets at a time.  Smaller blocks cost more messages; larger ones more
 # memory, and more time until the death of a worker is noticed: the workers before it come first.
@@ -6152,6 +6408,7 @@ def preprocess(
     ...     IndexedDataset(prefixes["text"])[:]
     [array([ 97,  97,  97,  97, 256], dtype=uint16), array([ 98,  98,  98, 256], dtype=uint16)]
     """
+    _refuse_passwords(output_prefix)
     if on_error not in ("stop", "skip"):
         raise ValueError(f"on_error must be stop or skip, got {on_error!r}")
     if workers < 1:
@@ -6165,6 +6422,7 @@ def preprocess(
         tokenizer = ByteTokenizer()
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = build_tokenizer(tokenizer)
+    _check_tokenizer_of_corpus(tokenizer, append_eod)
     if isinstance(json_keys, str):
         json_keys = [json_keys]
     if len(json_keys) == 0:
@@ -6175,8 +6433,7 @@ def preprocess(
     prefixes = {key: f"{os.fspath(output_prefix)}_{key}{suffix}" for key in json_keys}
 
     if texts is None:
-        paths = _find_inputs(input)
-        parts = _cut_inputs(paths, shard)
+        parts = _cut_inputs(_find_inputs(input), shard)
         sources = [(part, _lines_of_part(path, part)) for path, part in parts]
     elif count > 1 or isinstance(texts, str):
         raise ValueError(
@@ -6201,8 +6458,7 @@ def preprocess(
         stack.enter_context(contextlib.closing(encoded_blocks))
         for (part, first, lines), encoded, block_faults in encoded_blocks:
             for number, reason in block_faults:
-                place = _counted_from(part["name"], part["begin"])
-                faults.append(f"{place}: line {first + number}: {reason}")
+                faults.append(f"{part['name']}: line {first + number}: {reason}")
             if on_error == "stop" and len(faults) > 0:
                 raise ValueError(f"{faults[0]} (--on-error skip leaves such lines out)")
             for columns in encoded:
@@ -6215,8 +6471,9 @@ def preprocess(
                 bar.update(block_bytes)
         for builder in builders.values():
             builder._bin.sync()  # a disk too full for a .bin shows here, before a pair has its name
+    counts = [[part["name"], part["documents"]] for part in inputs]
     for prefix in prefixes.values():
-        _write_record(prefix, _identity_of_tokenizer(tokenizer), inputs)
+        _write_record(prefix, _identity_of_tokenizer(tokenizer), counts)
     if verbose:
         documents = sum(part["documents"] for part in inputs)
         rate = num_bytes / 1e6 / (time.perf_counter() - started)
@@ -6253,86 +6510,99 @@ def _progress_bar(inputs, verbose):
 
 
 def _find_inputs(inputs):
-    """Return the paths and URLs of all files that are meant; "-" stays.
+    """Return (path or URL, size) of each file that is meant; "-" stays.
 
-    A name that exists is a file, even where it contains a * or a [; others are patterns.
+    A name that exists is a file, even where it contains a * or a [; others are patterns.  Storages
+    are asked once: the sizes of what matches a pattern come with the list.
     """
     if isinstance(inputs, (str, os.PathLike)):
         inputs = [inputs]
-    paths = []
-    for path in map(os.fspath, inputs):
-        found = [path]
+    inputs = [os.fspath(path) for path in inputs]
+    _refuse_passwords(inputs)
+    all_found = []
+    for path in inputs:
         if _is_remote(path):
-            file_system, name = _file_system(path)
             with _errors_that_name(path):
-                if not file_system.exists(name):
-                    names = sorted(file_system.glob(name))
-                    found = [file_system.unstrip_protocol(name) for name in names]
-        elif path != "-" and not os.path.exists(path):
-            found = sorted(glob.glob(path, recursive=True))
+                found = _RemoteFile(path).find()
+        else:
+            names = [path]
+            if path != "-" and not os.path.exists(path):
+                names = sorted(glob.glob(path, recursive=True))
+            found = [(name, _size_of(name)) for name in names]
         if len(found) == 0:
-            name = _hide_credentials(path)
+            name = _name_of_input(path)
             raise FileNotFoundError(f"{name}: no such file, and as a pattern it matches none")
-        paths.extend(found)
-    if len(paths) == 0:
+        all_found.extend(found)
+    if len(all_found) == 0:
         raise ValueError("preprocess wants at least one input")
-    return paths
+    return all_found
+
+
+def _name_of_input(path):
+    """What to call an input: without the query of a URL, which may be a signature."""
+    return path.partition("?")[0] if _is_remote(path) else path
 
 
 @contextlib.contextmanager
 def _errors_that_name(path):
-    """Have the errors of storages and compressions, which are of many kinds, name the file."""
+    """Have the errors of storages and compressions, which are of many kinds, name the input.
+
+    What they say themselves may hold its URL: of that too, the query is left out.
+    """
     try:
         yield
+    except ImportError:  # of a package that reads such URLs: it names the package
+        raise
     except Exception as error:
-        raise OSError(f"{_hide_credentials(path)}: cannot be read: {_one_line(error)}") from None
+        reason = _one_line(error).removeprefix(f"{path}: ")
+        if _is_remote(path):
+            reason = re.sub(r"\?\S*", "", reason)
+        raise OSError(f"{_name_of_input(path)}: cannot be read: {reason}") from None
 
 
 def _size_of(path):
     """The size of an input in bytes; None if it has none, such as standard input and a pipe."""
-    if path == "-" or (not _is_remote(path) and not os.path.isfile(path)):
-        return None
-    file_system, name = _file_system(path)
-    with _errors_that_name(path):
-        file_system.invalidate_cache()
-        return file_system.size(name)
+    if _is_remote(path):
+        with _errors_that_name(path):
+            return _RemoteFile(path).size()
+    return os.path.getsize(path) if os.path.isfile(path) else None
 
 
 def _compression(path):
     """How a file is compressed, as fsspec infers it from its name; None: it is not."""
     import fsspec
 
-    if _is_remote(path):
-        path = path.partition("?")[0]
-    compression = fsspec.utils.infer_compression(path)
+    name = _name_of_input(path)
+    compression = fsspec.utils.infer_compression(name)
     if compression == "zip":
-        name = _hide_credentials(path)
         raise ValueError(f"{name}: a zip archive may hold several files: unpack it first")
-    if path.lower().endswith(".zst"):
+    if name.lower().endswith(".zst"):
         reader = fsspec.compression.compr.get("zstd")
         # A .zst may be several compressed files, end to end: the reader that fsspec makes of the
         # package zstandard reads the first of them alone, without a word.
         if getattr(reader, "__name__", None) != "ZstdFile":
             raise ImportError(
-                f"{_hide_credentials(path)} needs Python 3.14's compression.zstd, or the package "
-                'backports.zstd: pip install backports.zstd, or "megatron-min[tools]"'
+                f"{name} needs Python 3.14's compression.zstd, or the package "
+                "backports.zstd: pip install backports.zstd"
             )
     return compression
 
 
-def _cut_inputs(paths, shard):
-    """Return (path, part) of the inputs that a shard reads: an equal share of all their bytes."""
+def _cut_inputs(inputs, shard):
+    """Return (path, part) of the (path, size) that a shard reads: an equal share of all bytes."""
     index, count = shard
-    sizes = [_size_of(path) for path in paths]
-    if count > 1 and None in sizes:
-        raise ValueError(
-            f"{paths[sizes.index(None)]}: its size is not known, so it cannot be cut into shards: "
-            "write it to a file first, or make the pair in one job"
-        )
+    total = 0
+    for path, size in inputs:
+        if size is not None:
+            total += size
+        elif count > 1:
+            raise ValueError(
+                f"{_name_of_input(path)}: its size is not known, so it cannot be cut into shards: "
+                "write it to a file first, or make the pair in one job"
+            )
     parts = []
-    total = sum(filter(None, sizes))
     start = 0  # where the input begins, if all inputs are laid end to end
-    for path, size in zip(paths, sizes, strict=True):
+    for path, size in inputs:
         is_compressed = _compression(path) is not None
         begin = 0
         end = size
@@ -6342,8 +6612,9 @@ def _cut_inputs(paths, shard):
             start += size
             if begin >= end or (is_compressed and begin > 0):
                 continue
+        counted_from = f" from byte {begin:,} on" if begin > 0 else ""
         part = {
-            "name": _hide_credentials(path),
+            "name": _name_of_input(path) + counted_from,
             "size": size,
             "begin": begin,
             "end": size if is_compressed else end,
@@ -6360,7 +6631,7 @@ def _lines_of_part(path, part):
     with _errors_that_name(path), contextlib.ExitStack() as stack:
         if path == "-":
             file = sys.stdin.buffer
-        elif part["size"] is None:  # fsspec wants to seek, which a pipe does not allow
+        elif part["size"] is None and not _is_remote(path):  # a pipe: fsspec would want to seek
             file = stack.enter_context(open(path, "rb"))
         else:
             opened = fsspec.open(path, "rb", compression=_compression(path))
@@ -6499,7 +6770,7 @@ class _Encoder:
 
 def _one_line(error):
     """Return the message of an error on one line; an unexpected kind of error is named."""
-    message = _hide_credentials(" ".join(str(error).split()))
+    message = " ".join(str(error).split())
     if isinstance(error, (ValueError, IndexError, OSError, ImportError, Warning)) and message:
         return message
     return f"{type(error).__name__}: {message}".removesuffix(": ")
@@ -6507,7 +6778,7 @@ def _one_line(error):
 
 def _load_sentence_splitter():
     """Return nltk's Punkt for English; without its model, an untrained one, and a warning."""
-    punkt = _import_extra("nltk.tokenize.punkt", "tools", "--split-sentences")
+    punkt = _import_extra("nltk.tokenize.punkt", "--split-sentences")
     try:
         return punkt.PunktTokenizer("english")
     except LookupError:
@@ -6603,9 +6874,10 @@ def merge(
 ) -> None:
     """Append whole pairs, in the given order, into one new pair of the same dtype.
 
-    The new pair equals the one that a single builder would have written, and its record joins the
-    records of the pairs.  The output may not be one of the inputs; of the shards of a corpus, all
-    must be there, in order.  Cost: each byte is copied once.  Upstream: tools/merge_datasets.py.
+    The new pair equals the one that a single builder would have written, and its record lists the
+    inputs of all.  The output may not be one of the inputs; of the shards of a corpus, in whatever
+    folders they lie, all must be there, in order; and the records may not name different
+    tokenizers.  Cost: each byte is copied once.  Upstream: tools/merge_datasets.py.
 
     >>> prefix = toy_corpus()
     >>> merge([prefix, prefix], prefix + "2")
@@ -6617,6 +6889,7 @@ def merge(
     prefixes = [os.fspath(prefix) for prefix in prefixes]
     if len(prefixes) == 0:
         raise ValueError("merge wants at least one input prefix")
+    _refuse_passwords([prefixes, output_prefix])
     _check_all_shards(prefixes)
     dtype = IndexedDataset(prefixes[0]).dtype
     tokenizer, inputs = _join_records(prefixes)
@@ -6628,40 +6901,38 @@ def merge(
 
 def _check_all_shards(prefixes):
     """Check that prefixes which are to be merged have all shards of a corpus, in order, or none."""
-    wanted = []  # the shards of a corpus that must come next, in order
+    wanted = []  # the names of the shards of a corpus that must come next, in order
     for prefix in prefixes:
-        name = re.fullmatch(r"(.*)_\d{5}_of_(\d{5})", prefix)
-        if name is not None and len(wanted) == 0:
-            wanted = [f"{name[1]}_{index:05}_of_{name[2]}" for index in range(int(name[2]))]
+        name = os.path.basename(prefix)  # each machine may have a folder of its own
+        shard = re.fullmatch(r"(.*)_\d{5}_of_(\d{5})", name)
+        if shard is not None and len(wanted) == 0:
+            wanted = [f"{shard[1]}_{index:05}_of_{shard[2]}" for index in range(int(shard[2]))]
         if len(wanted) > 0:
-            shard = wanted.pop(0)
-            if prefix != shard:
-                raise ValueError(f"wanted {shard} in the place of {prefix}")
+            next_name = wanted.pop(0)
+            if name != next_name:
+                raise ValueError(f"wanted {next_name} in the place of {prefix}")
     if len(wanted) > 0:
         raise ValueError(f"wanted {wanted[0]} too, after {prefix}: merge all shards, or none")
 
 
 def _join_records(prefixes):
     """The tokenizer and the inputs of the pair that merge() makes of these pairs."""
+    tokenizer = None
     inputs = []
-    tokenizers = []
-    end = None  # where the part before has ended, in which input
     for prefix in prefixes:
         record = _read_record(prefix)
         if record is None:  # such as upstream's pair: an input of its own
             documents = len(IndexedDataset(prefix).document_indices) - 1
-            part = {"name": _hide_credentials(prefix), "size": None, "begin": 0, "end": None}
-            record = {"tokenizer": None, "inputs": [part | {"documents": documents}]}
-        tokenizers.append(record["tokenizer"])
-        for part in record["inputs"]:
-            if end == (part["name"], part["size"], part["begin"]):
-                inputs[-1]["documents"] += part["documents"]
-                inputs[-1]["end"] = part["end"]
-            else:
-                inputs.append(part)
-            end = (part["name"], part["size"], part["end"])
-    is_one = tokenizers.count(tokenizers[0]) == len(tokenizers)
-    return tokenizers[0] if is_one else None, inputs
+            record = {"tokenizer": None, "inputs": [[_name_of_input(prefix), documents]]}
+        inputs += record["inputs"]
+        if not _is_same_tokenizer(tokenizer, record["tokenizer"]):
+            raise ValueError(
+                f"{prefix} was made with the tokenizer {record['tokenizer']}, and a pair before it "
+                f"with {tokenizer}: the ids of one are other texts for the other"
+            )
+        if tokenizer is None:
+            tokenizer = record["tokenizer"]
+    return tokenizer, inputs
 
 
 def _sizes_of_pair(path_prefix):
@@ -6680,49 +6951,63 @@ def _write_record(path_prefix, tokenizer, inputs):
 
 
 def _read_record(path_prefix):
-    """Return the record of a pair, a dict; None if it has none, or one of other sizes."""
-    # It may be missing, or damaged: no reason to stop.
-    with contextlib.suppress(OSError, ValueError, TypeError):
+    """Return the record of a pair, a dict; None if it has none, or one of other sizes or form."""
+    # It may be missing, damaged, or of another release: no reason to stop.
+    with contextlib.suppress(Exception):
         with open(f"{os.fspath(path_prefix)}.record.json", "rb") as file:
             record = json.load(file)
-        if record == record | _sizes_of_pair(path_prefix):  # it has these sizes already
+        is_of_pair = record == record | _sizes_of_pair(path_prefix)  # it has these sizes already
+        has_tokenizer = isinstance(record["tokenizer"], dict | None)
+        types = {(type(name), type(documents)) for name, documents in record["inputs"]}
+        if is_of_pair and has_tokenizer and types <= {(str, int)}:
             return record
     return None
-
-
-def _counted_from(name, begin):
-    """The name of an input, and the byte from which its lines are counted, if not from 0."""
-    return f"{name} from byte {begin:,} on" if begin > 0 else name
 
 
 def _input_of_document(record, document):
     """Return the name of the input that has a document of a pair, and its number in there, from 0.
 
-    A number counts documents: blank lines, and bad lines that were left out, are none.  Where a
-    shard begins within an input, numbers count from there, and the name says from which byte on.
+    (None, None) if no record says it.  A number counts documents: blank lines, and bad lines that
+    were left out, are none.  Where a shard begins within an input, numbers count from there, and
+    the name says from which byte on.
     """
-    for part in record["inputs"]:
-        if document < part["documents"]:
-            return _counted_from(part["name"], part["begin"]), document
-        document -= part["documents"]
-    raise IndexError(f"the record of the pair has {document + 1} documents too few")
+    if record is not None:
+        for name, documents in record["inputs"]:
+            if document < documents:
+                return name, document
+            document -= documents
+    return None, None
 
 
 def _identity_of_tokenizer(tokenizer):
-    """A tokenizer's unique_identifiers, as JSON has them; None if it has none."""
+    """A tokenizer's unique_identifiers, a dict, as JSON has it; None if it has none."""
     identity = _attribute(tokenizer, "unique_identifiers")
-    return json.loads(json.dumps(identity, default=str))
+    identity = json.loads(json.dumps(identity, default=str))
+    return identity if isinstance(identity, dict) else None
 
 
-def _warn_of_other_tokenizer(path_prefix, tokenizer):
-    """Warn if the record of a pair names another tokenizer: its ids mean other texts."""
-    record = _read_record(path_prefix)
-    if record is None or record["tokenizer"] is None:
+def _is_same_tokenizer(first, second):
+    """Whether two identities may be one tokenizer's; None, which is not known, may be any one's.
+
+    The package that reads a tokenizer.json (section 17) makes no other tokenizer of it.
+    """
+    if first is None or second is None:
+        return True
+    return first | {"package": None} == second | {"package": None}
+
+
+def _warn_of_other_tokenizer(pair, tokenizer):
+    """Warn, once, if the record of an opened pair names another tokenizer: ids mean other texts."""
+    if pair.is_record_compared:
+        return
+    pair.is_record_compared = True
+    record = _read_record(pair.absolute_prefix)
+    if record is None:
         return
     identity = _identity_of_tokenizer(tokenizer)
-    if record["tokenizer"] != identity:
+    if not _is_same_tokenizer(record["tokenizer"], identity):
         warnings.warn(
-            f"{os.fspath(path_prefix)} was made with the tokenizer {record['tokenizer']}, and the "
+            f"{pair.path_prefix} was made with the tokenizer {record['tokenizer']}, and the "
             f"config has {identity}: the ids of one are other texts for the other",
             stacklevel=3,
         )
@@ -6751,6 +7036,9 @@ def _warn_of_other_tokenizer(path_prefix, tokenizer):
 # A row may hold several conversations: each "system" message begins a new one.  Attention stays
 # within a conversation: cu_seqlens says where each begins, as attention kernels for packed
 # sequences want it, and positions count from 0 in each.
+#
+# This template knows role and content, and learns what the role "assistant" says.  Whatever else a
+# message holds is refused, since it would be lost.
 
 _IGNORED = -100  # the target of a place where nothing is learned; torch's cross_entropy skips it
 
@@ -6772,7 +7060,7 @@ class SFTDataset(MegatronDataset):
       cu_seqlens       int32 (S+1,): where the conversations begin, and then S in all entries left
       max_seqlen       int32 (): the length of the longest conversation, with its padding
     ds[None] is sample 0 without any loss.  A row without messages that can be used is a ValueError
-    that names its file and its line.
+    that names its file and its line.  The first sample in which nothing is learned is a warning.
 
     The tokenizer may have tokenize_conversation(conversation, return_target=True,
     add_generation_prompt=False) -> tokens, targets, as upstream's tokenizers for fine-tuning have.
@@ -6815,14 +7103,17 @@ class SFTDataset(MegatronDataset):
                 f"{_name(self)}: {index_split.name} of split {config.split!r} holds no rows for "
                 f"{self.num_samples} samples: enlarge it"
             )
+        self._has_warned = False  # of a sample in which nothing is learned
         tokenizer = config.tokenizer
+        _check_tokenizer(tokenizer, ["tokenize", "eod"])
         self._tokenize_conversation = _attribute(tokenizer, "tokenize_conversation")
-        has_template = self._tokenize_conversation is not None
-        if not has_template and tokenizer.unique_identifiers.get("add_special_tokens"):
-            raise ValueError(
-                "SFTDataset wants a tokenizer that was made without add_special_tokens: this one "
-                "would put its special tokens around each piece of a conversation"
-            )
+        if self._tokenize_conversation is None:
+            added = _ids_of(tokenizer, "")
+            if len(added) > 0:
+                raise ValueError(
+                    "SFTDataset wants a tokenizer that was made without add_special_tokens: this "
+                    f"one would put {added} around each piece of a conversation"
+                )
         # Unlike the base class: None where there is no pad; a pad that is also eod stays the pad.
         self._pad_token_id = _attribute(tokenizer, "pad")
         self._fill_token_id = tokenizer.eod if self._pad_token_id is None else self._pad_token_id
@@ -6834,8 +7125,13 @@ class SFTDataset(MegatronDataset):
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> typing.Any:
         """Open a file of rows: Parquet if the name ends in .parquet, else JSON lines."""
         if os.fspath(dataset_path).endswith(".parquet"):
-            return _ParquetRows(dataset_path)
-        return _JsonlRows(dataset_path)
+            rows = _ParquetRows(dataset_path)
+        else:
+            rows = _JsonlRows(dataset_path)
+        if len(rows) > 0:  # a file of another kind is found out now
+            with _errors_that_name_row(dataset_path, rows, 0):
+                _split_conversations(rows[0]["messages"])
+        return rows
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: typing.Any) -> int:
@@ -6860,6 +7156,14 @@ class SFTDataset(MegatronDataset):
         is_learned = (labels != _IGNORED) & ~is_filled[1:]
         if self._pad_token_id is not None:
             is_learned &= labels != self._pad_token_id
+        if not is_learned.any() and not self._has_warned:
+            self._has_warned = True
+            place = _place_of_row(_name(self), self.dataset, row)
+            warnings.warn(
+                f"{place}: nothing is learned from this sample: in its first {S} tokens the role "
+                "assistant says nothing (other such samples are not named)",
+                stacklevel=2,
+            )
         cu_seqlens = np.full(S + 1, S, np.int32)
         cu_seqlens[: len(ends)] = ends[: S + 1]
         sample = {
@@ -6874,7 +7178,7 @@ class SFTDataset(MegatronDataset):
 
     def _encode_row(self, row):
         """Yield (tokens, targets), int64, of one conversation of a row after the other."""
-        try:
+        with _errors_that_name_row(_name(self), self.dataset, row):
             for conversation in _split_conversations(self.dataset[row]["messages"]):
                 if self._tokenize_conversation is None:
                     tokens, targets = _encode_conversation(conversation, self.config.tokenizer)
@@ -6885,25 +7189,25 @@ class SFTDataset(MegatronDataset):
                 if len(tokens) != len(targets):
                     raise ValueError(f"{len(tokens)} tokens have {len(targets)} targets")
                 yield np.asarray(tokens, np.int64), np.asarray(targets, np.int64)
-        except Exception as error:  # of many kinds, as rows and tokenizers are of many kinds
-            place = f"row {row + 1}"
-            if isinstance(self.dataset, _JsonlRows):
-                place = f"line {self.dataset.line_numbers[row]}"
-            raise ValueError(
-                f'{_name(self)}, {place}: cannot tokenize "messages", a list of '
-                f'{{"role": ..., "content": ...}}: {type(error).__name__}: {error}'
-            ) from error
 
-    def made_from(self) -> dict:
-        """Return what tells the rows from others: their numbers, and the ends of the file."""
-        found = {"rows": _md5(self.indices.tobytes())}
-        if self.dataset_path is not None and os.path.isfile(self.dataset_path):
-            with open(self.dataset_path, "rb") as file:
-                ends = file.read(65536)
-                found["size"] = file.seek(0, os.SEEK_END)
-                file.seek(max(0, found["size"] - 65536))
-                found["file_ends"] = _md5(ends + file.read())
-        return found
+
+@contextlib.contextmanager
+def _errors_that_name_row(name, rows, row):
+    """Have an error, of whatever kind, name the row."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f'{_place_of_row(name, rows, row)}: wanted "messages", a list of '
+            f'{{"role": ..., "content": ...}}, that can be tokenized: {_one_line(error)}'
+        ) from error
+
+
+def _place_of_row(name, rows, row):
+    """What to call a row of a file, or of other rows with a name, in a message."""
+    if isinstance(rows, _JsonlRows):
+        return f"{name}, line {rows.line_numbers[row]}"
+    return f"{name}, row {row + 1}"
 
 
 def _split_conversations(messages):
@@ -6927,10 +7231,16 @@ def _encode_conversation(conversation, tokenizer):
     tokens = []
     targets = []
     for message in conversation:
+        for key, value in message.items():
+            if key not in ("role", "content") and value not in (None, "", [], {}):
+                raise ValueError(
+                    f"{key} of a message would be lost: the plain template knows role and content "
+                    "alone (a tokenizer with tokenize_conversation() has a template of its own)"
+                )
         role = message["role"]
         content = message["content"]
         if not isinstance(role, str) or not isinstance(content, str):  # such as JSON's null
-            raise TypeError(f"wanted texts, got {message}")
+            raise ValueError(f"wanted texts as role and content, got {message}")
         if role == "assistant":
             prompt = list(tokenizer.tokenize("assistant: "))
             answer = [*tokenizer.tokenize(content), tokenizer.eod]
@@ -6987,7 +7297,8 @@ class _JsonlRows:
     """
 
     def __init__(self, path):
-        self.path = os.fspath(path)
+        self.path = os.path.abspath(path)
+        self._fingerprint = _fingerprint_of_rows(path)
         self.starts = array.array("q")
         self.line_numbers = array.array("q")
         position = 0
@@ -7001,18 +7312,32 @@ class _JsonlRows:
     def __len__(self):
         return len(self.starts)
 
+    def fingerprint(self):
+        """What tells these rows from others, as IndexedDataset.fingerprint() does for tokens."""
+        return self._fingerprint
+
     def __getitem__(self, row):
         # An open file would have a position, which threads and forked processes could mix up.
         with open(self.path, "rb") as file:
             file.seek(self.starts[row])
-            return json.loads(file.readline())
+            return _read_object(file.readline())
+
+
+def _read_object(line):
+    """The object that a line of JSON is.  It is UTF-8, with or without a mark: json would guess."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(line.decode("utf-8-sig"))
+        if isinstance(found, dict):
+            return found
+    raise ValueError(f"wanted a JSON object on the line, which begins with {line[:40]}")
 
 
 class _ParquetRows:
     """The rows of a Parquet file, by number; its column "messages" is kept in memory."""
 
     def __init__(self, path):
-        parquet = _import_extra("pyarrow.parquet", "storage", path)
+        parquet = _import_extra("pyarrow.parquet", path)
+        self._fingerprint = _fingerprint_of_rows(path)
         try:
             table = parquet.read_table(path, columns=["messages"])
             self._messages = table.column("messages")
@@ -7022,8 +7347,23 @@ class _ParquetRows:
     def __len__(self):
         return len(self._messages)
 
+    def fingerprint(self):
+        """As of _JsonlRows."""
+        return self._fingerprint
+
     def __getitem__(self, row):
         return {"messages": self._messages[row].as_py()}
+
+
+def _fingerprint_of_rows(path):
+    """The size of a file of rows, and a CRC-32 of its first and its last 4,096 bytes."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        ends = file.read(4096)
+        file.seek(max(0, size - 4096))
+        ends += file.read(4096)
+    return {"size": size, "ends_crc32": zlib.crc32(ends)}
 
 
 # ==============================================================================
@@ -7055,8 +7395,8 @@ class Span(typing.NamedTuple):
     length: int  # how many tokens it has
     byte_offset: int | None  # where it begins in the .bin file, in bytes; None without a file
     sample_offset: int  # where it begins in the sample
-    input: str | None  # the file that the document was made from; of a shard that is not merged,
-    # also the byte from which input_document counts, "a.jsonl from byte 84 on"; None: no record
+    input: str | None  # the file that the document was made from; where a shard begins in it, also
+    # the byte from which input_document counts, "a.jsonl from byte 84 on"; None: no record
     input_document: int | None  # the number of the document in there, counted from 0
 
 
@@ -7084,7 +7424,7 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
     prefix = dataset.dataset_path
     pair = dataset.dataset
     is_pair = isinstance(pair, IndexedDataset)
-    record = _read_record(pair.path_prefix) if is_pair else None  # of its inputs: section 18
+    record = _read_record(pair.absolute_prefix) if is_pair else None  # of its inputs: section 18
     spans = []
     sample_offset = 0
     for sequence, offset, length in dataset.pieces(k):
@@ -7092,15 +7432,12 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
             continue
         document = sequence  # of mock data, or of a reader of the user's own
         byte_offset = None
-        name = None
-        number = None
         if is_pair:
             # Of documents that begin at the same sequence only the last one has sequences.
             # bisect, as np.searchsorted() would copy the entries, which lie unaligned in the file.
             document = bisect.bisect_right(pair.document_indices, sequence) - 1
             byte_offset = int(pair.sequence_pointers[sequence]) + offset * DType.size(pair.dtype)
-        if record is not None:
-            name, number = _input_of_document(record, document)
+        name, number = _input_of_document(record, document)
         place = Span(
             prefix, sequence, document, offset, length, byte_offset, sample_offset, name, number
         )
@@ -7123,9 +7460,7 @@ def find(
     prefixes = [part.dataset_path for part in parts]
     if prefix not in prefixes:
         names = ", ".join(str(name) for name in prefixes)
-        raise ValueError(
-            _hide_credentials(f"{prefix} is not a pair of this dataset, which has {names}")
-        )
+        raise ValueError(f"{prefix} is not a pair of this dataset, which has {names}")
     found = []
     for d, part in enumerate(parts):
         if prefixes[d] != prefix:
@@ -7297,11 +7632,13 @@ def _make_parser():
 
 
 def _add_tokenizer(command):
-    """Add the options --tokenizer and --eod-token."""
+    """Add the options of build_tokenizer()."""
     text = "bytes, null:N, [gigatoken:]tokenizer.json, module:name"
     command.add_argument("--tokenizer", default="bytes", help=text, metavar="NAME")
     text = "end-of-document token of a tokenizer.json"
     command.add_argument("--eod-token", help=text, metavar="TEXT")
+    text = "put those of a tokenizer.json, such as BOS, around texts"
+    command.add_argument("--add-special-tokens", action="store_true", help=text)
 
 
 def _shard(text):
@@ -7314,7 +7651,7 @@ def _run_preprocess(options):
     prefixes = preprocess(
         options.input,
         options.output_prefix,
-        build_tokenizer(options.tokenizer, options.eod_token),
+        build_tokenizer(options.tokenizer, options.eod_token, options.add_special_tokens),
         append_eod=options.append_eod,
         json_keys=options.json_keys,
         split_sentences=options.split_sentences,
@@ -7330,7 +7667,7 @@ def _run_preprocess(options):
 def _counts(label, dataset):
     """A line about a pair."""
     num_documents = len(dataset.document_indices) - 1
-    return _hide_credentials(
+    return (
         f"{label}: {len(dataset):,} sequences, {num_documents:,} documents, "
         f"{dataset.num_tokens:,} tokens of {np.dtype(dataset.dtype)}"
     )
@@ -7343,7 +7680,7 @@ def _run_merge(options):
 
 
 def _run_inspect(options):
-    tokenizer = build_tokenizer(options.tokenizer, options.eod_token)
+    tokenizer = build_tokenizer(options.tokenizer, options.eod_token, options.add_special_tokens)
     dataset = IndexedDataset(options.prefix)
     _say(_counts(options.prefix, dataset))
     if len(dataset) == 0:

@@ -12,6 +12,7 @@ take `mm` or `up` (ours or upstream's names in one namespace), so a parity test 
 twice.  "Upstream: ..." in a test says what megatron-core does instead.
 """
 
+import array
 import bz2
 import collections
 import concurrent.futures
@@ -40,6 +41,7 @@ import multiprocessing
 import os
 import pathlib
 import pickle
+import random
 import re
 import runpy
 import shutil
@@ -56,6 +58,7 @@ import unittest.mock as mock
 import warnings
 import weakref
 import zipfile
+import zlib
 
 import fsspec
 import numpy as np
@@ -149,7 +152,7 @@ def up():
     except importlib.metadata.PackageNotFoundError:
         if os.environ.get("MEGATRON_MIN_PARITY") == "1":
             raise
-        pytest.skip("megatron-core is not installed: pip install 'megatron-min[parity]'")
+        pytest.skip("megatron-core is not installed: pip install megatron-core==0.16.1")
     modules = ["blended_dataset", "blended_megatron_dataset_builder"]
     modules += ["blended_megatron_dataset_config", "gpt_dataset", "helpers", "indexed_dataset"]
     modules += ["megatron_tokenizer", "utils"]
@@ -442,7 +445,7 @@ def test_the_switch_reaches_every_loop(one, c, tmp_path, monkeypatch):
     """With C every function of _helpers.c runs; without C none."""
     assert not hasattr(one, "_megatron_min")
     kernels = c._megatron_min
-    spy = mock.Mock(wraps=kernels)
+    spy = mock.Mock(wraps=kernels, VERSION=kernels.VERSION)
     monkeypatch.setitem(sys.modules, "_megatron_min", spy)
     monkeypatch.delenv("MEGATRON_MIN_C", raising=False)
     mm = types.SimpleNamespace(**runpy.run_path(str(HERE / "megatron_min.py")))
@@ -450,9 +453,9 @@ def test_the_switch_reaches_every_loop(one, c, tmp_path, monkeypatch):
     toy = mm.toy_corpus(tmp_path)
     for size, weights in ((6, [1, 2]), (None, None)):
         blend = build(mm, [size, 0, 0], config(mm, ([toy] * 2, weights)))[0]
-    blend.batch([0])
+    mm._make_batch(blend, [0])
     mm.shuffle(np.arange(5000), np.random.RandomState(1))  # fewer are shuffled by numpy
-    loops = {name for name in dir(kernels) if not name.startswith("_")}
+    loops = {name for name in dir(kernels) if not name.startswith("_")} - {"VERSION"}
     assert {call[0] for call in spy.mock_calls} == loops
 
 
@@ -720,33 +723,60 @@ def test_the_whole_check_sees_each_entry_of_a_long_index(one, tmp_path):
 def test_a_pair_that_is_replaced_while_it_is_opened_is_refused(one, pair, monkeypatch, moment):
     """The .idx of the old pair must not be used with a .bin of equal size of the new one.
 
-    Another process would meet this moment too seldom: here what maps a file changes the .idx.
+    Another process would meet this moment too seldom: here what maps or reads a file changes the
+    .idx.
     """
-    map_file = np.memmap
-
-    def map_and_change(path, *arguments):
-        mapped = map_file(path, *arguments)
-        if path.endswith(moment):
-            os.utime(f"{pair}.idx", (1, 1))
-        return mapped
-
-    monkeypatch.setattr(np, "memmap", map_and_change)
+    for name in ("_map_file", "_read_or_map_file"):
+        monkeypatch.setattr(one, name, and_touch(getattr(one, name), moment, f"{pair}.idx"))
     with pytest.raises(one.DatasetFormatError, match=r"pair\.idx: .* another"):
         one.IndexedDataset(pair)
 
 
-def test_identity_tells_one_index_from_another(one, tmp_path):
-    """By its size, its time, and its first and last page; section 12 tries the first two."""
-    prefix = mk(one, tmp_path / "p", [[1]] * 7000)
-    last = os.path.getsize(f"{prefix}.idx") - 16
-    identities = set()
-    for length, document in ((1, 0), (2, 0), (2, 1)):
-        patch(f"{prefix}.idx", 34, bytes([length]))  # in the first page
-        patch(f"{prefix}.idx", last, bytes([document]))  # in the last
-        os.utime(f"{prefix}.idx", (1, 1))
-        for _ in range(2):
-            identities.add(str(one.IndexedDataset(prefix).identity()))
-    assert len(identities) == 3
+def and_touch(function, moment, path):
+    """A function of a path that, where the path has this ending, touches a file at its end."""
+
+    def function_and_touch(opened):
+        found = function(opened)
+        if opened.endswith(moment):
+            os.utime(path, (1, 1))
+        return found
+
+    return function_and_touch
+
+
+def test_a_fingerprint_is_of_the_data_alone(one, tmp_path):
+    """Equal for a copy and after a touch; other lengths, sizes or ends of the tokens make another.
+
+    It is a flat dict, as JSON has it.
+    """
+    docs = [[1] * 10] * 2000
+    prefix = mk(one, tmp_path / "p", docs)
+    first = one.IndexedDataset(prefix).fingerprint()
+    assert json.loads(json.dumps(first)) == first
+    assert not any(isinstance(value, (dict, list)) for value in first.values())
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    os.utime(f"{prefix}.idx", (1, 1))
+    os.utime(f"{prefix}.bin", (1, 1))
+    for place, mmap in ((prefix, True), (prefix, False), (tmp_path / "copy" / "p", True)):
+        assert one.IndexedDataset(place, mmap=mmap).fingerprint() == first
+    other_lengths = [*docs[:900], [1] * 9, [1] * 11, *docs[902:]]
+    for other in (docs[:-1], other_lengths, [[2] * 10, *docs[1:]], [*docs[:-1], [2] * 10]):
+        assert one.IndexedDataset(mk(one, tmp_path / "q", other)).fingerprint() != first
+    for other in ([], [[]], [[1]], [[1, 2]]):
+        assert one.IndexedDataset(mk(one, tmp_path / "q", other)).fingerprint() != first
+
+
+def test_what_was_noted_of_an_index_of_the_same_time_is_believed(one, pair, monkeypatch):
+    """Its lengths are not read again; those of another time are."""
+    note = one.IndexedDataset(pair).note()
+    crc32 = mock.Mock(wraps=zlib.crc32)
+    monkeypatch.setattr(one.zlib, "crc32", crc32)
+    assert one.IndexedDataset(pair).is_noted(note)
+    assert crc32.call_count == 0
+    os.utime(f"{pair}.idx", (1, 1))
+    assert one.IndexedDataset(pair).is_noted(note)
+    assert crc32.call_count > 0
+    assert not one.IndexedDataset(mk(one, f"{pair}2", [[1]])).is_noted(note)
 
 
 @pytest.mark.parametrize("mmap", [True, False])
@@ -760,32 +790,65 @@ def test_a_pair_that_is_written_again_under_a_reader(mm, tmp_path, mmap):
         prefix = mk(mm, tmp_path / "p", [[token] * 9] * 9)
         opened.append(quiet(gpt, mm, prefix, sequence_length=4, mmap_bin_files=mmap))
     for token, ds in zip((1, 2), opened, strict=True):
-        assert (ds.batch(range(len(ds)))["tokens"] == token).all()
+        assert (batch_of(ds, range(len(ds)))["tokens"] == token).all()
 
 
-@pytest.mark.parametrize("replaced", [".bin", ".idx"])
-def test_a_pickle_is_the_path_and_what_the_files_were(one, pair, replaced):
-    """Who unpickles it opens the files again.  Upstream: whatever is there then."""
+def test_a_pickle_is_the_path_and_the_fingerprint(one, pair, monkeypatch):
+    """Who unpickles it opens the files again, wherever it is.  Upstream: whatever is there then."""
     settings = one.ObjectStorageConfig(bin_chunk_nbytes=100)
-    pickled = pickle.dumps(one.IndexedDataset(pair, False, False, settings, check=True))
-    assert len(pickled) < 500
+    monkeypatch.chdir(os.path.dirname(pair))
+    pickled = pickle.dumps(one.IndexedDataset("pair", False, False, settings, check=True))
+    assert len(pickled) < 600
+    monkeypatch.chdir("/")
+    os.utime(f"{pair}.idx", (1, 1))
+    os.utime(f"{pair}.bin", (1, 1))
     again = pickle.loads(pickled)
     assert (again.mmap, again.check, lists(again)) == (False, True, PAIR)
     assert again.object_storage_config == settings
-    os.utime(pair + replaced, (1, 1))  # its size is the same
-    with pytest.raises(one.DatasetFormatError, match="/pair: .*replaced"):
-        pickle.loads(pickled)
+    for docs in (PAIR[::-1], [[token + 1 for token in tokens] for tokens in PAIR]):
+        mk(one, pair, docs)
+        with pytest.raises(one.DatasetFormatError, match="/pair: .*replaced"):
+            pickle.loads(pickled)
+
+
+def use_up(folder, mm):
+    """Open a pair where no file descriptor is left, and one where no memory map is left."""
+    resource = importlib.import_module("resource")
+    prefix = mk(mm, folder / "p", [[1] * 20_000])
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most + 1, hard))
+    files = []
+    with pytest.raises(OSError):
+        while True:
+            files.append(open(os.devnull))
+    with pytest.raises(OSError, match=r"ulimit -n: .*p\.(idx|bin)") as caught:
+        mm.IndexedDataset(prefix)
+    assert caught.value.errno == errno.EMFILE
+    files.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        error = OSError(errno.ENOMEM, "Cannot allocate memory")
+        patch.setattr(np, "memmap", mock.Mock(side_effect=[error, MemoryError()]))
+        for _ in range(2):
+            with pytest.raises(OSError, match=r"vm\.max_map_count: .*p\.bin"):
+                mm.IndexedDataset(prefix)
+
+
+@linux
+def test_a_system_that_has_no_file_or_no_map_left(one, tmp_path):
+    """The error names the file and the limit."""
+    assert in_children(functools.partial(use_up, tmp_path, one)) == [0]
 
 
 # -- The builder -------------------------------------------------------------------------------
 
 
-def test_sequences_are_added_in_many_ways(mm, tmp_path):
+def test_sequences_are_added_in_many_ways(one, tmp_path):
     """Tensors, arrays and lists; a document goes on until it is ended.
 
     Modes are 0 where none are given.  Upstream: they cannot be left out.
     """
-    with mm.IndexedDatasetBuilder(tmp_path / "m.bin", np.int16, multimodal=True) as builder:
+    with one.IndexedDatasetBuilder(tmp_path / "m.bin", np.int16, multimodal=True) as builder:
         builder.add_document([1, 2, 3], (1, 2), [1, -2])
         builder.add_document(np.array([4, 5]), [2])
         builder.add_item(torch.tensor([[6], [7]]), mode=3)  # flattened
@@ -802,9 +865,14 @@ def test_sequences_are_added_in_many_ways(mm, tmp_path):
 # name: (dtype, method, arguments, the word that matters)
 REFUSED_BY_BUILDER = {
     # upstream: such ids are wrapped, and written as others
-    "too-large": (np.uint16, "add_item", [torch.tensor([1, 70000, -1])], "70000"),
+    "too-large": (np.uint16, "add_item", [torch.tensor([1, 70000, -1])], "70000 at 1"),
+    "too-large-in-list": (np.uint16, "add_item", [[1, 70000]], "70000 at 1"),
+    "too-large-as-text": (np.uint16, "add_item", [["1", "70000"]], "70000 at 1"),
+    "too-large-for-numpy": (np.int64, "add_item", [[1, 2**70]], str(2**70)),
     "uint64": (np.int64, "add_item", [np.array([2**63], np.uint64)], str(2**63)),
-    "float": (np.int32, "add_item", [np.array([1.5])], "float64"),
+    "float": (np.int32, "add_item", [np.array([1.5])], "[1.5]"),
+    "no-number": (np.int32, "add_item", [["1", "b"]], "'b'"),
+    "bytes": (np.int32, "add_item", [b"aaaa"], "b'aaaa'"),
     "lengths-short": (np.int32, "add_document", [[1, 2, 3], [2]], "3 tokens"),
     "length-negative": (np.int32, "add_document", [[1], [-1, 2]], "-1"),
     "length-2**31": (np.int32, "add_document", [[1], [2**31]], str(2**31)),
@@ -814,15 +882,37 @@ REFUSED_BY_BUILDER = {
 
 
 @pytest.mark.parametrize("case", REFUSED_BY_BUILDER)
-def test_a_builder_refuses_before_it_writes(mm, tmp_path, case):
+def test_a_builder_refuses_before_it_writes(one, tmp_path, case):
     dtype, method, arguments, word = REFUSED_BY_BUILDER[case]
-    with mm.IndexedDatasetBuilder(tmp_path / "p.bin", dtype, multimodal=True) as builder:
+    with one.IndexedDatasetBuilder(tmp_path / "p.bin", dtype, multimodal=True) as builder:
         builder.add_document([1, 2], [2], [7])
         with pytest.raises(ValueError, match=re.escape(word)):
             getattr(builder, method)(*arguments)
         builder.add_document([3], [1])
-    ds = mm.IndexedDataset(tmp_path / "p", multimodal=True)
+    ds = one.IndexedDataset(tmp_path / "p", multimodal=True)
     assert [(tokens.tolist(), mode) for tokens, mode in ds] == [([1, 2], 7), ([3], 0)]
+
+
+def test_ids_at_the_edges_of_a_dtype(one):
+    """And one beyond them, from a list, and from arrays of each dtype that holds them."""
+    for dtype in INTEGERS:
+        limits = np.iinfo(dtype)
+        edges = [limits.min, 0, limits.max, 0]
+        wanted = b"".join(i.to_bytes(limits.bits // 8, "little", signed=i < 0) for i in edges)
+        beyond = [[0, limits.max + 1], [limits.min - 1, 0]]
+        for ids in (edges, *beyond):
+            forms = [ids, tuple(ids), [str(i) for i in ids]]
+            for source in (*INTEGERS, np.uint32, np.uint64):
+                if np.iinfo(source).min <= min(ids) and max(ids) <= np.iinfo(source).max:
+                    values = np.array(ids, source)
+                    forms += [values, np.repeat(values, 2)[::2], torch.from_numpy(values)]
+                    forms += [values.astype(values.dtype.newbyteorder()), values[:, None]]
+            for values in forms:
+                if ids is edges:
+                    assert one._encode_tokens(values, np.dtype(dtype)) == wanted
+                else:
+                    with pytest.raises(ValueError, match=re.escape(str(ids[0] or ids[1]))):
+                        one._encode_tokens(values, np.dtype(dtype))
 
 
 def test_finalize_gives_both_files_their_names_once(one, tmp_path):
@@ -1049,6 +1139,18 @@ PER_SPLIT = [(["q"], None), None, None]
 PER_VALID = [None, (["q"], None), None]
 WITHOUT_BLEND = {"blend": None, "split": None}
 PHASES = [(4, [1])]
+
+
+class Unfinished:
+    """A tokenizer of upstream's old kind, which says so of what it does not have."""
+
+    unique_identifiers = {}
+
+    @property
+    def eod(self):
+        raise NotImplementedError
+
+
 BAD_CONFIGS = [  # what is changed in a good config, a word of the sentence
     ({"sequence_length": 0}, "sequence_length"),
     ({"sequence_length": 8.0}, "sequence_length"),
@@ -1065,7 +1167,13 @@ BAD_CONFIGS = [  # what is changed in a good config, a word of the sentence
     (WITHOUT_BLEND | {"blend_phases": PHASES, "blend_per_split": PER_VALID}, "blend_phases"),
     ({"blend_phases": PHASES, "split": "0,1,1"}, "blend_phases"),
     ({"blend_phases": [(4, [1, 1])]}, "phase 0"),
-    ({"tokenizer": None}, "tokenizer"),
+    ({"tokenizer": None}, "lacks unique_identifiers"),
+    ({"tokenizer": "bytes"}, "got str, which lacks unique_identifiers"),
+    ({"tokenizer": Tok}, "make an object of Tok"),
+    ({"tokenizer": Tok(unique_identifiers="Tok")}, "got Tok, which lacks unique_identifiers"),
+    ({"tokenizer": Tok(eod=None), "eod_mask_loss": True}, "lacks eod"),
+    ({"tokenizer": Tok(eod="</s>"), "reset_position_ids": True}, "lacks eod"),
+    ({"tokenizer": Unfinished(), "reset_position_ids": True}, "got Unfinished, which lacks eod"),
     ({"hybrid_context_parallel": True}, "hybrid_context_parallel"),
     ({"reset_attention_mask": True}, "reset_attention_mask"),  # upstream: no effect, no word
 ]
@@ -1087,6 +1195,7 @@ def test_a_config_derives_its_other_fields(one):
     assert config(one, (["p"], None), blend_per_split=[None] * 3).blend_per_split is None
     packed = config(one, create_attention_mask=True, inter_document_masking=True)
     assert not packed.has_dense_mask
+    assert config(one, tokenizer=Unfinished()).eod_mask_loss is False  # so eod is not used
 
 
 def test_numpy_numbers_and_paths_are_taken(one, tmp_path):
@@ -1157,6 +1266,7 @@ def int32(*values):
 
 
 ITEMS = [np.arange(5000).astype(dtype) for dtype in ("i4", "u4", "i8", float, "i2", ">i4", object)]
+ITEMS += [np.arange(5000).astype("M8[s]")]  # gives nobody its memory
 ITEMS += [np.arange(1500, dtype="i4"), np.arange(12).reshape(4, 3), list("abcdef")]
 
 
@@ -1391,9 +1501,17 @@ def file_of(folder, ending):
     return path
 
 
+def batch_of(ds, indices):
+    """These samples as a loader makes a batch of them."""
+    modules = [
+        cls.__module__ for cls in type(ds).__mro__ if cls.__module__.startswith("megatron_min_")
+    ]
+    return sys.modules[modules[0]]._make_batch(ds, indices)
+
+
 def read_in_all_ways(ds, indices):
     """Lists of these samples: read one by one, several at once, and cut out of a batch."""
-    batch = ds.batch(indices)
+    batch = batch_of(ds, indices)
     rows = []
     for row in range(len(indices)):
         rows.append({key: column[row] for key, column in batch.items()})
@@ -1402,7 +1520,11 @@ def read_in_all_ways(ds, indices):
 
 def check_refused(ds, k, error, words=None):
     """Sample k cannot be read: not alone, not among several, not in a batch."""
-    for read, argument in ((ds.__getitem__, k), (ds.__getitems__, [0, k]), (ds.batch, [k])):
+    for read, argument in (
+        (ds.__getitem__, k),
+        (ds.__getitems__, [0, k]),
+        (functools.partial(batch_of, ds), [k]),
+    ):
         with pytest.raises(error, match=words):
             read(argument)
 
@@ -1420,7 +1542,7 @@ def test_indices_are_whole_numbers_of_samples_that_exist(mm, toy):
         for k in (np.int64(1), torch.tensor(1), True):
             same_samples(data[k], data[1])
         for indices in (np.array([0, 1]), torch.tensor([0, 1]), (0, 1), range(2)):
-            same_samples(data.batch(indices), data.batch([0, 1]))
+            same_samples(batch_of(data, indices), batch_of(data, [0, 1]))
         assert data.__getitems__([]) == []
 
 
@@ -1435,7 +1557,7 @@ def test_no_two_samples_share_memory(mm, tmp_path, flag):
     for data in (ds, mm.BlendedDataset([ds, ds], [1, 1], 6, ds.config)):
         one_by_one, several, _ = read_in_all_ways(data, [0, 1, 0, None])
         arrays = [ds.dataset[0], ds.shuffle_index]
-        for sample in [*one_by_one, *several, data.batch([0, 1])]:
+        for sample in [*one_by_one, *several, batch_of(data, [0, 1])]:
             arrays += [tensor.numpy() for tensor in sample.values()]
         for a, b in itertools.combinations(arrays, 2):
             assert not np.shares_memory(a, b)
@@ -1471,8 +1593,8 @@ def test_the_builder_cuts_and_blends_datasets_of_the_users_own(one):
     train, valid, test = build(one, [3, 3, 0], cfg, Built)
     assert len(train) == 5
     assert test is None
-    assert valid.__getitems__([4, 0]) == [{"number": 19}, {"number": 15}]
-    assert valid.batch([4, 0])["number"].tolist() == [19, 15]
+    assert [valid[4], valid[0]] == [{"number": 19}, {"number": 15}]
+    assert batch_of(valid, [4, 0])["number"].tolist() == [19, 15]
 
     cfg = config(one, (["ten", "zero"], [1, 1]), split="5,5,0")
     train = build(one, [4, 4, 0], cfg, Built)[0]
@@ -1565,8 +1687,8 @@ def random_parity_flags(rng):
 def random_dataset(mm, rng, prefix, dtype):
     """A GPTDataset of random documents, of which some end in eod (0), of one or more epochs.
 
-    All fields of a config that change a sample are drawn; eod and pad are tokens of the corpus, or
-    none.
+    All fields of a config that change a sample are drawn; eod is a token of the corpus, and pad is
+    one or none.
     """
     docs = []
     for doc in random_docs(rng, vocab=5):
@@ -1575,7 +1697,7 @@ def random_dataset(mm, rng, prefix, dtype):
     n = None if rng.random() < 0.3 else int(rng.integers(1, 40))
     split = str(rng.choice(["train", "valid"]))
     fields = random_parity_flags(rng)
-    fields["tokenizer"] = Tok(rng.choice([0, 0, 0, None]), pad=int(rng.choice([-1, 4])))
+    fields["tokenizer"] = Tok(pad=int(rng.choice([-1, 4])))
     fields["stable_order"] = bool(rng.integers(2))
     if rng.random() < 0.3:
         fields["inter_document_masking"] = True
@@ -1729,7 +1851,7 @@ def test_arrays_may_be_set(mm, tmp_path):
     ds.shuffle_index = np.array(plain.shuffle_index[::-1])
     for _ in range(2):
         same_samples(ds[0], plain[last])
-        same(ds.batch([0, 1])["tokens"], plain.batch([last, last - 1])["tokens"])
+        same(batch_of(ds, [0, 1])["tokens"], batch_of(plain, [last, last - 1])["tokens"])
         ds = pickle.loads(pickle.dumps(ds))
     ds.sample_index = plain.sample_index[:3]
     assert len(ds) == 2
@@ -1741,8 +1863,20 @@ def with_class(cls, ds):
     return cls(ds.dataset, ds.dataset_path, ds.indices, ds.num_samples, ds.index_split, ds.config)
 
 
-def test_a_subclass_may_have_orders_of_its_own(mm, tmp_path):
-    """It is asked each time, and what it returns is not put into the cache."""
+def test_an_int64_order_that_is_set_is_right_and_said_once(c, tmp_path, caplog):
+    """C takes int32 alone, so Python makes these batches, which takes ten times as long."""
+    ds = gpt(c, mk(c, tmp_path / "p", [np.arange(90)] * 3))
+    wanted = batch_of(ds, range(9))
+    ds.document_index = ds.document_index.astype(np.int64)
+    for _ in range(3):
+        same_samples(batch_of(ds, range(9)), wanted)
+        same_samples(ds[2], {key: values[2] for key, values in wanted.items()})
+    [record] = caplog.records
+    assert "document_index" in record.getMessage()
+
+
+def test_a_subclass_may_change_upstreams_orders(mm, tmp_path):
+    """It is asked each time, and what it returns is not put into the cache, but into a pickle."""
 
     class InOrder(mm.GPTDataset):
         def _build_document_sample_shuffle_indices(self):
@@ -1755,30 +1889,79 @@ def test_a_subclass_may_have_orders_of_its_own(mm, tmp_path):
     for _ in range(2):
         ds = with_class(InOrder, plain)
         same(ds[1]["tokens"], stream(plain)[8:16])
-        same(ds.batch([1, 0])["labels"][0], stream(plain)[9:17])
+        same(batch_of(ds, [1, 0])["labels"][0], stream(plain)[9:17])
+        assert ds.epoch_plan == plain.epoch_plan
+        state = ds.__getstate__()
+        assert "shuffle_index" in state
+        assert "sample_index" not in state
+        again = InOrder.__new__(InOrder)
+        again.__setstate__(state)
+        same_arrays(arrays(again), arrays(ds))
     same(np.load(file_of(folder, "-InOrder-train-shuffle_index.npy")), plain.shuffle_index)
 
 
-def test_a_subclass_keeps_its_own_method(mm, tmp_path):
-    """Alone, in a batch, in a blend with a dataset that C reads, and in a batch of that blend."""
+def test_a_subclass_may_have_orders_of_its_own(mm, tmp_path, monkeypatch):
+    """Only these are built, and nothing is saved; there is no plan of epochs."""
 
-    class Samples(mm.GPTDataset):
-        def __getitem__(self, k):
-            return super().__getitem__(k) | {"tokens": torch.arange(k, k + 8)}
+    class TwoSamples(mm.GPTDataset):
+        def _build_document_sample_shuffle_indices(self):
+            rows = np.array([[0, 0], [0, 8], [0, 16]], np.int32)
+            return np.array([0], np.int32), rows, np.array([1, 0], np.uint32)
 
-    class Tokens(mm.GPTDataset):
-        def _query_document_sample_shuffle_indices(self, k):
-            return np.arange(k, k + 9), np.array([0]), "as upstream's newest class has it"
+    plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(100)]))
+    before = files_of(tmp_path)
+    for name in ("build_document_index", "build_sample_idx", "build_shuffle_index"):
+        monkeypatch.setattr(mm, name, None)
+    own = with_class(TwoSamples, plain)
+    assert (len(own), own.epoch_plan) == (2, None)
+    assert files_of(tmp_path) == before
+    again = TwoSamples.__new__(TwoSamples)
+    again.__setstate__(own.__getstate__())
+    for ds in (own, again):
+        same(batch_of(ds, [0, 1])["tokens"], np.arange(16).reshape(2, 8)[::-1])
 
+
+@pytest.mark.parametrize(
+    "method",
+    ["__getitem__", "_query_document_sample_shuffle_indices", "pieces", "_read_texts"],
+)
+def test_a_subclass_keeps_its_own_method(mm, tmp_path, method):
+    """Here the sample behind the one that is asked for; also in a blend with one that C reads.
+
+    Case: C gave the tokens of the base class where pieces() was overridden.
+    """
     plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(90)] * 3))
-    for cls in (Samples, Tokens):
-        own = with_class(cls, plain)
-        blend = mm.BlendedDataset([own, plain], [1, 1], 10, plain.config)
-        of_own = read_in_all_ways(own, range(5))
-        of_blend = [samples[::2] for samples in read_in_all_ways(blend, range(10))]
-        for samples in [*of_own, *of_blend]:
-            for k, sample in enumerate(samples):
-                same(sample["tokens"], np.arange(k, k + 8))
+    of_base = getattr(mm.GPTDataset, method)
+
+    def of_next_sample(self, k):
+        following = [(number + 1) % len(plain) for number in (k if isinstance(k, list) else [k])]
+        return of_base(self, following if isinstance(k, list) else following[0])
+
+    own = with_class(type("Own", (mm.GPTDataset,), {method: of_next_sample}), plain)
+    blend = mm.BlendedDataset([own, plain], [1, 1], 10, plain.config)
+    of_own = read_in_all_ways(own, list(range(5)))
+    of_blend = [samples[::2] for samples in read_in_all_ways(blend, list(range(10)))]
+    for samples in [*of_own, *of_blend]:
+        for k, sample in enumerate(samples):
+            same(sample["tokens"], plain[k + 1]["tokens"])
+
+
+def test_a_subclass_may_say_where_documents_start(mm, tmp_path):
+    """As a third value: upstream's newest class has it.  Two values are those of the base class."""
+
+    class Own(mm.GPTDataset):
+        def _query_document_sample_shuffle_indices(self, k):
+            text, documents = super()._query_document_sample_shuffle_indices(k)
+            return text, documents, [2, 0, 3, 4]
+
+    plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(90)]), inter_document_masking=True)
+    own = with_class(Own, plain)
+    for samples in read_in_all_ways(own, [0, 1]):
+        for k, sample in enumerate(samples):
+            same(sample["tokens"], plain[k]["tokens"])
+            assert sample["cu_seqlens"].tolist() == [0, 2, 5, 8, 8, 8, 8, 8, 8]
+            assert sample["max_seqlen"].item() == 3
+            assert sample["position_ids"].tolist() == [0, 1, 0, 1, 2, 0, 1, 2]
 
 
 def test_tokens_of_a_subclass_are_filled_up(mm, tmp_path):
@@ -2029,8 +2212,8 @@ def test_datasets_of_a_blend_may_have_other_keys(mm, toy):
     parts = [gpt(mm, toy, **fields), gpt(mm, toy, create_attention_mask=True, **fields)]
     blend = mm.BlendedDataset(parts, [1, 1], 6, parts[0].config)
     for d, part in enumerate(parts):
-        batch = blend.batch([d, d + 2])  # datasets 0, 1, 0, 1
-        same_samples(batch, {"dataset_id": torch.tensor([d, d]), **part.batch([0, 1])})
+        batch = batch_of(blend, [d, d + 2])  # datasets 0, 1, 0, 1
+        same_samples(batch, {"dataset_id": torch.tensor([d, d]), **batch_of(part, [0, 1])})
 
 
 def test_a_subclass_of_a_blend_keeps_its_own_method(mm, toy):
@@ -2250,21 +2433,27 @@ def test_corpora_are_built_side_by_side(one, corpora):
     assert [part.dataset_path for part in train.datasets] == corpora
 
 
-def build_and_read(one, prefixes):
-    """Build and read a blend of corpora in a process that begins with a soft limit of 256 files."""
+def build_and_read(one, prefixes, soft, most):
+    """Build and read a blend of corpora in a process that begins with such limits of open files."""
     resource = importlib.import_module("resource")
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
     cfg = config(one, (prefixes, [1] * len(prefixes)), split="8,1,1")
-    for dataset in build(one, [1500, 300, 300], cfg):
-        assert len(dataset.batch(range(len(dataset)))["tokens"]) == len(dataset)
+    for _ in range(2):  # the second finds a cache
+        for dataset in build(one, [1500, 300, 300], cfg):
+            assert len(batch_of(dataset, range(len(dataset)))["tokens"]) == len(dataset)
+        del dataset
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
 
 
 @linux
-def test_a_build_of_150_corpora_may_open_enough_files(one, tmp_path):
-    """Each has 2 files open, and 3 arrays for each split.  Upstream: a bare [Errno 24]."""
-    prefixes = [mk(one, tmp_path / str(number), [[1] * 9] * 20) for number in range(150)]
-    assert in_children(functools.partial(build_and_read, one, prefixes)) == [0]
+def test_150_corpora_build_and_train_with_256_open_files(one, tmp_path):
+    """Of up to 3,000 documents; with a lower soft limit too.  Upstream: a bare [Errno 24]."""
+    prefixes = []
+    for number in range(150):
+        n = 3000 if number < 3 else 20
+        prefixes.append(mk(one, tmp_path / str(number), np.ones((n, 3), np.int32)))
+    job = functools.partial(build_and_read, one, prefixes)
+    assert in_children(functools.partial(job, 256, 256), functools.partial(job, 200, 256)) == [0, 0]
 
 
 # ==============================================================================
@@ -2492,6 +2681,68 @@ def test_a_state_of_another_order_is_refused(one, total, consumed, fields, chang
     assert loader.state_dict()["consumed_samples"] == consumed
 
 
+# -- What a training loop needs beside it ------------------------------------------------------
+
+
+def test_cyclic_iter_goes_on_over_one_empty_pass_and_not_over_two(one):
+    """One may be empty, as at the end of a run; two in a row would never end."""
+    at_the_end = one.cyclic_iter(sampler_of(one, "single", 6, 6, 3, 0, 1))
+    assert list(itertools.islice(at_the_end, 3)) == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
+    with pytest.raises(ValueError, match="passes"):
+        next(one.cyclic_iter([]))
+
+
+def test_micro_batches_can_be_had_again(one):
+    """A new iterator goes on with the state of the last."""
+    numbers = one.RerunDataIterator(range(9))
+    assert list(itertools.islice(numbers, 3)) == [0, 1, 2]
+    numbers.rewind()
+    assert next(numbers) == 0
+    numbers.advance()
+    assert list(itertools.islice(numbers, 4)) == [1, 2, 3, 4]
+    numbers.rewind()
+    assert next(numbers) == 1
+    resumed = one.RerunDataIterator(range(5, 9))
+    resumed.load_state_dict(numbers.state_dict())
+    assert list(numbers) == list(resumed) == [2, 3, 4, 5, 6, 7, 8]
+    ended = one.RerunDataIterator([])
+    ended.load_state_dict(resumed.state_dict())
+    assert list(ended) == []
+    ended.rewind()
+    assert list(ended) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_samples_of_a_run_by_hand(one):
+    """16 samples an evaluation: after 30, 60 and 90 steps of 100, and at the end."""
+    run = {"global_batch_size": 8, "eval_interval": 30, "eval_iters": 2}
+    for arguments, wanted in (
+        ({"train_iters": 100}, (800, 4 * 16, 16)),
+        ({"train_samples": 719}, (719, 3 * 16, 16)),  # 89 whole steps
+        ({"train_samples": 720}, (720, 4 * 16, 16)),
+        ({"train_iters": 10, "full_validation": True}, (80, None, 16)),
+        ({"train_iters": 100, "skip_train": True}, (800, 16, 16)),
+    ):
+        assert one.get_train_valid_test_num_samples(**run | arguments) == wanted
+    for wrong in ({}, {"train_iters": 10, "train_samples": 80}, {"train_iters": -1}):
+        with pytest.raises(ValueError, match="train_iters|samples"):
+            one.get_train_valid_test_num_samples(**run | wrong)
+
+
+def test_a_batch_size_that_does_not_grow(one):
+    """A ramp-up is compared with upstream's under Parity."""
+    for ramp in (None, (16, 8, 0), (32, 8, 100)):
+        number = one.NumMicroBatches(32, 4, 2, ramp)
+        assert (number.get(), number.get_current_global_batch_size()) == (4, 32)
+    for arguments, word in (
+        ((30, 4, 2, None), "30"),
+        ((32, 4, 2, (16, 6, 100)), "equal"),
+        ((32, 4, 2, (16, 4, 100)), "20"),
+        ((32, 4, 2, (16, 0, 100)), "increment"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            one.NumMicroBatches(*arguments)
+
+
 # ==============================================================================
 # 9. Parallel batches
 # ==============================================================================
@@ -2537,6 +2788,7 @@ ROWS = 2
 LENGTH = 16
 SHAPE = {"micro_batch_size": ROWS, "sequence_length": LENGTH}
 WITH_MASK = {"create_attention_mask": True}
+PACKED = {"packed": True}
 
 
 def hand_made_batch(rng, rows=ROWS, length=LENGTH):
@@ -2578,33 +2830,81 @@ def test_one_process_reads_its_own_batch(one):
     narrow = batch | {"tokens": batch["tokens"].short()}
     source = iter([narrow, batch, batch])
     groups = one.ParallelGroups()
-    same_batch(one.get_batch(source, groups, **SHAPE, **WITH_MASK), batch)
-    found = one.get_batch(source, groups, **SHAPE, device="meta")  # which every machine has
+    options = SHAPE | PACKED
+    same_batch(one.get_batch(source, groups, **options, **WITH_MASK), batch)
+    found = one.get_batch(source, groups, **options, device="meta")  # which every machine has
     assert found["tokens"].device.type == "meta"
     del batch["attention_mask"]
-    same_batch(one.get_batch(source, groups, **SHAPE), batch)
+    same_batch(one.get_batch(source, groups, **options), batch)
     with pytest.raises(StopIteration):
-        one.get_batch(source, groups, **SHAPE)
+        one.get_batch(source, groups, **options)
 
 
 def test_a_batch_that_does_not_fit_is_refused(one):
-    batch = hand_made_batch(np.random.default_rng(3))
-    for changes, key in (
-        ({"tokens": torch.zeros(2, 7, dtype=torch.int64)}, "tokens"),
-        ({"tokens": torch.zeros(2, 16)}, "tokens"),  # floats
-        ({"attention_mask": None}, "attention_mask"),
-        ({"max_seqlen": torch.tensor([16, 16])}, "cu_seqlens"),  # one without the other
+    plain = hand_made_batch(np.random.default_rng(3))
+    packed = packed_batch(np.random.default_rng(3), [[16], [4, 12]])
+    for batch, changes, options, word in (
+        (plain, {"tokens": torch.zeros(2, 7, dtype=torch.int64)}, {}, "tokens"),
+        (plain, {"tokens": torch.zeros(2, 16)}, {}, "tokens"),  # floats
+        (plain, {"attention_mask": None}, WITH_MASK, "attention_mask"),
+        (plain, {}, PACKED, "packed=True does not fit"),
+        (packed, {}, {}, "packed=False does not fit"),
+        (packed, {"cu_seqlens": torch.tensor([[0, 16], [0, 16]])}, PACKED, "cu_seqlens"),
+        (packed, {"max_seqlen": None}, PACKED, "max_seqlen"),  # one without the other
     ):
-        with pytest.raises(ValueError, match=key):
-            one.get_batch(iter([batch | changes]), one.ParallelGroups(), **SHAPE, **WITH_MASK)
+        with pytest.raises(ValueError, match=word):
+            one.get_batch(iter([batch | changes]), one.ParallelGroups(), **SHAPE, **options)
     with pytest.raises(ValueError, match="data_iterator"):
         one.get_batch(None, one.ParallelGroups(), **SHAPE)
+
+
+TEXT = ["tokens", "position_ids"]
+LOSS = ["labels", "loss_mask"]
+PACKING = ["cu_seqlens", "max_seqlen"]
+STAGES = {  # {stage: [(options, what it needs of a batch), ...]}
+    "first": [
+        ({}, TEXT),
+        (WITH_MASK, [*TEXT, "attention_mask"]),
+        ({"mtp": True}, TEXT + LOSS),
+        (PACKED, TEXT + PACKING),
+    ],
+    "between": [
+        ({}, []),
+        (WITH_MASK, []),
+        ({"mtp": True}, TEXT + LOSS),
+        (PACKED, PACKING),
+        (PACKED | {"mtp": True}, TEXT + LOSS + PACKING),
+    ],
+    "last": [
+        ({}, LOSS),
+        (WITH_MASK, [*LOSS, "attention_mask"]),
+        ({"mtp": True}, TEXT + LOSS),
+        (PACKED, LOSS + PACKING),
+    ],
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_stage_reads_what_it_needs(one, monkeypatch, stage):
+    """Upstream: stages between get no cu_seqlens."""
+    monkeypatch.setattr(one.ParallelGroups, "is_first_stage", stage == "first")
+    monkeypatch.setattr(one.ParallelGroups, "is_last_stage", stage == "last")
+    rng = np.random.default_rng(4)
+    for options, keys in STAGES[stage]:
+        batch = hand_made_batch(rng)
+        if options.keys() >= PACKED.keys():
+            batch = packed_batch(rng, [[16], [3, 9, 4]])
+        source = iter([batch])
+        found = one.get_batch(source, one.ParallelGroups(), **SHAPE, **options)
+        same_batch(found, {key: batch[key] for key in keys}, options)
+        was_read = next(source, None) is None
+        assert was_read == bool(keys), options
 
 
 # -- The cut for context parallelism -----------------------------------------------------------
 
 
-def test_documents_are_cut_one_by_one_or_as_a_sequence(one):
+def test_documents_are_cut_one_by_one_or_as_a_row(one):
     """The batch stays as it is, and what has no axis of tokens is passed on.
 
     Upstream: the batch is changed, and that of a blend cannot be cut.
@@ -2633,7 +2933,7 @@ def test_what_cannot_be_cut_is_refused(one):
     """Upstream: another error, or none."""
     uneven = [[0, 8, 16], [0, 4, 10]]
     for length, cu_seqlens, rank, word in (  # of two ranks
-        (10, None, 1, "10 tokens"),
+        (10, None, 1, "a row of 10 tokens"),
         (16, uneven, 0, "document 1 of row 1.*use_per_sequence_balancing"),
         (16, [[0, 16, 16], [0, 12, 8]], 0, "cu_seqlens of row 1"),  # out of order
         (16, [[0, 16], [-8, 16]], 0, "cu_seqlens of row 1"),  # before the row
@@ -2647,6 +2947,21 @@ def test_what_cannot_be_cut_is_refused(one):
             one.get_batch_on_this_cp_rank(batch, rank, 2)
 
 
+def test_a_stage_between_refuses_what_the_others_cannot_cut(one):
+    """It has the length of a row from cu_seqlens alone."""
+    for lengths, options, word in (
+        ([6, 10], {}, "document 0 of row 1 has 6 tokens"),
+        ([10], {"use_per_sequence_balancing": True}, "a row of 10 tokens"),
+    ):
+        batch = packed_batch(np.random.default_rng(6), [[sum(lengths)], lengths])
+        seen = dict.fromkeys(FIVE) | {key: batch[key] for key in PACKING}
+        for part in (batch, seen):
+            with pytest.raises(ValueError, match=word):
+                one.get_batch_on_this_cp_rank(part, 1, 2, **options)
+    batch = dict.fromkeys(FIVE) | {"cu_seqlens": torch.tensor([[0, 4, 8, 8, 8, 8, 8, 8, 8]])}
+    assert one.get_batch_on_this_cp_rank(batch, 1, 2) == batch
+
+
 # -- Jobs of real processes --------------------------------------------------------------------
 # A scenario is a function of a Job, and perhaps of an argument; it runs on every rank of the job,
 # and what it asserts must hold on each.
@@ -2654,6 +2969,7 @@ def test_what_cannot_be_cut_is_refused(one):
 LAYOUTS = {  # {ranks: the sizes of each layout}
     2: [{}, {"tensor": 2}, {"context": 2}, {"pipeline": 2}],
     4: [{"tensor": 2}, {"tensor": 2, "context": 2}, {"tensor": 2, "pipeline": 2}, {"pipeline": 4}],
+    6: [{"tensor": 2, "pipeline": 3}, {"context": 2, "pipeline": 3}],
 }
 two_or_four_ranks = pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 
@@ -2731,23 +3047,28 @@ def groups_are_those_of_a_mesh(job, layout):
     assert groups.is_last_stage == (groups.rank("pp") == groups.size("pp") - 1)
 
 
-def part_of_stage(batch, groups, mask=False, mtp=False):
-    """What of a loader's batch the pipeline stage of this rank needs."""
+def needs_of_stage(groups, create_attention_mask=False, mtp=False, packed=False):
+    """The keys of what the pipeline stage of this rank needs."""
     keys = []
-    if groups.is_first_stage or (groups.is_last_stage and mtp):
-        keys += ["tokens", "position_ids"]
-    if groups.is_last_stage:
-        keys += ["labels", "loss_mask"]
-    if keys:
-        keys += ["cu_seqlens", "max_seqlen"]
-    if keys and mask:
+    if groups.is_first_stage or mtp:
+        keys += TEXT
+    if groups.is_last_stage or mtp:
+        keys += LOSS
+    if packed:
+        keys += PACKING
+    if create_attention_mask and (groups.is_first_stage or groups.is_last_stage):
         keys.append("attention_mask")
-    return {key: batch[key] for key in keys if key in batch}
+    return keys
 
 
-def source_on_rank(batches, groups):
+def part_of_stage(batch, groups, **options):
+    """What of a loader's batch the pipeline stage of this rank needs."""
+    return {key: batch[key] for key in needs_of_stage(groups, **options)}
+
+
+def source_on_rank(batches, groups, **options):
     """An iterator over batches on a rank that reads for others, None on the others."""
-    if groups.rank("tp") == 0 and (groups.is_first_stage or groups.is_last_stage):
+    if groups.rank("tp") == 0 and needs_of_stage(groups, **options):
         return iter(batches)
     return None
 
@@ -2756,17 +3077,16 @@ RESETS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_lo
 DOCUMENTS = {"inter_document_masking": True}
 LOADERS = [  # (corpora, fields of the config, options of get_batch: for the tp, for the cp rank)
     (["a"], WITH_MASK | RESETS, WITH_MASK, {}),
-    (["a"], DOCUMENTS, {}, {"use_per_sequence_balancing": True}),
-    (["b"], DOCUMENTS, {}, {}),
+    (["a"], DOCUMENTS, PACKED, {"use_per_sequence_balancing": True}),
+    (["b"], DOCUMENTS, PACKED, {}),
+    (["b"], DOCUMENTS, PACKED | {"mtp": True}, {}),
     (["a", "b"], {}, {"mtp": True}, {}),
+    (["a", "b"], {}, {}, {}),
 ]
 
 
 def batches_of_loaders(job, layout):
-    """Each is the part of the batch that one process would read, and is sent in one broadcast.
-
-    With the packing in a second one.
-    """
+    """Each is the part of the batch that one process would read, and is sent in one broadcast."""
     groups = job.mm.ParallelGroups(**layout)
     for corpora, fields, tp_options, cp_options in LOADERS:
         prefixes = [str(job.folder / corpus) for corpus in corpora]
@@ -2778,15 +3098,12 @@ def batches_of_loaders(job, layout):
             data_parallel_rank=groups.rank("dp"),
             data_parallel_size=groups.size("dp"),
         )
-        source = source_on_rank(loader, groups)
+        source = source_on_rank(loader, groups, **tp_options)
         for whole in loader:
-            wanted = part_of_stage(whole, groups, tp_options == WITH_MASK, "mtp" in tp_options)
-            num_calls = 0
-            if groups.size("tp") > 1:
-                num_calls = 2 if "cu_seqlens" in wanted else 1
+            wanted = part_of_stage(whole, groups, **tp_options)
             with counted("broadcast") as broadcast:
                 found = job.mm.get_batch(source, groups, **SHAPE, **tp_options, **cp_options)
-            assert broadcast.call_count == num_calls
+            assert broadcast.call_count == (groups.size("tp") > 1 and len(wanted) > 0)
             wanted = job.mm.get_batch_on_this_cp_rank(
                 wanted, groups.rank("cp"), groups.size("cp"), **cp_options
             )
@@ -2800,35 +3117,59 @@ def a_failing_reader_fails_on_all_ranks_of_its_group(job, layout):
     """And the batches before and after it arrive."""
     read = job.mm.get_batch_on_this_tp_rank
     groups = job.mm.ParallelGroups(**layout)
-    good = hand_made_batch(np.random.default_rng(0))
-    odd = good | {"tokens": good["tokens"].short().t().contiguous().t()}  # it is sent as good is
-    wanted = part_of_stage(good, groups)
-    if not wanted:
-        return
-    for error, kind in (
-        (ValueError("no such sample"), ValueError),
-        (ZeroDivisionError("by zero"), RuntimeError),
-        (StopIteration("the end"), StopIteration),
-    ):
-        source = mock.MagicMock()  # an iterator that goes on after an error
-        source.__next__ = mock.Mock(side_effect=[odd, error, good])
-        same_batch(read(source, groups, **SHAPE), wanted)
-        with pytest.raises(Exception, match=str(error)) as caught:
-            read(source, groups, **SHAPE)
-        if groups.size("tp") > 1:
-            assert type(caught.value) is kind
-            assert str(caught.value).startswith(f"rank {groups.ranks('tp')[0]}: ")
-        else:  # there is nobody to tell
-            assert caught.value is error
-        same_batch(read(source, groups, **SHAPE), wanted)
+    plain = hand_made_batch(np.random.default_rng(0))
+    packed = packed_batch(np.random.default_rng(0), [[16], [3, 13]])
+    for good, other, options in ((plain, packed, {}), (packed, plain, PACKED)):
+        odd = good | {"tokens": good["tokens"].short().t().contiguous().t()}  # is sent as good is
+        wanted = part_of_stage(good, groups, **options)
+        if not wanted:
+            continue
+        for second, kind, words in (
+            (ValueError("no such sample"), ValueError, "no such sample"),
+            (PermissionError(13, "No"), PermissionError, "[Errno 13] No"),
+            (Panic("panicked"), Panic, "panicked"),
+            (KeyError("a"), RuntimeError, "'a'"),
+            (StopIteration("the end"), StopIteration, "the end"),
+            (other, ValueError, f"packed={bool(options)} does not fit"),
+            ([], ValueError, "wanted a batch as a dict"),
+        ):
+            source = mock.MagicMock()  # an iterator that goes on after an error
+            source.__next__ = mock.Mock(side_effect=[odd, second, good])
+            same_batch(read(source, groups, **SHAPE, **options), wanted)
+            with pytest.raises(BaseException, match=re.escape(words)) as caught:
+                read(source, groups, **SHAPE, **options)
+            if groups.size("tp") > 1:
+                assert type(caught.value) is kind
+                assert str(caught.value).startswith(f"rank {groups.ranks('tp')[0]}: ")
+            elif isinstance(second, BaseException):  # there is nobody to tell
+                assert caught.value is second
+            same_batch(read(source, groups, **SHAPE, **options), wanted)
 
 
-@two_or_four_ranks
+def documents_that_cannot_be_cut_are_refused_on_all_ranks(job, layout):
+    """In every stage.  The next batch, whose documents can be cut, arrives."""
+    groups = job.mm.ParallelGroups(**layout)
+    bad = packed_batch(np.random.default_rng(2), [[16], [6, 10]])
+    good = packed_batch(np.random.default_rng(2), [[16], [4, 12]])
+    source = source_on_rank([bad, good], groups, **PACKED)
+    expected = contextlib.nullcontext()
+    if groups.size("cp") > 1:
+        expected = pytest.raises(ValueError, match="document 0 of row 1.*use_per_sequence")
+    with expected:
+        job.mm.get_batch(source, groups, **SHAPE, **PACKED)
+    found = job.mm.get_batch(source, groups, **SHAPE, **PACKED)
+    same(found["cu_seqlens"], good["cu_seqlens"])
+
+
+@pytest.mark.parametrize(
+    "world", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)]
+)
 def test_batches_on_ranks(tmp_path, world):
     scenarios = [
         groups_are_those_of_a_mesh,
         batches_of_loaders,
         a_failing_reader_fails_on_all_ranks_of_its_group,
+        documents_that_cannot_be_cut_are_refused_on_all_ranks,
     ]
     run_on_ranks(world, tmp_path, itertools.product(scenarios, LAYOUTS[world]))
 
@@ -2841,21 +3182,21 @@ def test_batches_on_ranks(tmp_path, world):
 class Net(torch.nn.Module):
     """Tied weights, a branch that few tokens take, parts frozen and unused, a second dtype."""
 
-    def __init__(self):
+    def __init__(self, dtype=torch.float32):
         super().__init__()
         torch.manual_seed(5)
-        self.never = torch.nn.Linear(3, 3)
-        self.sometimes = torch.nn.Linear(5, 5)  # of token 0 alone
-        self.embedding = torch.nn.Embedding(11, 5)
-        self.inner = torch.nn.Linear(5, 7)
+        self.never = torch.nn.Linear(3, 3, dtype=dtype)
+        self.sometimes = torch.nn.Linear(5, 5, dtype=dtype)  # of token 0 alone
+        self.embedding = torch.nn.Embedding(11, 5, dtype=dtype)
+        self.inner = torch.nn.Linear(5, 7, dtype=dtype)
         self.outer = torch.nn.Linear(7, 5, dtype=torch.float64)
-        self.frozen = torch.nn.Linear(5, 5).requires_grad_(False)
-        self.head = torch.nn.Linear(5, 11, bias=False)
+        self.frozen = torch.nn.Linear(5, 5, dtype=dtype).requires_grad_(False)
+        self.head = torch.nn.Linear(5, 11, bias=False, dtype=dtype)
         self.head.weight = self.embedding.weight
 
     def forward(self, ids):
         x = self.embedding(ids)
-        x = self.outer(torch.tanh(self.inner(x)).double()).float() + self.frozen(x)
+        x = self.outer(torch.tanh(self.inner(x)).double()).to(x.dtype) + self.frozen(x)
         if (ids == 0).any():
             x = x + self.sometimes(x) * (ids == 0)[..., None]
         return self.head(x)
@@ -2872,7 +3213,7 @@ def step_data(seed=0):
 
 def losses(net, ids, labels, weights):
     """The loss of each token, times its weight."""
-    out = net(ids).flatten(0, 1)
+    out = net(ids).flatten(0, 1).float()
     each = torch.nn.functional.cross_entropy(out, labels.flatten(), reduction="none")
     return each * weights.flatten()
 
@@ -2899,6 +3240,11 @@ def close(found, wanted):
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+def equal(found, wanted):
+    """Equal tensors of one dtype (numpy has no bfloat16)."""
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
 # -- The gradients of one process --------------------------------------------------------------
 
 
@@ -2913,25 +3259,60 @@ def test_gradients_live_in_one_buffer(one):
     assert [len(shard) for shard in ddp.grad_shards] == [4, 9]
 
 
-def test_a_model_that_is_changed_after_it_was_wrapped_is_refused(one):
-    """Its gradients would be nowhere.  Those of a copy are in the buffer of the copy."""
-    models = []
-    for _ in range(4):
-        net = torch.nn.Linear(2, 1)
-        net.bias.requires_grad_(False)
-        models.append(one.DistributedDataParallel(net))
-    original, converted, replaced, unfrozen = models
-    converted.double()
+@pytest.mark.parametrize("in_fp32", [False, True])
+def test_a_model_that_is_changed_after_it_was_wrapped_is_refused(one, in_fp32):
+    """Its gradients would be nowhere.  Sums in float32 have a place for those of every dtype."""
+    models = models_of_one_layer(one, 3, grad_reduce_in_fp32=in_fp32)
+    replaced, unfrozen, converted = models
     replaced.module.weight = torch.nn.Parameter(torch.ones(1, 2))
     unfrozen.requires_grad_()
-    pickled = pickle.loads(pickle.dumps(original))
-    for ddp in (converted, replaced, unfrozen, pickled):
+    converted.double()
+    if in_fp32:
+        models.remove(converted)
+        converted.zero_grad_buffer()
+        converted(torch.tensor([[3.0, 4.0]]).double()).sum().backward()
+        converted.finish_grad_sync()
+        equal(converted.module.weight.grad, torch.tensor([[3.0, 4.0]]).double())
+    for ddp in models:
         with pytest.raises(ValueError, match="was converted, replaced or unfrozen"):
             ddp.zero_grad_buffer()
-    copied = copy.deepcopy(original)
-    copied.zero_grad_buffer()
-    copied(torch.tensor([[3.0, 4.0]])).sum().backward()
-    assert lists(copied.grad_buffers) == [[3, 4]]
+
+
+def models_of_one_layer(mm, count, **options):
+    """Models of two numbers and a frozen bias."""
+    models = []
+    for _ in range(count):
+        net = torch.nn.Linear(2, 1)
+        net.bias.requires_grad_(False)
+        models.append(mm.DistributedDataParallel(net, **options))
+    return models
+
+
+@pytest.mark.parametrize("in_fp32", [False, True])
+def test_copies_of_a_model_have_gradients_of_their_own(one, in_fp32):
+    """What was pickled too.  They are sent when they come, as in the original."""
+    options = {"overlap_grad_reduce": True, "grad_reduce_in_fp32": in_fp32}
+    [original] = models_of_one_layer(one, 1, **options)
+    models = [copy.deepcopy(original), pickle.loads(pickle.dumps(original)), original]
+    for number, ddp in enumerate(models):
+        with mock.patch.object(ddp, "_send_next_bucket", wraps=ddp._send_next_bucket) as send:
+            ddp(torch.tensor([[3.0, number]])).sum().backward()
+        assert send.call_count == 1
+        ddp.finish_grad_sync()
+    for number, ddp in enumerate(models):
+        assert lists(ddp.grad_buffers) == [[3, number]]
+        assert ddp.module.weight.grad.tolist() == [[3, number]]
+
+
+def test_a_module_may_be_wrapped_anew(one):
+    """The wrapper of before is freed, and sends nothing."""
+    [dropped] = models_of_one_layer(one, 1, overlap_grad_reduce=True)
+    module = dropped.module
+    dropped = weakref.ref(dropped)
+    assert dropped() is None
+    ddp = one.DistributedDataParallel(module)
+    ddp(torch.tensor([[3.0, 4.0]])).sum().backward()
+    assert lists(ddp.grad_buffers) == [[3, 4]]
 
 
 def test_nccl_may_divide_by_the_ranks(one, group, monkeypatch):
@@ -2949,6 +3330,112 @@ def test_nccl_may_divide_by_the_ranks(one, group, monkeypatch):
             ddp.finish_grad_sync()
         assert all_reduce.call_args.args[1] == operation
         assert ddp.grad_buffers[0].tolist() == values
+
+
+def test_gradients_of_16_bits_are_summed_in_float32(one):
+    """In bfloat16, 256 + 1 is 256."""
+    for in_fp32, wanted in ((False, 256), (True, 320)):
+        layer = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+        ddp = one.DistributedDataParallel(layer, grad_reduce_in_fp32=in_fp32)
+        for value in [256] + 64 * [1]:
+            ddp(torch.full((1, 1), value, dtype=torch.bfloat16)).sum().backward()
+        ddp.finish_grad_sync()
+        assert ddp.grad_buffers[0].item() == wanted
+        equal(layer.weight.grad, torch.full((1, 1), wanted, dtype=torch.bfloat16))
+
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def backward_of_ones(layers, value):
+    """The gradient of each weight becomes this much larger."""
+    for layer in layers:
+        if layer.weight.requires_grad:
+            (layer.weight * value).sum().backward()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_in_float32(one, overlap):
+    """grad is None until the end; setting it to None changes nothing; only one call begins a step.
+
+    One layer for each dtype, one that is frozen, and one that backward never reaches.
+    """
+    used = [torch.nn.Linear(1, 1, bias=False, dtype=dtype) for dtype in DTYPES]
+    frozen = torch.nn.Linear(1, 1, bias=False).requires_grad_(False)
+    unused = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    layers = torch.nn.ModuleList([*used, frozen, unused])
+    options = {"overlap_grad_reduce": overlap, "grad_reduce_in_fp32": True}
+    ddp = one.DistributedDataParallel(layers, **options)
+    for _ in range(2):
+        ddp.zero_grad_buffer()
+        with ddp.no_sync():
+            backward_of_ones(used, 256)
+        ddp.zero_grad()  # not of this class: the sums stay
+        ddp.scale_gradients(0.5)
+        assert all(param.grad is None for param in ddp.parameters())
+        backward_of_ones(used, 1)
+        assert all(param.grad is None for param in ddp.parameters())
+        for _ in range(2):
+            ddp.finish_grad_sync()
+            check_sums_in_float32(ddp, [0] + 4 * [129])
+        ddp.zero_grad()
+        ddp.scale_gradients(3)
+        check_sums_in_float32(ddp, [0] + 4 * [387])
+        with pytest.raises(RuntimeError, match=r"gradient of 0\.weight after finish.*zero_grad_bu"):
+            backward_of_ones(used, 1)
+    ddp.zero_grad_buffer()
+    unused.weight.grad = torch.ones(1, 1, dtype=torch.bfloat16)  # by hand
+    used[0].requires_grad_(False)
+    ddp.finish_grad_sync()
+    check_sums_in_float32(ddp, [1, 0, 0, 0, 0])
+    ddp.zero_grad_buffer()
+    ddp.finish_grad_sync()
+    check_sums_in_float32(ddp, [0, 0, 0, 0, 0])
+
+
+def check_sums_in_float32(ddp, wanted):
+    """The values of the one buffer, and of each grad, in the dtype of its parameter."""
+    assert lists(ddp.grad_buffers) == [wanted]
+    wanted = wanted[::-1]
+    for param in ddp.parameters():
+        if param.grad is not None:
+            assert param.main_grad.dtype == torch.float32
+            equal(param.grad, torch.full((1, 1), wanted.pop(0), dtype=param.dtype))
+    assert not wanted
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("in_fp32", [False, True])
+def test_gradients_that_are_not_finite_are_named(one, value, in_fp32):
+    layers = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in range(3)])
+    options = {"check_for_nan_in_grad": True, "grad_reduce_in_fp32": in_fp32}
+    ddp = one.DistributedDataParallel(layers, **options)
+    backward_of_ones(layers, 1)
+    backward_of_ones(layers[1:2], value)
+    with pytest.raises(ValueError, match=r"nan or inf in the gradients of 1 .*: 1\.weight$"):
+        ddp.finish_grad_sync()
+
+
+@pytest.mark.parametrize("in_fp32", [False, True])
+def test_a_layer_in_two_reentrant_checkpoints_has_two_gradients(one, in_fp32):
+    """With overlap the first is on its way when the second comes; other checkpoints make one."""
+
+    def run(use_reentrant, overlap):
+        layer = torch.nn.Linear(1, 1, bias=False)
+        options = {"overlap_grad_reduce": overlap, "grad_reduce_in_fp32": in_fp32}
+        ddp = one.DistributedDataParallel(layer, **options)
+        layer.weight.data.fill_(2)
+        x = torch.full((1, 1), 3.0, requires_grad=True)
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(ddp, x, use_reentrant=use_reentrant)
+        x.sum().backward()
+        ddp.finish_grad_sync()
+        assert layer.weight.grad.item() == 12  # of 3 * w * w
+
+    run(use_reentrant=True, overlap=False)
+    run(use_reentrant=False, overlap=True)
+    with pytest.raises(RuntimeError, match=r"weight after it was sent.*no_sync\(\).*reentrant"):
+        run(use_reentrant=True, overlap=True)
 
 
 # -- The micro-batches of a step ---------------------------------------------------------------
@@ -2982,6 +3469,9 @@ def run_step(mm, step, data, model, forward_only=False):
         model=model,
         num_microbatches=len(data),
         forward_only=forward_only,
+        seq_length=6,  # upstream's schedule wants these
+        micro_batch_size=8,
+        decoder_seq_length=None,
     )
 
 
@@ -3044,9 +3534,17 @@ def backward(job, ddp, seed=0):
 
 
 def check_gradients(ddp, wanted):
-    """The gradients of the module; with a distributed optimizer, of this rank's shards alone."""
+    """main_grad, and grad of the same values; with a distributed optimizer, of this rank's shards.
+
+    wanted is of the dtypes of main_grad.
+    """
+    found = {}
+    for name, param in ddp.module.named_parameters():
+        if param.requires_grad:
+            equal(param.grad, param.main_grad.to(param.dtype))
+            found[name] = param.main_grad
     if not ddp.use_distributed_optimizer:
-        close(gradients(ddp.module), wanted)
+        close(found, wanted)
         return
     found = [shard.clone() for shard in ddp.grad_shards]
     assert ddp.size * sum(map(len, found)) == sum(map(len, ddp.grad_buffers))
@@ -3109,12 +3607,14 @@ def a_second_backward_without_no_sync(job, options):
 
 
 def nan_is_named_with_its_parameter_and_rank(job, options):
+    """inf too."""
     last = job.world - 1
     ddp = wrapped(job, options | {"check_for_nan_in_grad": True})
-    (losses(ddp, *step_data()).mean() * (math.nan if job.rank == last else 1)).backward()
-    with pytest.raises(ValueError, match=rf"^rank {last}: nan .*inner\.bias"):
-        ddp.finish_grad_sync()
-    ddp.zero_grad_buffer()
+    for value in (math.nan, math.inf):
+        (losses(ddp, *step_data()).mean() * (value if job.rank == last else 1)).backward()
+        with pytest.raises(ValueError, match=rf"^rank {last}: nan or inf .*inner\.bias"):
+            ddp.finish_grad_sync()
+        ddp.zero_grad_buffer()
     backward(job, ddp)
     ddp.finish_grad_sync()
     check_gradients(ddp, gradients_of_one())
@@ -3135,6 +3635,38 @@ def gradients_of_uneven_tokens(job, options):
         losses(ddp, *mine).sum().backward()
         job.mm.finalize_model_grads([ddp], num_tokens)
         check_gradients(ddp, gradients(net))
+
+
+def sums_in_float32(job, options):
+    """Of bfloat16 and float64: those of one process that adds the micro-batches of all ranks.
+
+    One of the three, of seed 9, takes the branch on no rank.
+    """
+    counts = np.random.default_rng(16).integers(0, 2, (3, 8, 6))
+    net = Net(torch.bfloat16)
+    sums = {name: grad.float() for name, grad in gradients(net).items()}
+    mine = []
+    for seed, weights in zip((0, 9, 1), torch.from_numpy(counts), strict=True):
+        ids, labels, _ = step_data(seed)
+        for part in zip(*[each.chunk(job.world) for each in (ids, labels, weights)], strict=True):
+            net.zero_grad()
+            losses(net, *part).sum().backward()
+            for name, grad in gradients(net).items():
+                sums[name] += grad.float()
+        mine.append(job.share((ids, labels, weights)))
+    num_tokens = sum(weights.sum() for _, _, weights in mine)
+    ddp = job.mm.DistributedDataParallel(Net(torch.bfloat16), grad_reduce_in_fp32=True, **options)
+    for tokens, divisor in ((None, job.world), (num_tokens, counts.sum()), (None, job.world)):
+        ddp.zero_grad_buffer()
+        for number, part in enumerate(mine):
+            with ddp.no_sync() if number < 2 else contextlib.nullcontext():
+                losses(ddp, *part).sum().backward()
+            assert all(param.grad is None for param in ddp.parameters())
+        job.mm.finalize_model_grads([ddp], tokens)
+        ddp.finish_grad_sync()
+        check_gradients(ddp, {name: total / divisor for name, total in sums.items()})
+        with pytest.raises(RuntimeError, match="zero_grad_buffer"):
+            losses(ddp, *mine[0]).sum().backward()
 
 
 def gradients_are_sent_during_backward(job):
@@ -3201,6 +3733,7 @@ def test_gradients_on_ranks(tmp_path, world):
         a_second_backward_without_no_sync,
         nan_is_named_with_its_parameter_and_rank,
         gradients_of_uneven_tokens,
+        sums_in_float32,
     ]
     options = OPTIONS[::3] if world == 2 else OPTIONS
     calls = list(itertools.product(scenarios, options))
@@ -3626,15 +4159,14 @@ def heard(function, *arguments, **options):
 
 
 def start(mm, corpus, cache, n=50, **fields):
-    """A job that starts: its GPTDataset, no array of which was read, and its warnings."""
+    """A job that starts: its GPTDataset, and its warnings."""
     return heard(gpt, mm, corpus, n, path_to_cache=cache, **fields)
 
 
 def cached(mm, corpus, cache, n=50, **fields):
-    """A job that starts and reads: the arrays of its GPTDataset, and its warnings."""
-    ds, of_start = start(mm, corpus, cache, n, **fields)
-    found, of_access = heard(arrays, ds)
-    return found, of_start + of_access
+    """A job that starts: the arrays of its GPTDataset, and its warnings."""
+    ds, messages = start(mm, corpus, cache, n, **fields)
+    return arrays(ds), messages
 
 
 def stamps(folder):
@@ -3656,7 +4188,7 @@ def replace_file(path, content):
 
 
 def test_a_cache_is_built_once_then_found(one, pair, wanted, cache, monkeypatch):
-    """Plain .npy files and no warning; a second job writes nothing.  Both map the files."""
+    """Plain .npy files and no warning; a second job writes nothing."""
     build = mock.Mock(wraps=one.build_sample_idx)
     monkeypatch.setattr(one, "build_sample_idx", build)
     saved, of_first = start(one, pair, cache)
@@ -3727,26 +4259,6 @@ def test_other_documents_make_a_cache_stale(one, pair, cache):
         assert cached(one, pair, cache, 9, documents=documents)[1] == []
 
 
-def test_what_a_subclass_is_made_from(one, pair, cache):
-    """It is in the manifest, as JSON has it; what JSON does not have is an error."""
-
-    class Own(one.GPTDataset):
-        own = 1
-
-        def made_from(self):
-            return super().made_from() | {"own": self.own}
-
-    plain = gpt(one, pair, 9, path_to_cache=cache)
-    with_class(Own, plain)
-    Own.own = [2, {"3": None}]
-    with pytest.warns(UserWarning, match="own was 1"):
-        with_class(Own, plain)
-    assert heard(with_class, Own, plain)[1] == []
-    Own.own = np.arange(3)
-    with pytest.raises(TypeError, match="JSON"):
-        with_class(Own, plain)
-
-
 # -- what a start finds ------------------------------------------------------------------------
 
 
@@ -3760,37 +4272,104 @@ def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache):
     text = file_of(cache, "manifest.json").read_bytes()
     manifest = json.loads(text)
     other_facts = manifest | {"facts": [1] * len(manifest["facts"])}
+    older = {"made_from": {"format": 4}, "facts": manifest["facts"], "crc32": 1}
     array = file_of(cache, "sample_index.npy").read_bytes()
     for file, content, words in (
         ("manifest.json", None, []),
+        ("manifest.json", json.dumps(older).encode(), []),
         ("manifest.json", text[:-1], ["JSON"]),
+        ("manifest.json", b"[]", ["list"]),
         ("manifest.json", json.dumps(other_facts).encode(), ["damaged"]),
         ("sample_index.npy", array[:-5], ["sample_index.npy"]),
+        ("sample_index.npy", array[:-8] + bytes(8), ["sample_index.npy has another CRC"]),
+        ("sample_index.npy", array.replace(b"<i4", b">i4"), ["sample_index.npy has another CRC"]),
+        ("sample_index.npy", pickle.dumps(LeavesATrace()).ljust(len(array)), ["another CRC"]),
         ("document_index.npy", None, ["document_index.npy"]),
     ):
         replace_file(file_of(cache, file), content)
-        _, messages = start(one, pair, cache)
+        found, messages = cached(one, pair, cache)
         for word, message in zip(words, messages, strict=True):
             assert re.search(f"is rebuilt: .*{word}", message)
+        same_arrays(found, wanted)
         assert files_of(cache) == before, file
         found, messages = cached(one, pair, cache)
         assert messages == [], file
         same_arrays(found, wanted)
+    assert not os.path.exists("ran")
+
+
+@pytest.mark.parametrize("size", [20_000, 200_000])
+def test_a_damaged_array_of_up_to_1_mib_is_built_again_and_saved(one, tmp_path, cache, size):
+    """Of up to 64 KiB it is read, above that mapped.  Case: the next start is well."""
+    corpus = mk(one, tmp_path / "p", np.ones((size // 4, 1), np.int32))
+    wanted, _ = cached(one, corpus, cache, n=None)
+    path = file_of(cache, "document_index.npy")
+    before = path.read_bytes()
+    assert size < len(before) < size + 200
+    replace_file(path, before[:-8] + bytes(8))
+    found, messages = cached(one, corpus, cache, n=None)
+    assert len(messages) == 1
+    same_arrays(found, wanted)
+    assert path.read_bytes() == before
+    assert cached(one, corpus, cache, n=None)[1] == []
+    ds, _ = start(one, corpus, cache, n=None)
+    assert is_mapped(path) == (size > 65536)
+    del ds
+    assert not is_mapped(path)
+
+
+def test_arrays_above_1_mib_are_on_the_disk_before_they_have_their_names(
+    one, tmp_path, cache, monkeypatch
+):
+    """So that no loss of power leaves holes in them; the others have a CRC-32."""
+    corpus = mk(one, tmp_path / "p", np.ones((300_000, 1), np.int32))
+    synced = []
+
+    def sync(descriptor):
+        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    start(one, corpus, cache, n=100)
+    assert [re.search("index|json|description", name)[0] for name in synced] == ["index"]
+    assert "document_index" in synced[0]
+
+
+def test_the_folder_may_be_left(one, pair, wanted, tmp_path, monkeypatch):
+    """A relative path_to_cache is that of the start: also for a pickle, in another folder."""
+    monkeypatch.chdir(os.path.dirname(pair))
+    ds, _ = start(one, "pair", "cache")
+    monkeypatch.chdir("/")
+    again, messages = heard(pickle.loads, pickle.dumps(ds))
+    assert messages == []
+    for dataset in (ds, again):
+        same_arrays(arrays(dataset), wanted)
+        assert len(dataset[3]["tokens"]) == 8
+
+
+def test_a_touched_pair_and_a_copy_find_the_cache(one, pair, cache, tmp_path, monkeypatch):
+    """Nodes with a copy each and one path_to_cache do not overwrite each other's files."""
+    monkeypatch.chdir(os.path.dirname(pair))
+    start(one, "pair", cache)
+    before = stamps(cache)
+    os.utime("pair.idx", (1, 1))
+    os.utime("pair.bin", (2, 2))
+    assert start(one, "pair", cache)[1] == []
+    (tmp_path / "node 1").mkdir()
+    for kind in ("bin", "idx"):
+        shutil.copyfile(f"pair.{kind}", tmp_path / "node 1" / f"pair.{kind}")
+    monkeypatch.chdir(tmp_path / "node 1")
+    assert start(one, "pair", cache)[1] == []
+    assert stamps(cache) == before
 
 
 def test_regenerated_data_make_a_cache_stale(one, tmp_path, cache):
     """Upstream: the key is the path and the config, so the old indices are used."""
     old = random_docs(np.random.default_rng(5), most=40) * 3
-    for docs, time_ns, word in (
-        ([[1, 2, 3]] * 20, 1, "documents"),
-        (old[::-1], 1, "idx_ends"),
-        (old, 2, "idx_mtime_ns"),
-    ):
+    for docs, word in (([[1, 2, 3]] * 20, "documents"), (old[::-1], "the pair was")):
         corpus = mk(one, tmp_path / word, old)
-        os.utime(f"{corpus}.idx", ns=(1, 1))
+        os.utime(f"{corpus}.idx", (1, 1))
         cached(one, corpus, cache)
         mk(one, corpus, docs)
-        os.utime(f"{corpus}.idx", ns=(time_ns, time_ns))
         found, [message] = cached(one, corpus, cache)
         assert word in message
         same_arrays(found, cached(one, corpus, f"{cache} of the new")[0])
@@ -3804,7 +4383,7 @@ def test_a_cache_of_data_that_were_regenerated_while_they_were_open(one, pair, c
     cfg = config(one, ([pair], None), path_to_cache=cache)
     one.GPTDataset(old, pair, np.arange(4, dtype=np.int32), 20, one.Split.train, cfg)
     found, [message] = cached(one, pair, cache, 20)
-    assert "idx_" in message
+    assert "the pair was" in message
     same_arrays(found, cached(one, pair, f"{cache} of the new", 20)[0])
 
 
@@ -3814,75 +4393,61 @@ def is_mapped(folder):
 
 
 @linux
-def test_a_start_maps_nothing_before_the_first_access(one, tmp_path, cache):
-    """Nor does a pickle, which holds no array: in upstream all travel to each worker.
+@pytest.mark.parametrize("size", [1000, 20_000])
+def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache, size):
+    """Who unpickles it finds them, or builds and saves them.  Upstream: all travel to each worker.
 
     A dataset that nobody uses any more lets go of its files at once.
     """
-    corpus = mk(one, tmp_path / "p", [[1] * 30] * 3000)
+    corpus = mk(one, tmp_path / "p", [[1] * 8] * 3000)
     cfg = config(one, ([corpus, corpus], [1, 2]), path_to_cache=cache)
     ks = [0, 77, -1, None]
-    built = build(one, [10_000, 0, 0], cfg)[0]
-    wanted = built.batch(ks)
-    assert is_mapped(cache)
+    built = build(one, [size, 0, 0], cfg)[0]
+    wanted = batch_of(built, ks)
     text = pickle.dumps(built)
     assert len(text) < 10_000 < built.datasets[0].indices.nbytes
+    assert is_mapped(cache) == (size > 10_000)
     del built
-    loaded = build(one, [10_000, 0, 0], cfg)[0]
-    again = pickle.loads(text)
-    assert len(loaded) == len(again)
     assert not is_mapped(cache)
-    same_samples(loaded.batch(ks), wanted)
-    same_samples(again.batch(ks), wanted)
-    shutil.rmtree(cache)
-    with pytest.warns(UserWarning, match="in memory"):
-        same_samples(pickle.loads(text).batch(ks), wanted)
-
-
-# -- what the first access finds ---------------------------------------------------------------
-
-
-def test_what_the_first_access_finds_wrong_is_built_in_memory(
-    one, pair, wanted, tmp_path, cache, monkeypatch
-):
-    """With one warning; nothing in it is run.  Also in the job that has saved the cache."""
-    monkeypatch.chdir(tmp_path)
-    content = npy(wanted[0])
-    for wrong in (
-        None,
-        content[:-5],
-        content[:-1] + bytes([content[-1] ^ 1]),
-        content.replace(b"<i4", b">i4"),
-        pickle.dumps(LeavesATrace()).ljust(len(content)),
-    ):
-        shutil.rmtree(cache, ignore_errors=True)
-        saved, _ = start(one, pair, cache)
-        found, _ = start(one, pair, cache)
-        replace_file(file_of(cache, "document_index.npy"), wrong)
-        for ds in (saved, found):
-            values, [message] = heard(arrays, ds)
-            assert "in memory" in message
-            same_arrays(values, wanted)
-            same_arrays(arrays(pickle.loads(pickle.dumps(ds))), wanted)
-    assert not os.path.exists("ran")
-
-
-def test_pages_that_a_power_loss_left_empty_are_noticed(one, tmp_path, cache):
-    """32 KiB of zeros wherever they are in 17 MiB, of which not all bytes are looked at."""
-    corpus = mk(one, tmp_path / "p", np.ones((1 << 18, 1), np.int32))
-    fields = {"n": 255 * 17, "sequence_length": 1024}
-    wanted = arrays(start(one, corpus, cache, **fields)[0])
-    path = file_of(cache, "document_index.npy")
-    content = path.read_bytes()
-    last = len(content) - (32 << 10)
-    for place in [0, *range(4096, last, 1 << 21), last]:
-        ds, messages = start(one, corpus, cache, **fields)
+    before = files_of(cache)
+    for _ in range(2):
+        again, messages = heard(pickle.loads, text)
         assert messages == []
-        replace_file(path, content[:place] + bytes(32 << 10) + content[place + (32 << 10) :])
-        values, messages = heard(getattr, ds, "document_index")
-        assert len(messages) == 1, place
-        same(values, wanted[0])
-        replace_file(path, content)
+        same_samples(batch_of(again, ks), wanted)
+        assert files_of(cache) == before
+        shutil.rmtree(cache)
+
+
+SENT_TO_A_WORKER = """
+import multiprocessing, sys
+import megatron_min as mm
+
+def read(dataset):
+    return [sample["tokens"].tolist() for sample in dataset]
+
+if __name__ == "__main__":
+    config = mm.GPTDatasetConfig(
+        1, 8, blend=([sys.argv[1]] * 2, [1, 2]), split="1", tokenizer=mm.ByteTokenizer(),
+        path_to_cache=sys.argv[2])
+    sizes = [9, 0, 0]
+    train = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, sizes, lambda: True, config).build()[0]
+    own = train.datasets[1]
+    own.shuffle_index = own.shuffle_index[::-1].copy()
+    with multiprocessing.get_context(sys.argv[3]).Pool(1) as pool:
+        assert pool.apply(read, [train]) == read(train)
+"""
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_read_what_their_parent_reads(pair, cache, tmp_path, method):
+    """However they start; an array that was set travels.  No warning."""
+    (tmp_path / "script.py").write_text(SENT_TO_A_WORKER)
+    run = [sys.executable, str(tmp_path / "script.py"), pair, cache, method]
+    environment = os.environ | {"PYTHONPATH": str(HERE)}
+    ran = subprocess.run(run, stderr=subprocess.PIPE, text=True, env=environment)
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 # -- errors of the build, of the disk and of the system ----------------------------------------
@@ -3961,16 +4526,36 @@ def test_a_job_that_is_killed_leaves_nothing_that_is_believed(one, pair, cache):
         assert cached(one, pair, f"{cache} {num_renames}")[1] == []
 
 
-def test_too_many_open_files_are_no_fault_of_the_cache(one, pair, cache, monkeypatch):
-    """Nothing is built again, at an access or at a start."""
+def test_a_limit_of_the_system_is_no_fault_of_the_cache(one, pair, cache, monkeypatch):
+    """Nothing is built again."""
     ds, _ = start(one, pair, cache, 50)
     opened = one.IndexedDataset(pair), pair, np.arange(4, dtype=np.int32), 50, one.Split.train
-    error = OSError(errno.EMFILE, "Too many open files")
-    monkeypatch.setattr("builtins.open", mock.Mock(side_effect=error))
-    with pytest.raises(OSError, match="Too many"):
-        arrays(ds)
-    with pytest.raises(OSError, match="Too many"):
-        one.GPTDataset(*opened, ds.config)
+    for error, word in (
+        (OSError(errno.EMFILE, "Too many open files"), "ulimit -n"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "vm.max_map_count"),
+        (MemoryError(), "vm.max_map_count"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr("builtins.open", mock.Mock(side_effect=error))
+            with pytest.raises(OSError, match=word):
+                one.GPTDataset(*opened, ds.config)
+        with monkeypatch.context() as patch:
+            patch.setattr(one, "_read_or_map_file", mock.Mock(side_effect=error))
+            with pytest.raises(type(error)):
+                one.GPTDataset(*opened, ds.config)
+
+
+def test_threads_may_build_at_once(one, pair, wanted, cache):
+    """Six have one name here; then all find it."""
+    fields = {"path_to_cache": cache, "num_dataset_builder_threads": 6}
+    cfg = config(one, ([pair] * 6, [1] * 6), **fields)
+    for _ in range(2):
+        [train, _, _], messages = heard(build, one, [6 * 49, 0, 0], cfg)
+        assert messages == []
+        for part in train.datasets:
+            assert part.num_samples == 50
+            assert part._in_files
+            same_arrays(arrays(part), wanted)
 
 
 @linux
@@ -3984,7 +4569,9 @@ def test_jobs_may_build_at_once(one, pair, cache, stale):
 
     def build_together(n, wanted):
         barrier.wait(60)
-        same_arrays(cached(one, pair, cache, n)[0], wanted)
+        ds, _ = start(one, pair, cache, n)
+        same_arrays(arrays(ds), wanted)
+        assert ds._in_files
 
     jobs = []
     for n in (50, 50, 50, None):
@@ -4013,7 +4600,7 @@ class RangeHandler(http.server.BaseHTTPRequestHandler):
         """Nothing."""
 
     def do_GET(self):
-        name = self.path.rpartition("/")[2]
+        name = self.path.partition("?")[0].rpartition("/")[2]
         wanted = self.headers.get("Range", "")
         self.server.requests.append((self.command, name, wanted))
         path = pathlib.Path(self.server.folder, name)
@@ -4031,7 +4618,10 @@ class RangeHandler(http.server.BaseHTTPRequestHandler):
             body = body[first : last + 1]
         if fault == "short":
             body = body[1:]
-        self.send_header("Content-Length", str(len(body)))
+        if fault == "no length":
+            self.send_header("Connection", "close")
+        else:
+            self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
@@ -4083,7 +4673,7 @@ def web(no_pauses, tmp_path):
     server.socket.listen(256)  # a batch opens many at once; those over the limit wait for seconds
     server.folder = folder
     server.requests = []
-    server.faults = iter([])  # of the next requests: a status, "short", or None
+    server.faults = iter([])  # of the next requests: a status, a word, or None
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     storage = Storage(f"http://127.0.0.1:{server.server_port}/bucket", folder)
@@ -4131,9 +4721,9 @@ def test_a_remote_pair_equals_the_local_one(one, web, some_pair, no_pauses):
         ds.get_many([(1, 0, 0), (0, 0, len(docs[0]) + 1)])
 
 
-def test_s3(one, no_pauses, some_pair, monkeypatch):
+def test_s3(one, no_pauses, some_pair, tmp_path, monkeypatch):
     """A pair is read; a listing that fsspec keeps is not taken for the state of an object."""
-    s3fs = pytest.importorskip("s3fs", reason="pip install 'megatron-min[storage]'")
+    s3fs = pytest.importorskip("s3fs", reason="pip install s3fs")
     moto = pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
@@ -4152,6 +4742,10 @@ def test_s3(one, no_pauses, some_pair, monkeypatch):
     of_another_process.pipe_file("bucket/data/pair.idx", b"another index")
     with pytest.raises(one.DatasetFormatError, match="file size.* 13"):
         one.IndexedDataset(place)
+    for k in range(2):  # the second list has one more
+        of_another_process.pipe_file(f"bucket/{k}.jsonl", GOOD)
+        made = one.preprocess("s3://bucket/*.jsonl", tmp_path / "o")["text"]
+        assert len(one.IndexedDataset(made)) == k + 1
     server.stop()
 
 
@@ -4192,12 +4786,12 @@ def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
         (ds.__getitem__, 5, 1),
         (ds.__getitems__, [3, None, 11, 0], 1),
         (ds.dataset.__getitem__, slice(1, 9), 1),
-        (remote.batch, [*range(40), None], 2),
+        (functools.partial(batch_of, remote), [*range(40), None], 2),
     ):
         with mock.patch.object(memory, "cat_ranges", autospec=True, side_effect=real) as calls:
             read(argument)
         assert calls.call_count == wanted, (read, argument)
-    same_samples(remote.batch([*range(40), None]), local.batch([*range(40), None]))
+    same_samples(batch_of(remote, [*range(40), None]), batch_of(local, [*range(40), None]))
 
 
 def read_remote(ds, k):
@@ -4232,12 +4826,11 @@ def test_nothing_is_written_to_object_storage(one, bucket, some_pair, tmp_path):
         manifest = f"{first.unique_description_hash}-GPTDataset-train-manifest.json"
         assert (place / "GPTDataset_indices" / manifest).exists()
         assert {path.suffix for path in place.iterdir() if path.is_file()} == {".idx"}
-    url = f"memory://me:{SECRET}@host/folder"
+    url = "memory://host/folder"
     cfg = config(one, ([prefix], None), path_to_cache=url)
     for function, argument in ((one.ObjectStorageConfig, [url]), (build, [one, [9, 0, 0], cfg])):
-        with pytest.raises(ValueError, match="path_to_.*cache must be .* local") as caught:
+        with pytest.raises(ValueError, match="path_to_.*cache must be .* local"):
             function(*argument)
-        assert SECRET not in str(caught.value)
     with pytest.raises(FileNotFoundError, match="memory://host/folder"):
         one.merge([prefix], f"{url}/merged")
     file_system = fsspec.filesystem("memory")
@@ -4329,6 +4922,7 @@ def test_an_opening_is_tried_again(one, web, numbers, no_pauses):
         ("whole", OSError, 5),  # from a server that knows no ranges
         (503, OSError, 5),
         (404, FileNotFoundError, 1),
+        (410, FileNotFoundError, 1),
         (401, PermissionError, 1),
         (403, PermissionError, 1),
     ],
@@ -4344,45 +4938,158 @@ def test_pauses_grow_and_end_in_an_error(web, numbers, no_pauses, status, error,
     assert no_pauses == sorted(set(no_pauses))
 
 
+class HttpError(Exception):
+    """No OSError, as the errors of aiohttp, botocore, azure and gcsfs are none."""
+
+
+FAILURES = {  # what fsspec raises, our class, and how often it is tried
+    "a client's own": (HttpError("503"), OSError, 5),
+    "time": (fsspec.exceptions.FSTimeoutError(), OSError, 5),
+    "connection": (ConnectionResetError("by the other side"), OSError, 5),
+    "its end": (EOFError(), OSError, 5),
+    "not there": (FileNotFoundError("bucket/pair.bin"), FileNotFoundError, 1),
+    "forbidden": (PermissionError("Forbidden"), PermissionError, 1),
+    "a program": (TypeError("an unexpected argument"), RuntimeError, 1),
+    "no ranges": (NotImplementedError("ranges"), RuntimeError, 1),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_only_what_may_pass_is_tried_again(one, bucket, some_pair, no_pauses, case):
+    """And not what is wrong in a program; the error says what it was, and of which object."""
+    failure, kind, tries = FAILURES[case]
+    ds = one.IndexedDataset(bucket.put(some_pair[0]))
+    memory = fsspec.get_filesystem_class("memory")
+    with mock.patch.object(memory, "cat_file", side_effect=failure) as reads:
+        with pytest.raises(kind, match=r"//bucket/pair\.bin: ") as caught:
+            ds[:1]
+    assert type(caught.value) is kind and caught.value.__cause__ is failure
+    assert f"{type(failure).__name__}: {failure}" in str(caught.value)
+    assert reads.call_count == len(no_pauses) + 1 == tries
+
+
+def test_a_pair_whose_size_is_not_told_is_refused(web, numbers, one):
+    """It could not be read in ranges; nor is a missing object one."""
+    web.server.faults = itertools.repeat("no length")
+    with pytest.raises(OSError, match=r"numbers\.idx: .* size") as caught:
+        one.IndexedDataset(numbers.path_prefix)
+    assert type(caught.value) is OSError
+
+
 def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
+    """And nothing else: who has copied the module has no extras, and the name is anybody's."""
     monkeypatch.setitem(sys.modules, "gcsfs", None)  # no other test reads gs://
-    with pytest.raises(ImportError, match=r"gs://bucket/pair.idx.*\[storage\]"):
+    with pytest.raises(ImportError, match="gcsfs") as caught:
         one.IndexedDataset("gs://bucket/pair")
+    assert "megatron" not in str(caught.value)
 
 
-# -- Credentials -------------------------------------------------------------------------------
+# -- Passwords ---------------------------------------------------------------------------------
 
 
-def test_credentials_are_left_out(one):
-    for text, wanted in (
-        ("https://me:pass@word@host/a", "https://host/a"),
-        ("of https://me:pw@a/x?y=1 and 'http://you:pw@b/z?w=2'", "of https://a/x and 'http://b/z'"),
-        ("s3://key:pass/word@bucket/x", "s3://bucket/x"),
-        ("http://host:8080/a@b", "http://host:8080/a@b"),
+@pytest.mark.parametrize(
+    "url, is_refused",
+    [
+        ("s3://KEY:SECRET@bucket/c", True),
+        ("s3://key:pass/word@bucket/c", True),  # pass is no port
+        ("s3://KEY:SECRET", True),
+        ("memory://user:pw@bucket/c", True),
+        ("ftp://user:@host/c", True),
+        ("http://user@host/x", True),
+        ("http://user:pw@host/x", True),
+        ("HTTPS://token@host/x", True),
+        ("http://user:12::x@host/x", True),
+        ("http://user:pw@[::1]:80/x", True),
+        ("s3://[KEY:SECRET]@bucket/c", True),
+        ("simplecache::s3://KEY:SECRET@bucket/c", True),
+        ("zip://a.jsonl::filecache::http://user@host/x.zip", True),
+        ("s3://bucket/c", False),
+        ("s3://bucket/a:b@c", False),
+        ("http://host:8080/a@b", False),
+        ("https://host/x?sig=a:b@c", False),
+        ("http://[::1]:80/x", False),
+        ("http://[2001:db8::1]/x", False),
+        ("abfs://container@account.dfs.core.windows.net/x", False),
+        ("hdfs://user@host:8020/c", False),
+        ("simplecache::s3://bucket/c", False),
+        ("zip://a.jsonl::filecache::s3://bucket/x.zip", False),
+        ("memory://bucket/c", False),
+        ("memory:///c", False),
+        ("data/a:b@c", False),
+        ("C:\\x", False),
+        ("-", False),
+        ("", False),
+    ],
+)
+def test_what_a_url_with_a_password_is(one, url, is_refused):
+    assert one._holds_password(url) == is_refused
+
+
+def doors(one, url, local):
+    """Each place that a URL can be given to, but the commands -> (function, arguments)."""
+    blend = ([local, url], [1, 2])
+    per_split = {"blend_per_split": [None, blend, None], "tokenizer": Tok()}
+    builder = one.IndexedDatasetBuilder(f"{local}.new.bin")
+    lines = jsonl(pathlib.Path(f"{local}.jsonl"), ["1"])
+    return [
+        (config, [one, blend]),
+        (config, [one, (local, url)]),  # no blend: the sentence that says so would show it
+        (config, [one, url]),
+        (functools.partial(one.GPTDatasetConfig, 1, 8, **per_split), []),
+        (functools.partial(one.GPTDatasetConfig, 1, 8, [[url]], tokenizer=Tok()), []),
+        (one.get_blend_from_list, [["30", local, "70", url]]),
+        (one.get_blend_from_list, [[local, url, "70"]]),
+        (one.get_blend_from_list, [url]),
+        (one.IndexedDataset, [url]),
+        (one.IndexedDataset.exists, [url]),
+        (one.IndexedDatasetBuilder, [f"{url}.bin"]),
+        (builder.finalize, [f"{url}.idx"]),
+        (builder.add_index, [url]),
+        (one.toy_corpus, [url]),
+        (one.preprocess, [url, f"{local}.o"]),
+        (one.preprocess, [iter([lines, f"{url}*.jsonl"]), f"{local}.o"]),
+        (one.preprocess, [lines, url]),
+        (one.merge, [url, f"{local}.o"]),
+        (one.merge, [iter([local, url]), f"{local}.o"]),
+        (one.merge, [[f"{url}_00000_of_00002"], f"{local}.o"]),
+        (one.merge, [[local], url]),
+    ]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [f"s3://KEY:{SECRET}@bucket/c", f"memory://k:{SECRET}/{SECRET}@b/c", f"http://{SECRET}@h/c"],
+)
+def test_a_url_with_a_password_is_refused_at_every_door(
+    one, some_pair, tmp_path, capsys, caplog, url
+):
+    """So none gets into a message, a file or its name, an object, or what is pickled of one.
+
+    Upstream, and this module once: in clear in the description of a cache, and in its name.
+    """
+    local, _ = some_pair
+    for function, arguments in doors(one, url, local):
+        with pytest.raises(ValueError, match="holds a password") as caught:
+            function(*arguments)
+        assert type(caught.value) is ValueError, arguments
+        assert SECRET not in str(caught.value), arguments
+        assert caught.value.__cause__ is caught.value.__context__ is None
+    lines = f"{local}.jsonl"
+    for line in (
+        ["preprocess", "--input", lines, url, "--output-prefix", f"{local}.o"],
+        ["preprocess", "--input", lines, "--output-prefix", url],
+        ["merge", "--input", local, url, "--output-prefix", f"{local}.o"],
+        ["merge", "--input", local, "--output-prefix", url],
+        ["inspect", url],
+        ["verify", local, url],
     ):
-        assert one._hide_credentials(text) == wanted
-
-
-@pytest.mark.parametrize("fault", ["torn", "outside", 403, 503])
-@pytest.mark.parametrize("url", ["{root}/pair", "{web}/x?X-Amz-Signature=s3cret&to=/pair"])
-def test_no_message_shows_a_credential(one, web, some_pair, url, fault, capsys):
-    """Not even those of the errors that led to an error, as Python prints them."""
-    web.put(some_pair[0])
-    url = url.format(root=web.root.replace("://", f"://me:{SECRET}@"), web=web.root)
-    if fault == "torn":
-        os.truncate(web.server.folder / "pair.bin", 10)
-    if isinstance(fault, int):
-        web.server.faults = itertools.repeat(fault)
-    with pytest.raises((OSError, ValueError, IndexError)) as caught:
-        one.IndexedDataset(url)[100]
-    assert caught.value.__cause__ is None
-    assert caught.value.__suppress_context__ or caught.value.__context__ is None
-    assert SECRET not in str(caught.value)
-    assert "127.0.0.1" in str(caught.value)
-    for name in ("verify", "inspect"):
-        code, out, err = command(one, capsys, name, url)
-        assert SECRET not in out + err
-        assert code == (0 if fault == "outside" else 1)
+        code, out, err = command(one, capsys, *line)
+        assert (code, SECRET in out + err) == (1, False)
+        assert "holds a password" in err
+    assert SECRET not in caplog.text
+    for path in tmp_path.rglob("*"):
+        assert SECRET not in str(path)
+        assert path.is_dir() or SECRET.encode() not in path.read_bytes()
 
 
 # ==============================================================================
@@ -4503,17 +5210,17 @@ def test_the_state_counts_the_batches_that_were_delivered(mm, tmp_path, num_work
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])
-def test_batches_are_made_only_a_few_ahead(c, tmp_path, num_workers):
+def test_batches_are_made_only_a_few_ahead(c, tmp_path, num_workers, monkeypatch):
     """Without workers, none: by the thread that asks for it."""
     dataset = dataset_of(c, tmp_path, "plain")
-    make = dataset.batch
+    make = c._make_batch
     makers = []
 
-    def make_and_note(indices):
+    def make_and_note(dataset, indices):
         makers.append(threading.current_thread())
-        return make(indices)
+        return make(dataset, indices)
 
-    dataset.batch = make_and_note
+    monkeypatch.setattr(c, "_make_batch", make_and_note)
     ahead = num_workers + 1 if num_workers else 0
     loader = loader_of(c, dataset, micro_batch_size=1, num_workers=num_workers)
     for number, _ in enumerate(loader, 1):
@@ -4578,25 +5285,18 @@ def test_an_error_ahead_reaches_the_loop_at_its_batch(c, tmp_path, num_workers):
     assert loader.state_dict()["consumed_samples"] == 20
 
 
-A_THREAD_READS_ON = """
-import sys, threading
+UNFINISHED_LOADERS = """
+import sys
 import megatron_min as mm
 
 config = mm.GPTDatasetConfig(1, 4, blend=([mm.toy_corpus(sys.argv[1])], None), split="1",
                              tokenizer=mm.ByteTokenizer(), create_attention_mask=False)
 builder = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, [4000, 0, 0], bool, config)
 dataset = builder.build()[0]
-has_begun = threading.Event()
 
 def loader_of():
     return mm.build_pretraining_data_loader(dataset, 0, micro_batch_size=1, num_workers=2)
 
-def read():
-    for batch in mm.cyclic_iter(loader_of()):
-        has_begun.set()
-
-threading.Thread(target=read, daemon=True).start()
-has_begun.wait()
 unfinished = iter(loader_of())
 next(unfinished)
 for _ in range(300):
@@ -4609,16 +5309,12 @@ print("done")
 
 
 @pytest.mark.slow
-def test_a_script_that_ends_while_a_thread_reads_prints_no_traceback(tmp_path):
-    """No pool can begin a batch once the main thread has ended.  Nor do cycles of loaders hang it.
-
-    The exit code is not asked for: torch may abort where a daemon thread frees tensors at the end.
-    """
-    argv = [sys.executable, "-c", A_THREAD_READS_ON, tmp_path]
+def test_a_script_ends_with_loaders_that_it_has_not_read_to_their_ends(tmp_path):
+    """Nobody waits for their threads, nor do cycles of objects with loaders hang it."""
+    argv = [sys.executable, "-c", UNFINISHED_LOADERS, tmp_path]
     variables = os.environ | {"PYTHONPATH": str(HERE)}
-    for _ in range(3):
-        ran = subprocess.run(argv, capture_output=True, text=True, timeout=100, env=variables)
-        assert ran.stdout == "done\n" and "Traceback" not in ran.stderr, ran.stderr
+    ran = subprocess.run(argv, capture_output=True, text=True, timeout=100, env=variables)
+    assert (ran.stdout, ran.stderr, ran.returncode) == ("done\n", "", 0)
 
 
 # -- The state: what it holds ------------------------------------------------------------------
@@ -4637,41 +5333,81 @@ def state_of(mm, dataset, consumed, **fields):
 def test_the_past_of_the_toy_corpus_by_hand(mm, toy):
     """Samples 0 and 1 are bbbcc and ccccc: see the first test."""
     dataset = gpt(mm, toy, 3, sequence_length=4)
-    probes = []
-    for place, text in (([0, 1, 0], b"bbbcc"), ([1, 2, 1], b"ccccc")):
+    probes = {}
+    for k, text in (("0", b"bbbcc"), ("1", b"ccccc")):
         tokens = np.frombuffer(text, np.uint8).astype("<i8")
-        probes.append([*place, hashlib.md5(tokens).hexdigest()])
-    past = {"sampler": {"kind": "single"}, "taken": [2]}
-    past |= {"pair of corpus 0": [3, 13], "probes of corpus 0": probes}
-    wanted = {"version": 5, "consumed_samples": 2, "past": json.dumps(past)}
+        probes[k] = hashlib.md5(tokens).hexdigest()
+    past = {"sampler": {"kind": "single"}, "mix": None}
+    past["corpora"] = [mm.IndexedDataset(toy).fingerprint()]
+    past["probes"] = {"samples": probes, "firsts": {"0": probes["0"]}}
+    wanted = {"version": 6, "consumed_samples": 2, "past": json.dumps(past)}
     assert state_of(mm, dataset, 2, micro_batch_size=2) == wanted
     assert state_of(mm, dataset, 0)["past"] == "{}", "nothing was consumed"
 
 
-def test_a_past_has_the_first_and_the_last_sample_and_some_between(one, tmp_path):
-    """Of several corpora fewer of each, but two at least; all of a few."""
-    part = data_of_a_run(one, tmp_path, 50)
-    few = json.loads(state_of(one, part, 4)["past"])
-    assert [probe[0] for probe in few["probes of corpus 0"]] == [0, 1, 2, 3]
-    for used, wanted in ((1, 32), (3, 10), (20, 2)):
-        blend = one.BlendedDataset([part] * used, [1] * used, 50 * used, part.config)
-        past = json.loads(state_of(one, blend, 50 * used)["past"])
-        assert past["taken"] == [50] * used
-        for d in range(used):
-            samples = [probe[0] for probe in past[f"probes of corpus {d}"]]
-            assert len(samples) == wanted and [samples[0], samples[-1]] == [0, 49]
-            gaps = np.diff(samples)
-            assert gaps.max() - gaps.min() <= 1
+def test_the_past_of_a_blend_by_hand(one, tmp_path):
+    """Of the corpora that gave no sample yet, here 1 and 3, it holds nothing."""
+    part = data_of_a_run(one, tmp_path)
+    other = one.MockGPTDataset(FiveTwos(), None, range(5), 40, one.Split.train, part.config)
+    phases = [(6, (1, 0, 1, 0)), (9, (1, 1, 1, 1))]
+    parts = [part, part, other, other]
+    blend = one.BlendedDataset(parts, None, None, part.config, phases)
+    past = json.loads(state_of(one, blend, 6, micro_batch_size=2)["past"])
+    order = [0, 2, 0, 2, 0, 2]
+    assert past["mix"] == zlib.crc32(np.array(order, "<i2"))
+    assert past["corpora"] == [part.dataset.fingerprint(), None, None]
+    looks = [[md5_of_text(ds, k) for k in range(3)] for ds in parts]
+    numbers = [0, 0, 1, 1, 2, 2]
+    samples = {str(i): looks[d][k] for i, (d, k) in enumerate(zip(order, numbers, strict=True))}
+    assert past["probes"] == {
+        "samples": samples,
+        "firsts": {"0": looks[0][0], "2": looks[2][0]},
+    }
 
 
-def test_a_state_counts_on_from_the_last_one(one, tmp_path):
-    """And back to an earlier place: always the state of a loader that counts anew."""
+class FiveTwos:
+    """Five documents of nineteen twos, which have no fingerprint."""
+
+    sequence_lengths = np.full(5, 19, np.int32)
+
+    def __len__(self):
+        return 5
+
+    def get(self, i, offset, length):
+        return np.full(length, 2)
+
+
+def md5_of_text(dataset, k):
+    """The md5 of the S + x tokens of sample k of a GPTDataset."""
+    text, _ = dataset._query_document_sample_shuffle_indices(k)
+    return hashlib.md5(text.astype("<i8")).hexdigest()
+
+
+@pytest.mark.parametrize("kind", ["single", *SHUFFLED])
+@pytest.mark.parametrize("consumed", [4, 32, 36, 400])
+def test_a_past_has_the_first_and_the_last_sample_and_some_between(one, kind, consumed):
+    """32, evenly spread, or all of fewer.  Shuffled, of all that are shuffled."""
+    past = json.loads(state_of(one, Numbers(403), consumed, **fields_of(kind))["past"])
+    samples = [int(k) for k in past["probes"]["samples"]]
+    count = 400 if kind in SHUFFLED else consumed
+    assert (len(samples), samples[0], samples[-1]) == (min(32, count), 0, count - 1)
+    gaps = np.diff(samples)
+    assert gaps.max() - gaps.min() <= 1
+
+
+def test_a_state_reads_a_mix_on_from_the_last_one(one, tmp_path):
+    """And from the beginning for an earlier place: always the state of a new loader."""
     part = data_of_a_run(one, tmp_path)
     blend = one.BlendedDataset([part, part], [1, 2], 60, part.config)
+    places = (8, 20, 12, 40, 4)
+    states = [state_of(one, blend, consumed) for consumed in places]
     loader = loader_of(one, blend)
-    for consumed in (8, 20, 12, 40, 4):
-        loader.load_state_dict(state_of(one, blend, consumed))
-        assert loader.state_dict() == state_of(one, blend, consumed)
+    with mock.patch.object(one, "_count_datasets", wraps=one._count_datasets) as counts:
+        for state in states:
+            loader.load_state_dict(state)
+            assert loader.state_dict() == state
+    read = [len(call.args[0]) for call in counts.call_args_list]
+    assert read == [8, 0, 12, 0, 12, 0, 28, 0, 4, 0]
 
 
 def test_a_state_goes_through_torchs_checkpoints(one, tmp_path):
@@ -4689,9 +5425,10 @@ def test_a_state_goes_through_torchs_checkpoints(one, tmp_path):
 # The judge knows nothing of states: it reads the samples of both runs.
 
 TWO_PHASES = [(24, (1, 2, 0)), (24, (2, 1, 0))]
+MANY = [f"m{d}" for d in range(40)]  # small corpora: an epoch of each is some ten samples
 CHOICES_OF_RUNS = {  # {what two runs may differ in: its values}
-    "folder": ["here", "copies", "copies", "other tokens"],
-    "corpora": ["ab", "ab", "ba", "abc", "a"],
+    "folder": ["here", "copies", "copies", "other tokens", "other end"],
+    "corpora": ["ab", "ab", "abc", "abc", "ba", "a"],
     "mix": [  # (samples, weights) of each phase; without any: the corpora end to end
         [(40, (1, 2, 2))],
         [(41, (1, 2, 2))],
@@ -4701,170 +5438,350 @@ CHOICES_OF_RUNS = {  # {what two runs may differ in: its values}
         TWO_PHASES,
         TWO_PHASES[::-1],
         [TWO_PHASES[0], (99, (1, 1, 1))],
+        [(24, (1, 0, 2)), (24, (1, 1, 1))],
+        [(24, (1, 0, 2)), (12, (1, 1, 1)), (99, (3, 1, 1))],
         [],
     ],
+    "part": ["all", "all", "from 8 on", "every other"],  # by torch's Subset
+    "ranks": [(4, 1), (4, 1), (2, 2)],  # micro-batch size, ranks
+    "seed": [0, 0, 0, 1],  # of a shuffled order
     "random_seed": [1, 1, 1, 2],
     "sequence_length": [8, 8, 8, 9],
     "stable_order": [True, True, False],
     "add_extra_token_to_sequence": [True, True, True, False],
     "split": ["1,0,0", "8,2,0", "80,20,0"],
 }
+MIXES_OF_MANY = [
+    [(300, (1, 2, 2))],
+    [(400, (1, 2, 2))],
+    [(600, (1, 2, 2))],
+    [(900, (1, 2, 2))],
+    [(200, (1, 2, 2)), (200, (1, 0, 0))],
+    [(200, (1, 2, 2)), (100, (0, 1, 0)), (600, (1, 1, 1))],
+]
 A_RUN = {key: values[0] for key, values in CHOICES_OF_RUNS.items()}
 
 
 @pytest.fixture(scope="session")
 def corpora_of_runs(one, tmp_path_factory):
-    """A folder of corpora, and of copies of them, and of corpora of the same lengths."""
+    """A folder of corpora, of copies of them, and of some of the same lengths."""
     folder = tmp_path_factory.mktemp("runs")
-    for name in "abc":
-        rng = np.random.default_rng(ord(name))
-        docs = [rng.integers(0, 2**30, length) for length in rng.integers(0, 30, 40)]
+    for number, name in enumerate(["a", "b", "c", *MANY]):
+        rng = np.random.default_rng(number)
+        lengths = rng.integers(0, 30, 40)
+        if name in MANY:
+            lengths = rng.integers(4, 14, rng.integers(8, 14))
+        docs = [rng.integers(0, 2**30, length) for length in lengths]
         mk(one, folder / "here" / name, docs)
         mk(one, folder / "other tokens" / name, [doc + 1 for doc in docs])
+        mk(one, folder / "other end" / name, [*docs[:-1], docs[-1] + 1])
     shutil.copytree(folder / "here", folder / "copies")
     return folder
 
 
+def two_runs(rng):
+    """Two runs that differ in one or two things, at most; many small corpora in their mix."""
+    if rng.random() < 0.05:
+        many = A_RUN | {"corpora": MANY, "random_seed": int(rng.integers(1000))}
+        many["stable_order"] = bool(rng.integers(2))
+        return [many | {"mix": MIXES_OF_MANY[k]} for k in rng.permutation(len(MIXES_OF_MANY))[:2]]
+    runs = [{}, {}]
+    others = rng.choice(list(CHOICES_OF_RUNS), rng.choice([1, 1, 2]), replace=False)
+    for key, values in CHOICES_OF_RUNS.items():
+        before, after = rng.choice(len(values), 2, replace=False)
+        runs[0][key] = values[before]
+        runs[1][key] = values[after if key in others else before]
+    for run in runs:
+        if run["folder"] == "other end" and "all" not in (runs[0]["part"], runs[1]["part"]):
+            run["folder"] = (
+                "here"  # no fingerprint of a Subset shows one document, nor must a probe
+            )
+    return runs
+
+
 def data_of_run(mm, folder, run):
     """The dataset of a run."""
-    fields = {name: run[name] for name in list(run)[3:]}  # those of the config
+    fields = {name: run[name] for name in list(run)[6:]}  # those of the config
     prefixes = [str(folder / run["folder"] / name) for name in run["corpora"]]
-    phases = [(samples, weights[: len(prefixes)]) for samples, weights in run["mix"]]
+    phases = [(samples, (weights * 40)[: len(prefixes)]) for samples, weights in run["mix"]]
     size = None
     weights = None
     if len(phases) == 1:
         [(size, weights)] = phases
     elif phases:
         fields["blend_phases"] = phases
-    return build(mm, [size, 0, 0], config(mm, (prefixes, weights), **fields))[0]
+    data = build(mm, [size, 0, 0], config(mm, (prefixes, weights), **fields))[0]
+    numbers = {"from 8 on": range(8, len(data)), "every other": range(0, len(data), 2)}
+    if run["part"] in numbers:
+        return torch.utils.data.Subset(data, numbers[run["part"]])
+    return data
 
 
-def past_of(dataset, consumed, kind):
-    """The samples of the past, of each corpus in order; if shuffled, all that are shuffled."""
-    count = consumed
+def fields_of_run(run, kind):
+    """The arguments of build_pretraining_data_loader() for a run in an order of this kind."""
+    micro, ranks = run["ranks"]
+    return fields_of(kind) | {
+        "micro_batch_size": micro,
+        "data_parallel_size": ranks,
+        "seed": run["seed"],
+    }
+
+
+def past_of(dataset, run, consumed, kind):
+    """The order of the consumed samples, and these samples; if shuffled, all that are shuffled."""
+    count = min(consumed, len(dataset))
+    orders = [list(range(count))]
     if kind in SHUFFLED:
-        count = len(dataset) - len(dataset) % 4
-    batch = dataset.batch(range(min(count, len(dataset))))
-    samples = torch.hstack([batch["tokens"], batch["labels"]])
-    corpora = batch.get("dataset_id", torch.zeros(len(samples)))
-    if kind in SHUFFLED:
-        return [list(batch), corpora.tolist(), samples.tolist()]  # a blend has a key more
-    return [samples[corpora == d].tolist() for d in range(3)]
+        micro, ranks = run["ranks"]
+        per_round = micro * ranks
+        turns = 1 + consumed // (len(dataset) // per_round * per_round)
+        sizes = (len(dataset), micro, ranks, run["seed"])
+        orders = [order_of_turn(kind, *sizes, turn) for turn in range(turns)]
+        unit = micro if kind == "unsharded" else per_round
+        count = len(dataset) // unit * unit
+    batch = torch.utils.data.default_collate([dataset[k] for k in range(count)])
+    return orders, {key: values.tolist() for key, values in batch.items()}
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.slow)])
 def test_of_random_pairs_of_runs_a_state_fits_where_the_samples_are_equal(
     one, corpora_of_runs, count
 ):
-    """Both ways: what is accepted is equal, and what is refused is not."""
+    """What is accepted is equal.  What is refused is not, or a pair was replaced."""
     found = collections.Counter()
     for rng in cases(count):
-        runs = [{}, {}]
-        others = rng.choice(list(CHOICES_OF_RUNS), rng.integers(1, 3), replace=False)
-        for key, values in CHOICES_OF_RUNS.items():
-            before, after = rng.choice(len(values), 2, replace=False)
-            runs[0][key] = values[before]
-            runs[1][key] = values[after if key in others else before]
-        before, after = [data_of_run(one, corpora_of_runs, run) for run in runs]
+        runs = two_runs(rng)
         kind = rng.choice(["single", "single", *SHUFFLED])
+        before, after = [data_of_run(one, corpora_of_runs, run) for run in runs]
         rounds = len(before) // 4
         if kind in SHUFFLED:
             rounds *= 2  # a second turn
-        consumed = 4 * int(rng.integers(1, rounds + 1))
-        state = state_of(one, before, consumed, **fields_of(kind))
-        loader = loader_of(one, after, **fields_of(kind))
-        is_equal = past_of(before, consumed, kind) == past_of(after, consumed, kind)
-        found[is_equal, runs[0] == runs[1]] += 1
-        if is_equal:
+        consumed = 4 * math.ceil(rounds * rng.random() ** 2)
+        state = state_of(one, before, consumed, **fields_of_run(runs[0], kind))
+        loader = loader_of(one, after, **fields_of_run(runs[1], kind))
+        pasts = [
+            past_of(before, runs[0], consumed, kind),
+            past_of(after, runs[1], consumed, kind),
+        ]
+        is_equal = pasts[0] == pasts[1]
+        is_replaced = not {runs[0]["folder"], runs[1]["folder"]} <= {"here", "copies"}
+        try:
             loader.load_state_dict(state)
-            assert loader.state_dict() == state
+        except ValueError as error:
+            assert re.match("the state does not fit|consumed_samples", str(error))
+            assert is_replaced or not is_equal, (runs, kind, consumed)
+            found["refused"] += 1
         else:
-            with pytest.raises(ValueError, match="the state does not fit|consumed_samples"):
-                loader.load_state_dict(state)
-    assert found[True, False] > 0.1 * count * CASES
-    assert found[False, False] > 0.2 * count * CASES
+            assert is_equal, (runs, kind, consumed)
+            assert loader.state_dict() == state
+            found["fits"] += 1
+    assert min(found["fits"], found["refused"]) > 0.2 * count * CASES
 
 
 def test_a_refusal_says_what_differs_and_what_to_do(one, corpora_of_runs):
-    state = state_of(one, data_of_run(one, corpora_of_runs, A_RUN), 24)
-    for changes, words in (
-        ({"corpora": "ba"}, r"pair of corpus 0 \(b\)"),
-        ({"folder": "other tokens"}, r"sample 0 of corpus 0 \(a\) .* tokens are others"),
-        ({"random_seed": 2}, "sample 0 of .* in the state, at sequence"),
-        ({"corpora": "a"}, "corpus 0 gave 8 samples in the state, 24 here"),
+    phases = A_RUN | {"mix": TWO_PHASES}
+    one_grows = [(40, (1,)), (60, (0, 0, 0, 0, 1, *[0] * 35))]  # by four epochs
+    many = A_RUN | {"corpora": MANY, "mix": one_grows, "stable_order": False}
+    for kind, run, changes, words in (
+        ("single", A_RUN, {"corpora": "ba"}, r"corpus 0 \(b\) .* bin_size \d+ in the state, \d+"),
+        ("single", A_RUN, {"folder": "other tokens"}, r"corpus 0 \(a\) .* bin_ends_crc32 \d+ in"),
+        ("single", A_RUN, {"random_seed": 2}, "sample 0 of the 40 that were consumed is another"),
+        ("sharded", A_RUN, {"random_seed": 2}, "sample 0 of the 40 that are shuffled is another"),
+        ("single", A_RUN, {"corpora": "a"}, "which corpus gave which sample"),
+        ("single", A_RUN, {"corpora": "a", "mix": []}, "which corpus .* None here; None: no"),
+        ("single", phases, {"mix": TWO_PHASES[::-1]}, "which corpus gave which sample"),
+        ("single", many, {"mix": one_grows[:1]}, r"sample 0 of corpus 4 \(m4\) is another"),
     ):
-        loader = loader_of(one, data_of_run(one, corpora_of_runs, A_RUN | changes))
-        with pytest.raises(ValueError, match=f"{words}.*stable_order=True.*strict=False"):
+        state = state_of(one, data_of_run(one, corpora_of_runs, run), 40, **fields_of(kind))
+        other = data_of_run(one, corpora_of_runs, run | changes)
+        loader = loader_of(one, other, **fields_of(kind))
+        words = f"^the state does not fit: {words}.*stable_order=True.*strict=False"
+        with pytest.raises(ValueError, match=words):
             loader.load_state_dict(state)
 
 
-def test_phases_of_the_past_and_later_ones(one, corpora_of_runs):
-    """Shuffled phases are not swapped.  A further corpus may come in a later phase."""
-    data = data_of_run(one, corpora_of_runs, A_RUN | {"mix": TWO_PHASES})
-    swapped = data_of_run(one, corpora_of_runs, A_RUN | {"mix": TWO_PHASES[::-1]})
-    shuffled = fields_of("unsharded")
-    with pytest.raises(ValueError, match="checksum of dataset_index"):
-        loader_of(one, swapped, **shuffled).load_state_dict(state_of(one, data, 24, **shuffled))
-    longer = {"corpora": "abc", "mix": [TWO_PHASES[0], (99, (1, 1, 1))]}
-    loader = loader_of(one, data_of_run(one, corpora_of_runs, A_RUN | longer))
-    loader.load_state_dict(state_of(one, data, 24))
+def test_probes_find_other_tokens_in_the_middle_of_a_pair(one, tmp_path):
+    """Its fingerprint looks at the first and the last 4,096 bytes alone."""
+    datasets = []
+    for folder, token in (("a", 1), ("b", 1), ("c", 2)):
+        docs = [[0] * 1024, [token] * 1000, [0] * 1024]
+        datasets.append(gpt(one, mk(one, tmp_path / folder / "p", docs), 300))
+    before, same_again, changed = datasets
+    assert before.dataset.fingerprint() == changed.dataset.fingerprint()
+    state = state_of(one, before, 300)
+    loader_of(one, same_again).load_state_dict(state)
+    with pytest.raises(ValueError, match="sample .* of the 300 that were consumed"):
+        loader_of(one, changed).load_state_dict(state)
 
 
-def test_a_class_of_the_users_own_says_what_it_is(one):
-    """Its identifiers, and made_from(), or its length where that says nothing."""
+class Rows:
+    """A class of the user's own: eight items that are made by a function."""
 
-    def rows(made_from, count=12, seed=1):
-        documents = np.arange(count, dtype=np.int32)
-        cfg = config(one, random_seed=seed)
-        dataset = numbers_class(one)(range(30), "x", documents, None, one.Split.train, cfg)
-        dataset.made_from = mock.Mock(return_value=made_from)
-        return dataset
+    def __init__(self, make):
+        self.make = make
 
-    said = {"path": ["a", {"b": 1}]}
-    for before, after, word in (
-        (rows({}), rows({}), None),
-        (rows(said), rows(said, count=13), None),
-        (rows({}), rows({}, seed=2), "random_seed of corpus 0"),
-        (rows({}), rows({}, count=13), "length of corpus 0"),
-        (rows(said), rows({"path": ["a", {"b": 2}]}), "made_from of corpus 0"),
-    ):
-        state = state_of(one, before, 4)
-        if word is None:
-            loader_of(one, after).load_state_dict(state)
-            continue
-        with pytest.raises(ValueError, match=word):
-            loader_of(one, after).load_state_dict(state)
-    for value in (np.zeros(3), Tok()):
-        with pytest.raises(TypeError, match="JSON"):
-            state_of(one, rows({"rows": value}), 4)
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, k):
+        return self.make(k)
 
 
-def test_a_subclass_with_samples_of_its_own_is_another_class(one, tmp_path):
-    """No probe sees what it reads.  A copy of its pair is the same."""
+@dataclasses.dataclass
+class Row:
+    """A sample that is no dict."""
+
+    tokens: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", ["Subset", "own class"])
+def test_a_subset_and_a_class_of_the_users_own_are_looked_at(one, tmp_path, kind):
+    """Whatever torch's Subset wraps, and whatever a class of one's own reads."""
+    train = data_of_a_run(one, tmp_path, 48)
+    if kind == "Subset":
+        parts = [range(24), range(48), range(24, 48)]
+        before, again, other = [torch.utils.data.Subset(train, part) for part in parts]
+    else:
+        before, again, other = [Plus(constant) for constant in (1, 1, 2)]
+    state = state_of(one, before, 8)
+    loader_of(one, again).load_state_dict(state)
+    with pytest.raises(ValueError, match="sample [01] of the 8 that were consumed"):
+        loader_of(one, other).load_state_dict(state)
+
+
+class Plus(Numbers):
+    """Sample k of 8 is {"k": k + constant}."""
+
+    def __init__(self, constant):
+        super().__init__(8)
+        self.constant = constant
+
+    def __getitem__(self, k):
+        return {"k": torch.tensor(k + self.constant)}
+
+
+ITEMS = {  # {what a sample may hold: (values that a state tells apart)}
+    "tensors": (
+        torch.zeros(4),
+        torch.ones(4),
+        torch.zeros(2, 2),
+        torch.zeros(4, dtype=torch.bfloat16),
+        torch.zeros(4, dtype=torch.bool),
+        torch.zeros(0),
+        torch.tensor(0.0),
+    ),
+    "arrays": (np.zeros(3), np.arange(3), np.float32(1), np.float64(1), np.array(["a", None])),
+    "numbers": (0, 1, True, 2**70, 0.5, 1j, float("nan"), None),
+    "texts": ("a", "b", "\ud800", b"a", b"b", ""),
+    "nested": (
+        [1, 2],
+        [[1], 2],
+        {"a": (1, torch.ones(1))},
+        {"a": (1, torch.zeros(1))},
+        collections.UserDict(a=torch.ones(1)),
+        np.array([{"a": 1}], object),
+        np.array([{"a": 2}], object),
+        Row(torch.ones(2)),
+        Row(torch.zeros(2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ITEMS)
+def test_what_is_seen_in_a_sample_of_a_class_of_the_users_own(one, kind):
+    """Equal values are equal also in other objects; values that differ in any way are not."""
+    pasts = []
+    for item in ITEMS[kind]:
+        pasts.append(state_of(one, [item] * 8, 8)["past"])
+        assert state_of(one, [copy.deepcopy(item)] * 8, 8)["past"] == pasts[-1]
+        assert None not in json.loads(pasts[-1])["probes"]["samples"].values()
+    assert len(set(pasts)) == len(pasts)
+
+
+def test_a_sample_that_cannot_be_read_is_no_probe(one):
+    """A state can be taken, and fits where the other samples are equal."""
+
+    def make(k):
+        if k == 3:
+            raise OSError("the file of sample 3 is gone")
+        return k
+
+    past = json.loads(state_of(one, Rows(make), 8)["past"])
+    assert [k for k, look in past["probes"]["samples"].items() if look is None] == ["3"]
+    loader_of(one, Rows(make)).load_state_dict(state_of(one, Rows(make), 8))
+
+
+def test_random_samples_are_looked_at_with_seeds(one):
+    """With the three global generators, which are as before then."""
+
+    def draw(k):
+        return k + torch.rand(1).item() + np.random.rand() + random.random()
+
+    random.seed(1)
+    torch.manual_seed(1)
+    np.random.seed(1)
+    drawn = draw(0)
+    random.seed(1)
+    torch.manual_seed(1)
+    np.random.seed(1)
+    state = state_of(one, Rows(draw), 8)
+    assert draw(0) == drawn
+    loader_of(one, Rows(draw)).load_state_dict(state)
+    with pytest.raises(ValueError, match="sample 0"):
+        loader_of(one, Rows(range(8).index)).load_state_dict(state)
+
+
+def test_which_subclasses_are_looked_at_by_the_tokens_of_the_corpus(one, tmp_path):
+    """Those that say what a sample is are not; those that change its tokens, perhaps at random."""
 
     class Swapped(one.GPTDataset):
         def __getitem__(self, idx):
             return super().__getitem__(idx ^ 1)
 
-    datasets = []
-    for cls, folder in ((Swapped, "a"), (Swapped, "b"), (one.GPTDataset, "c")):
-        prefix = mk(one, tmp_path / folder / "p", [[1] * 90])
-        datasets.append(build(one, [10, 0, 0], config(one, ([prefix], None)), cls)[0])
-    swapped, copied, plain = datasets
-    state = state_of(one, swapped, 4)
-    loader_of(one, copied).load_state_dict(state)
-    with pytest.raises(ValueError, match="class of corpus 0"):
-        loader_of(one, plain).load_state_dict(state)
+    class Drawn(one.GPTDataset):
+        def _query_document_sample_shuffle_indices(self, idx):
+            text, documents = super()._query_document_sample_shuffle_indices(idx)
+            return self.generator.permutation(text), documents
+
+        generator = np.random.default_rng(0)
+
+    def data(cls, folder):
+        docs = [np.arange(9) + 9 * d for d in range(20)]
+        prefix = mk(one, tmp_path / folder / "p", docs)
+        return build(one, [20, 0, 0], config(one, ([prefix], None)), cls)[0]
+
+    plain = data(one.GPTDataset, "a")
+    for cls, is_as_plain in ((Swapped, False), (Drawn, True)):
+        state = state_of(one, data(cls, "b"), 4)
+        loader_of(one, data(cls, "c")).load_state_dict(state)
+        assert (state == state_of(one, plain, 4)) == is_as_plain
 
 
 def test_what_is_no_state_is_refused(one):
     """strict=False accepts another version, but no place where there is no sample."""
     loader = loader_of(one, Numbers(64))
     state = state_of(one, Numbers(64), 16)
-    other = state | {"version": 4}
-    for wrong in ({}, other):
-        with pytest.raises(ValueError, match="PretrainingDataLoader.*strict=False"):
-            loader.load_state_dict(wrong)
+    for wrong in (
+        None,
+        "state",
+        {},
+        {"consumed_samples": 16, "past": "{}"},
+        state | {"consumed_samples": 1.5},
+        state | {"past": "{"},
+        state | {"past": "5"},
+        state | {"past": {}},
+    ):
+        for strict in (True, False):
+            with pytest.raises(ValueError, match="wanted a state of PretrainingDataLoader"):
+                loader.load_state_dict(wrong, strict)
+    other = state | {"version": 5}
+    for changed, word in (
+        (other, "version 6, got version 5.*strict=False"),
+        (state | {"past": "{}"}, "the sampler is None in the state"),
+        (state | {"past": '{"sampler": 5}'}, "the sampler is 5 in the state"),
+    ):
+        with pytest.raises(ValueError, match=f"the state does not fit.*{word}"):
+            loader.load_state_dict(changed)
     with pytest.raises(ValueError, match="consumed_samples"):
         loader.load_state_dict(state | {"consumed_samples": 65}, strict=False)
     assert loader.state_dict()["consumed_samples"] == 0
@@ -4872,66 +5789,11 @@ def test_what_is_no_state_is_refused(one):
     assert loader.state_dict() == state
 
 
-# -- What a training loop needs beside it ------------------------------------------------------
-
-
-def test_cyclic_iter_goes_on_over_one_empty_pass_and_not_over_two(one):
-    """One may be empty, as at the end of a run; two in a row would never end."""
-    at_the_end = one.cyclic_iter(sampler_of(one, "single", 6, 6, 3, 0, 1))
-    assert list(itertools.islice(at_the_end, 3)) == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
-    with pytest.raises(ValueError, match="passes"):
-        next(one.cyclic_iter([]))
-
-
-def test_micro_batches_can_be_had_again(one):
-    """A new iterator goes on with the state of the last."""
-    numbers = one.RerunDataIterator(range(9))
-    assert list(itertools.islice(numbers, 3)) == [0, 1, 2]
-    numbers.rewind()
-    assert next(numbers) == 0
-    numbers.advance()
-    assert list(itertools.islice(numbers, 4)) == [1, 2, 3, 4]
-    numbers.rewind()
-    assert next(numbers) == 1
-    resumed = one.RerunDataIterator(range(5, 9))
-    resumed.load_state_dict(numbers.state_dict())
-    assert list(numbers) == list(resumed) == [2, 3, 4, 5, 6, 7, 8]
-    ended = one.RerunDataIterator([])
-    ended.load_state_dict(resumed.state_dict())
-    assert list(ended) == []
-    ended.rewind()
-    assert list(ended) == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
-def test_samples_of_a_run_by_hand(one):
-    """16 samples an evaluation: after 30, 60 and 90 steps of 100, and at the end."""
-    run = {"global_batch_size": 8, "eval_interval": 30, "eval_iters": 2}
-    for arguments, wanted in (
-        ({"train_iters": 100}, (800, 4 * 16, 16)),
-        ({"train_samples": 719}, (719, 3 * 16, 16)),  # 89 whole steps
-        ({"train_samples": 720}, (720, 4 * 16, 16)),
-        ({"train_iters": 10, "full_validation": True}, (80, None, 16)),
-        ({"train_iters": 100, "skip_train": True}, (800, 16, 16)),
-    ):
-        assert one.get_train_valid_test_num_samples(**run | arguments) == wanted
-    for wrong in ({}, {"train_iters": 10, "train_samples": 80}, {"train_iters": -1}):
-        with pytest.raises(ValueError, match="train_iters|samples"):
-            one.get_train_valid_test_num_samples(**run | wrong)
-
-
-def test_a_batch_size_that_does_not_grow(one):
-    """A ramp-up is compared with upstream's under Parity."""
-    for ramp in (None, (16, 8, 0), (32, 8, 100)):
-        number = one.NumMicroBatches(32, 4, 2, ramp)
-        assert (number.get(), number.get_current_global_batch_size()) == (4, 32)
-    for arguments, word in (
-        ((30, 4, 2, None), "30"),
-        ((32, 4, 2, (16, 6, 100)), "equal"),
-        ((32, 4, 2, (16, 4, 100)), "20"),
-        ((32, 4, 2, (16, 0, 100)), "increment"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            one.NumMicroBatches(*arguments)
+def test_batches_that_come_in_another_order_cannot_be_counted(one):
+    with pytest.raises(ValueError, match="in_order=False"):
+        one.PretrainingDataLoader(
+            Numbers(8), sampler_of(one, "single", 8, 0, 4, 0, 1), in_order=False
+        )
 
 
 # ==============================================================================
@@ -4939,12 +5801,44 @@ def test_a_batch_size_that_does_not_grow(one):
 # ==============================================================================
 
 
+class Panic(BaseException):
+    """As the package pyo3 raises where code in Rust panics."""
+
+
+class Numbered(Exception):
+    """It shows something else than it was made of."""
+
+    def __str__(self):
+        return "number 7"
+
+
+class Mute(Exception):
+    """It cannot say what it is."""
+
+    def __str__(self):
+        raise ValueError("no words")
+
+
 def an_error_on_one_rank_is_raised_on_all(job):
     """Of several, that of the lowest rank.  What works on all ranks returns on each its value."""
+    of_this_function = type("OfThisFunction", (ValueError,), {})
     for error, kind, words in (
         (ValueError("no \udcff"), ValueError, "no \udcff"),
         (FileNotFoundError(2, "No", "a.bin"), FileNotFoundError, "[Errno 2] No: 'a.bin'"),
-        (ZeroDivisionError("by zero"), RuntimeError, "by zero (ZeroDivisionError)"),
+        (PermissionError(13, "No", "a.bin"), PermissionError, "[Errno 13] No: 'a.bin'"),
+        (ZeroDivisionError("by zero"), ZeroDivisionError, "by zero"),
+        (job.mm.DatasetFormatError("a\nb"), job.mm.DatasetFormatError, "a\nb"),
+        (Panic("panicked"), Panic, "panicked"),
+        (MemoryError(), MemoryError, ""),
+        (KeyError("a"), RuntimeError, "'a' (KeyError)"),
+        (Numbered("a"), RuntimeError, "number 7 (Numbered)"),
+        (Mute("a"), RuntimeError, " (Mute)"),
+        (of_this_function("a"), RuntimeError, "a (OfThisFunction)"),
+        (
+            UnicodeEncodeError("ascii", "a", 0, 1, "no"),
+            RuntimeError,
+            "'ascii' codec can't encode character '\\x61' in position 0: no (UnicodeEncodeError)",
+        ),
     ):
         for failing in range(job.world):
             mine = None
@@ -4960,6 +5854,34 @@ def an_error_on_one_rank_is_raised_on_all(job):
     with counted("all_reduce") as all_reduce, counted("broadcast_object_list") as broadcast:
         assert job.mm._on_every_rank(mock.Mock(return_value=job.rank)) == job.rank
     assert (all_reduce.call_count, broadcast.call_count) == (1, 0)
+
+
+def a_class_that_other_ranks_do_not_have(job):
+    """Or have as another thing: there it is a RuntimeError with its name."""
+    for failing in range(job.world):
+        module = types.ModuleType("of_one_rank")
+        sys.modules["of_one_rank"] = module
+        module.Mine = type("Mine", (ValueError,), {"__module__": "of_one_rank"})
+        kind = module.Mine
+        mine = kind("a")
+        sentence = f"rank {failing}: a"
+        if job.rank != failing:
+            kind = RuntimeError
+            mine = None
+            sentence += " (Mine)"
+            module.Mine = str
+            if job.rank % 2:
+                del sys.modules["of_one_rank"]
+        with pytest.raises(kind) as caught:
+            job.mm._on_every_rank(mock.Mock(side_effect=mine))
+        assert (type(caught.value), str(caught.value)) == (kind, sentence)
+
+
+def what_ends_a_process_is_not_told(job):
+    for kind in (KeyboardInterrupt, SystemExit, GeneratorExit):
+        with counted("all_reduce") as all_reduce, pytest.raises(kind):
+            job.mm._on_every_rank(mock.Mock(side_effect=kind))
+        assert all_reduce.call_count == 0
 
 
 def an_error_stays_in_its_group(job):
@@ -5032,7 +5954,7 @@ def a_failed_build_is_raised_on_all(job):
         with pytest.raises(FileNotFoundError, match=rf"^rank {failing}: .*none\.idx"):
             built_tokens(job, f"broken {failing}", prefixes=prefixes)
         cannot_tell = mock.Mock(side_effect=ZeroDivisionError if job.rank == failing else None)
-        with pytest.raises(RuntimeError, match=f"^rank {failing}: .*ZeroDivisionError"):
+        with pytest.raises(ZeroDivisionError, match=f"^rank {failing}: $"):
             built_tokens(job, "shared", cannot_tell)
         assert built_tokens(job, "shared")[0]
 
@@ -5041,6 +5963,8 @@ def a_failed_build_is_raised_on_all(job):
 def test_errors_on_ranks(tmp_path, world):
     scenarios = [
         an_error_on_one_rank_is_raised_on_all,
+        a_class_that_other_ranks_do_not_have,
+        what_ends_a_process_is_not_told,
         an_error_stays_in_its_group,
         consumed_samples_are_compared,
         caches_are_shared_or_of_ones_own,
@@ -5071,48 +5995,40 @@ def c():
     return copy_of_module("c")
 
 
+BUILDS = {  # what lies in the place of the C module -> what is said of it
+    "raise ModuleNotFoundError('no build')": "no build",
+    "raise ImportError('of another Python')": "of another Python",
+    "shuffle = None": r"wanted version 1, got None of .*_megatron_min\.py.*: build it again",
+    "VERSION = 2": r"wanted version 1, got 2 of .*_megatron_min\.py.*: build it again",
+}
+
+
 @pytest.mark.parametrize("setting", ["1", "0", None])
-def test_without_a_build(monkeypatch, tmp_path, setting):
-    """=1 asks for C, so its absence is an error; others go without."""
-    (tmp_path / "_megatron_min.py").write_text("raise ModuleNotFoundError('no build')")
+@pytest.mark.parametrize("build", BUILDS)
+def test_without_a_build_that_can_be_used(monkeypatch, tmp_path, build, setting):
+    """=1 asks for C, so it is an error; others go without, with a warning of what is there."""
+    (tmp_path / "_megatron_min.py").write_text(build)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "_megatron_min", raising=False)
     monkeypatch.delenv("MEGATRON_MIN_C", raising=False)
     if setting is not None:
         monkeypatch.setenv("MEGATRON_MIN_C", setting)
     path = str(HERE / "megatron_min.py")
+    words = BUILDS[build]
     if setting == "1":
-        with pytest.raises(ImportError, match="no build"):
+        with pytest.raises(ImportError, match=f"{words}.*pip install"):
             runpy.run_path(path)
+        return
+    module, messages = heard(runpy.run_path, path)
+    assert module["IMPLEMENTATION"] == "python"
+    if setting == "0" or words == "no build":
+        assert messages == []
     else:
-        assert runpy.run_path(path)["IMPLEMENTATION"] == "python"
+        [message] = messages
+        assert re.search(words, message)
 
 
 # -- C gives what the definitions give ---------------------------------------------------------
-
-
-def encoded(mm, values, dtype):
-    """The bytes of some ids, or what their refusal says."""
-    try:
-        return mm._encode_tokens(values, np.dtype(dtype))
-    except ValueError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("dtype", INTEGERS)
-def test_c_encodes_what_the_definition_encodes(c, one, dtype):
-    """The ids at the edges of a dtype, and one beyond them, from each dtype and from a list."""
-    limits = np.iinfo(dtype)
-    edges = [limits.min, 0, limits.max] * 300
-    for ids in (edges, [*edges, limits.max + 1, 0], [limits.min - 1, 0], [2**70], []):
-        assert encoded(c, ids, dtype) == encoded(one, ids, dtype)
-        for source in (*INTEGERS, np.uint32, np.uint64):
-            of_source = np.iinfo(source)
-            values = np.clip(np.array(ids, object), of_source.min, of_source.max).astype(source)
-            swapped = values.astype(values.dtype.newbyteorder())
-            for given in (values, values[::2], swapped, torch.from_numpy(values)):
-                assert encoded(c, given, dtype) == encoded(one, given, dtype)
-    assert isinstance(encoded(c, [*edges, limits.max + 1], dtype), str)
 
 
 def test_rows_of_64_bits(c):
@@ -5145,7 +6061,23 @@ def test_shuffle_goes_on_where_numpy_would(c, dtype):
         assert repr(state.get_state()) == repr(other.get_state())
 
 
-# -- hostile arguments: an error from both implementations, never a crash ----------------------
+# -- arguments in all forms: C takes and refuses what the definition does -----------------------
+
+
+def good_arguments(name):
+    """Arguments of a function, made anew; the shuffle's array is long enough for C."""
+    if name == "shuffle":
+        return {"items": np.arange(5000), "random_state": np.random.RandomState(3)}
+    if name == "build_sample_idx":
+        arguments = {"sizes": int32(4, 3, 6), "document_indices": int32(0, 1, 2)}
+        arguments |= {"sequence_length": 4, "num_epochs": 1, "tokens_per_epoch": 13}
+        flags = {"drop_last_partial_sequence": True, "add_extra_token_to_sequence": True}
+        return arguments | flags
+    arguments = {"dataset_index": np.zeros(4, np.int16)}
+    arguments |= {"dataset_sample_index": np.zeros(4, np.int64)}
+    if name == "build_blending_indices":
+        return arguments | {"weights": np.array([0.25, 0.75]), "num_datasets": 2, "size": 4}
+    return arguments | {"sizes": np.array([1, 3]), "num_datasets": 2}
 
 
 def read_only(values):
@@ -5154,29 +6086,84 @@ def read_only(values):
     return values
 
 
-OUTPUTS = {"dataset_index": np.zeros(4, np.int16), "dataset_sample_index": np.zeros(4, np.int64)}
-BLENDS = {  # {function: good arguments}
-    "build_blending_indices": OUTPUTS
-    | {"weights": np.array([0.25, 0.75]), "num_datasets": 2, "size": 4},
-    "build_exhaustive_blending_indices": OUTPUTS | {"sizes": np.array([1, 3]), "num_datasets": 2},
-}
-HOSTILE = {  # {argument: what is refused}
-    "dataset_index": [np.zeros(4, np.int32), [0] * 4, np.zeros(3, np.int16)],
-    "dataset_sample_index": [np.zeros((4, 1), np.int64), read_only(np.zeros(4, np.int64))],
-    "weights": [[0.5, math.nan], [0.5, -0.5], [1.0], ["a", "b"]],
-    "sizes": [[4], np.array([2.5, 1.5]), [5, -1], [2**62, 2**62]],
-    "num_datasets": [0, 3],
-    "size": [5, -1, 2.5],
+HOSTILE = {  # {function: {argument: what is refused}}; upstream crashes at many of them
+    "build_sample_idx": {
+        "sizes": [array.array("i", [4, 3, 6]), torch.tensor([4, 3, 6], dtype=torch.int32), [4]],
+        "document_indices": [array.array("i", [0, 1, 2]), memoryview(int32(0, 1, 2)), int32(0)],
+        "sequence_length": [0, 4.0, 2**32, None],
+        "num_epochs": [-1, 1.0, 2**70],
+        "tokens_per_epoch": [-1, 13.0, 400, "13"],
+    },
+    "shuffle": {
+        "items": [read_only(np.arange(5000)), np.array(5), range(5000), None],
+    },
+    "build_blending_indices": {
+        "dataset_index": [array.array("h", [0] * 4), np.zeros(4, np.int32), [0] * 4],
+        "dataset_sample_index": [np.zeros((4, 1), np.int64), read_only(np.zeros(4, np.int64))],
+        "weights": [[0.5, math.nan], [0.5, math.inf], [0.5, -0.5], [1.0], ["a", "b"], 1.0],
+        "num_datasets": [0, 3, -1, 2.0],
+        "size": [5, -1, 2.5, 4.0, 2**70],
+    },
+    "build_exhaustive_blending_indices": {
+        "dataset_index": [torch.zeros(4, dtype=torch.int16), np.zeros(3, np.int16)],
+        "dataset_sample_index": [memoryview(np.zeros(4, np.int64)), np.zeros(4, np.uint64)],
+        "sizes": [[4], np.array([2.5, 1.5]), [5, -1], [2**62, 2**62], 4],
+        "num_datasets": [0, 3, -1, 2.0],
+    },
 }
 
 
-@pytest.mark.parametrize("name", BLENDS)
+def other_forms(value):
+    """A good argument as something else, which may be taken or refused."""
+    if isinstance(value, np.ndarray):
+        forms = [*wrong_forms(value), read_only(value), value[::-1], value[:-1], value[0]]
+        forms += [value.tolist(), tuple(value), memoryview(value), torch.from_numpy(value)]
+        forms += [array.array(value.dtype.char, value), bytes(value), value.astype(float)]
+        return [*forms, value > 0, np.array(None), None]
+    if isinstance(value, np.random.RandomState):
+        of_another_kind = np.random.RandomState(np.random.PCG64(3))
+        return [of_another_kind, np.random.default_rng(3), 3, None]
+    forms = [float(value), str(value), np.int64(value), np.uint8(value), np.array(value)]
+    return [*forms, torch.tensor(value), value > 0, -value, 0, 2, 2**63, None]
+
+
+def odd_calls(name):
+    """Calls with an argument, or two, in other forms."""
+    for argument, value in good_arguments(name).items():
+        for other in (*HOSTILE[name].get(argument, []), *other_forms(value)):
+            yield good_arguments(name) | {argument: other}
+    good = good_arguments(name)
+    if name == "build_sample_idx":  # a document that is none, of a stream too long for memory
+        too_long = {"sequence_length": 1, "tokens_per_epoch": 6 * 10**9}
+        yield good | too_long | {"document_indices": int32(0, 3, 2)}
+    elif name != "shuffle":
+        names = ["dataset_index", "dataset_sample_index"]
+        yield good | dict(zip(names, overlapping(*[good[key] for key in names]), strict=True))
+
+
+def outcome(mm, name, call):
+    """What a function returns, or its error; and what its arrays then hold."""
+    try:
+        result = quiet(getattr(mm, name), **call)
+    except Exception as error:
+        result = type(error), str(error)
+    held = [list(value) for value in call.values() if np.ndim(value)]
+    return repr((result, held))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_c_takes_is_what_python_takes(mm, one, name):
+    """The same result, or the same error with the same sentence."""
+    for ours, plain in zip(odd_calls(name), odd_calls(name), strict=True):
+        assert outcome(mm, name, ours) == outcome(one, name, plain), plain
+
+
+@pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_arguments_raise(mm, name):
-    """Upstream crashes."""
-    for argument in BLENDS[name]:
-        for value in HOSTILE[argument]:
+    for argument, values in HOSTILE[name].items():
+        for value in values:
             with pytest.raises((TypeError, ValueError)):
-                getattr(mm, name)(**BLENDS[name] | {argument: value})
+                quiet(getattr(mm, name), **good_arguments(name) | {argument: value})
 
 
 # -- what a function of C is given is checked before it is trusted -----------------------------
@@ -5184,7 +6171,6 @@ def test_hostile_arguments_raise(mm, name):
 # A call is the arguments of a function of _megatron_min, by name and in order.
 
 FILLED = {  # {function: how many arrays it fills, its first arguments}
-    "encode_tokens": 0,
     "build_sample_idx": 1,
     "shuffle": 2,
     "build_blend": 2,
@@ -5206,10 +6192,9 @@ def toy_call(name):
 
 def toy_arguments(name):
     if name == "build_blend":
-        limits = np.array([1.0, 3.0])
-        return OUTPUTS | {"weights": np.array([0.25, 0.75]), "limits": limits, "size": 4}
-    if name == "encode_tokens":
-        return {"values": int32(*b"aaaabbbcccccc"), "kind": "u", "itemsize": 2}
+        call = {"dataset_index": np.zeros(4, np.int16), "dataset_sample_index": np.zeros(4, int)}
+        call |= {"weights": np.array([0.25, 0.75]), "limits": np.array([1.0, 3.0])}
+        return call | {"size": 4}
     if name == "shuffle":
         key = np.random.RandomState(0).get_state()[1].copy()
         return {"array": np.arange(9), "key": key, "pos": 600}
@@ -5245,11 +6230,6 @@ def is_refused(c, name, call):
 
 
 WRONG = {  # {function: {argument: values that it refuses in the toy call}}
-    "encode_tokens": {
-        "values": [int32(-1), int32(2**16), [0, 2**16], [2**70], [True], ["a"], [1.5], (1, 2)],
-        "kind": ["f", "u2", "\0", "\u0175", None],
-        "itemsize": [0, 3, 9],
-    },
     "build_sample_idx": {
         "sample_index": [np.zeros((4, 3), np.int32), np.zeros((0, 2), np.int32)],
         "sizes": [int32(8, -1, 6)],
@@ -5268,8 +6248,8 @@ WRONG = {  # {function: {argument: values that it refuses in the toy call}}
         "tokens": [None, np.zeros((3, 0), np.int64)],
         "cu_seqlens": [None],  # without max_seqlen, and that without this
         "max_seqlen": [None],
-        "places": [np.array([0, 1]), np.array([0, 1, 3]), np.array([-1, 1, 2])],
-        "wanted": [np.array([3]), np.array([-4])],
+        "places": [np.array([0, 1]), np.arange(4), np.array([0, 1, 3]), np.array([-1, 1, 2])],
+        "wanted": [np.array([0, 1, 3]), np.array([0, 1, -4])],
         "items": [np.zeros(13, np.uint32), np.zeros(13, np.float32), "aaaabbb"],
         "pointers": [np.array([0, 16])],
         "sample_index": [np.zeros((4, 3), np.int64)],
@@ -5335,7 +6315,7 @@ def refused_calls(name):
             yield toy_call(name) | {key: one_of_them}
     if name == "read_samples":
         for k, key, values in NO_PLACES:
-            call = toy_call(name) | {"wanted": np.array([k])}
+            call = toy_call(name) | {"places": np.array([0]), "wanted": np.array([k])}
             call[key][...] = values
             yield call
 
@@ -5350,6 +6330,21 @@ def test_c_refuses_bad_calls(c, name):
         wrong = [key for key in call if call[key] is not good[key]]
         assert is_refused(c, name, call) == (call is not good), wrong
         assert [sys.getrefcount(values) for values in arrays] == counts, wrong
+
+
+def test_an_error_of_the_object_itself_stays(c):
+    view = memoryview(b"")
+    view.release()
+    with pytest.raises(ValueError, match="released memoryview"):
+        call_c(c, "shuffle", toy_call("shuffle") | {"array": view})
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_the_functions_of_c_say_what_they_take(c, name):
+    function = getattr(c._megatron_min, name)
+    assert list(inspect.signature(function).parameters) == list(toy_call(name))
+    assert len(function.__doc__) > 40
+    assert c._megatron_min.__doc__
 
 
 @pytest.mark.slow
@@ -5390,17 +6385,23 @@ WHEELS = {  # {why: (environment, the tag of the wheel; None: an error)}
 }
 
 
+def copy_of_sources(tmp_path):
+    """The sources alone, in a folder of their own."""
+    if not (HERE / "setup.py").exists():
+        pytest.skip("setup.py is not beside this file")
+    pytest.importorskip("setuptools.command.bdist_wheel", reason="setuptools is before 70.1")
+    copied = tmp_path / "sources"
+    shutil.copytree(HERE, copied, ignore=shutil.ignore_patterns("*.so", "build", "dist", ".git"))
+    return copied
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WHEELS)
 def test_a_wheel_without_c_is_pure(tmp_path, case):
     """Or it is an error, where C is wanted; of the sources as they are packed."""
-    if not (HERE / "setup.py").exists():
-        pytest.skip("setup.py is not beside this file")
-    pytest.importorskip("setuptools.command.bdist_wheel", reason="setuptools is before 70.1")
+    copied = copy_of_sources(tmp_path)
     if case == "C" and "c" not in IMPLEMENTATIONS:
         pytest.skip("there is no C compiler")
-    copied = tmp_path / "sources"
-    shutil.copytree(HERE, copied, ignore=shutil.ignore_patterns("*.so", "build", "dist", ".git"))
     run_setup(copied, "sdist")
     [archive] = (copied / "dist").iterdir()
     shutil.unpack_archive(archive, tmp_path)
@@ -5418,6 +6419,39 @@ def test_a_wheel_without_c_is_pure(tmp_path, case):
     assert ("_megatron_min." in names) == (case == "C")
 
 
+CHANGING_FLAGS = {  # {flags under which doubles are not IEEE's: is the build refused?}
+    "-ffast-math": True,
+    "-ffinite-math-only": True,
+    "-ffp-contract=fast -march=native": False,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", CHANGING_FLAGS)
+def test_flags_that_change_doubles_are_refused_or_change_nothing(c, tmp_path, flags):
+    """Weights of a few whole numbers have ties that a fused multiply-add would break otherwise."""
+    folder = copy_of_sources(tmp_path)
+    build = ["build_ext", "--inplace"]
+    variables = {"MEGATRON_MIN_C": "1", "MEGATRON_MIN_CFLAGS": flags}
+    if CHANGING_FLAGS[flags]:
+        with pytest.raises(subprocess.CalledProcessError) as error:
+            run_setup(folder, *build, **variables)
+        assert b"#error" in error.value.stderr and b"plain IEEE doubles" in error.value.stderr
+        return
+    run_setup(folder, *build, **variables)
+    [path] = folder.glob("_megatron_min*")
+    spec = importlib.util.spec_from_file_location("_megatron_min", path)
+    built = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(built)
+    for rng in cases(30):
+        n = int(rng.choice([rng.integers(2, 32), rng.integers(33, 99)]))  # C has loops for both
+        weights = rng.integers(1, 4, n).astype(float)
+        weights /= weights.sum()
+        outputs = np.zeros(1000, np.int16), np.zeros(1000, np.int64)
+        built.build_blend(*outputs, weights, np.full(n, np.inf), 1000)
+        assert list(zip(*lists(outputs), strict=True)) == blend_by_a_loop(weights.tolist(), 1000)
+
+
 # ==============================================================================
 # 17. Tokenizers
 # ==============================================================================
@@ -5427,7 +6461,6 @@ def test_the_null_tokenizer_takes_numbers(one):
     tokenizer = one.build_tokenizer("null:100")
     assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
     assert tokenizer.tokenize("1 2 30") == [1, 2, 30]
-    assert tokenizer.detokenize(np.array([1, 2])) == "1 2"
     assert one.NullTokenizer(7).unique_identifiers != tokenizer.unique_identifiers
 
 
@@ -5437,6 +6470,9 @@ class Odd:
     def tokenize(self, text): return [len(text)]
 odd = Odd()
 def make(): return odd
+name = "bytes"
+def nothing(): return {}
+class Half: vocab_size = 9
 """
 
 
@@ -5448,6 +6484,9 @@ def test_tokenizer_by_module_and_attribute(one, tmp_path, monkeypatch):
     before = list(sys.path)
     for attribute in ("Odd", "odd", "make"):
         assert one.build_tokenizer(f"my_tokens:{attribute}").tokenize("abc") == [3]
+    for attribute, words in (("name", "str"), ("nothing", "dict"), ("Half", "Half.* tokenize")):
+        with pytest.raises(ValueError, match=f"wanted a tokenizer, got {words}"):
+            one.build_tokenizer(f"my_tokens:{attribute}")
     assert sys.path == before
 
 
@@ -5489,6 +6528,9 @@ def test_hugging_face_tokenizer(one, tmp_path, hf):
         assert tokenizer.detokenize([1, 3]) == "ja <|endoftext|>"
         is_same = tokenizer.unique_identifiers == plain.unique_identifiers
         assert is_same == (eod_text is None and start == [])
+    assert plain.tokenize("ja</s>nein") == [1, 4, 2], "the text of a special token is that token"
+    content = pathlib.Path(hf).read_bytes()
+    assert plain.unique_identifiers["tokenizer.json"] == hashlib.md5(content).hexdigest()
     made = one.preprocess(texts=texts, output_prefix=tmp_path / "o", tokenizer=plain, workers=2)
     assert texts_of(one, made["text"]) == [[2, 1, 1], [], [0]]
 
@@ -5507,10 +6549,154 @@ def test_a_tokenizer_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
     ):
         with pytest.raises(ValueError, match=words):
             one.build_tokenizer(name, eod_text, adds_special_tokens)
-    for package, name in (("gigatoken", f"gigatoken:{hf}"), ("tokenizers", hf)):
+
+
+def test_a_package_that_is_missing_is_named(one, tmp_path, hf, monkeypatch):
+    """And nothing else: who has copied the module has no extras, and the name is anybody's."""
+    job = {"texts": ["a"], "output_prefix": tmp_path / "o"}
+    for package, use in {
+        "gigatoken": functools.partial(one.build_tokenizer, f"gigatoken:{hf}"),
+        "tokenizers": functools.partial(one.build_tokenizer, hf),
+        "nltk": functools.partial(one.preprocess, **job, split_sentences=True),
+        "pyarrow": functools.partial(one.SFTDataset.build_low_level_dataset, "a.parquet", None),
+    }.items():
+        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+            monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
-        with pytest.raises(ImportError, match=rf"{package}.*megatron-min\[tools\]"):
-            one.build_tokenizer(name)
+        with pytest.raises(ImportError, match=rf": pip install {package}$"):
+            use()
+
+
+def rewrite(path, change):
+    """Change what a file of JSON holds, by a function."""
+    content = json.loads(pathlib.Path(path).read_bytes())
+    change(content)
+    pathlib.Path(path).write_text(json.dumps(content))
+
+
+def test_ids_of_a_tokenizer_may_have_gaps(one, tmp_path, hf):
+    """Upstream counts them: 5 here, so that the file gets two bytes for an id."""
+    rewrite(hf, leave_a_gap)
+    tokenizer = one.build_tokenizer(hf)
+    assert tokenizer.vocab_size == 70_001
+    made = one.preprocess(texts=["nein ja"], output_prefix=tmp_path / "o", tokenizer=tokenizer)
+    assert texts_of(one, made["text"]) == [[70_000, 1]]
+
+
+def leave_a_gap(content):
+    """In the ids of a tokenizer.json."""
+    content["model"]["vocab"]["nein"] = 70_000
+
+
+@pytest.mark.parametrize("name", ["bytes", "null:300", "tokenizer.json"])
+def test_ids_of_all_kinds_become_text(one, hf, name):
+    """Lists, arrays, tensors, and what can be read only once."""
+    tokenizer = one.build_tokenizer(hf if name == "tokenizer.json" else name)
+    ids = [1, 2, 1]
+    wanted = {"bytes": "\x01\x02\x01", "null:300": "1 2 1", "tokenizer.json": "ja nein ja"}[name]
+    for given in (
+        ids,
+        tuple(ids),
+        np.array(ids, np.uint16),
+        np.array(ids),
+        torch.tensor(ids),
+        torch.tensor(ids, dtype=torch.int32),
+        list(torch.tensor(ids)),
+        iter(ids),
+        (token for token in np.array(ids)),
+    ):
+        assert tokenizer.detokenize(given) == wanted
+    assert tokenizer.detokenize([]) == tokenizer.detokenize(torch.tensor([])) == ""
+    with pytest.raises(TypeError):
+        tokenizer.detokenize(torch.tensor([1.0]))  # such as a loss mask
+
+
+@pytest.mark.parametrize("package", ["tokenizers", "gigatoken"])
+def test_the_eod_of_a_folder(one, tmp_path, package):
+    """Its eos_token, in the two forms that it has, unless another one is asked for.
+
+    Where tokenizer_config.json cannot be used, no other token is taken without a word.
+    """
+    pytest.importorskip(package)
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        special_tokens=["<|endoftext|>", "<|im_end|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["a text"], trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    prefix = "gigatoken:" if package == "gigatoken" else ""
+    folder = f"{prefix}{tmp_path}"
+    for content, eod in (
+        (None, 0),
+        ("{}", 0),
+        ('{"eos_token": null}', 0),
+        ('{"eos_token": "<|im_end|>"}', 1),
+        ('{"eos_token": {"content": "<|im_end|>", "lstrip": false}}', 1),
+        ('{"eos_token": "<|im_e', "tokenizer_config.json: "),
+        ("[]", "tokenizer_config.json: "),
+        ('{"eos_token": {"text": "<|im_end|>"}}', "tokenizer_config.json: .*content"),
+        ('{"eos_token": "<none>"}', "tokenizer.json: no token <none>"),
+        ('{"eos_token": 12}', "tokenizer.json: no token 12"),
+    ):
+        if content is not None:
+            (tmp_path / "tokenizer_config.json").write_text(content)
+        if isinstance(eod, int):
+            assert one.build_tokenizer(folder).eod == eod
+        else:
+            with pytest.raises(ValueError, match=eod):
+                one.build_tokenizer(folder)
+        assert one.build_tokenizer(folder, "<|im_end|>").eod == 1
+        assert one.build_tokenizer(f"{folder}/tokenizer.json").eod == 0, "a bare file as ever"
+
+
+NO_TOKENIZERS = {  # what is no tokenizer, other arguments, and words of the error
+    # as in the package transformers:
+    "a list of texts": (Tok(tokenize=str.split), {}, r"got Tok, whose tokenize.* makes \['a'\] of"),
+    "a text": (Tok(tokenize=str.upper), {}, "got Tok, whose tokenize.* makes 'A' of 'a'"),
+    "a class": (Tok, {}, "make an object of Tok"),
+    "no size": (Tok(vocab_size=None), {}, "got Tok, which lacks vocab_size"),
+    "no eod": (Tok(eod=None), {"append_eod": True}, "got Tok, which lacks eod"),
+    "a dict": ({}, {}, "got dict, which lacks vocab_size"),
+}
+
+
+@pytest.mark.parametrize("case", NO_TOKENIZERS)
+def test_what_is_no_tokenizer_makes_no_corpus(one, tmp_path, case):
+    """Not even of decimal numbers, which could be taken for ids."""
+    tokenizer, fields, words = NO_TOKENIZERS[case]
+    path = jsonl(tmp_path / "a.jsonl", ["12 7"])
+    for make in (one.preprocess, one.encode_jsonl):
+        with pytest.raises(ValueError, match=words):
+            make(path, tmp_path / "o", tokenizer, **fields)
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
+def test_two_eods_are_told(one, tmp_path, hf):
+    """One by the file's post-processor, one by append_eod; a beginning of texts is none."""
+    path = jsonl(tmp_path / "a.jsonl", ["ja", ""])
+    with_start = one.build_tokenizer(hf, "</s>", add_special_tokens=True)
+    rewrite(hf, put_the_special_token_behind)
+    with_end = functools.partial(one.build_tokenizer, hf, add_special_tokens=True)
+    for tokenizer, append_eod, count in (
+        (with_start, True, 0),
+        (with_end(eod_token="</s>"), True, 1),
+        (with_end(eod_token="</s>"), False, 0),
+        (with_end(), True, 0),  # it ends texts in another token
+        (one.build_tokenizer(hf, "</s>"), True, 0),
+        (one.build_tokenizer(hf, "[UNK]"), True, 0),  # as a letter that is not known
+    ):
+        for make in (one.preprocess, one.encode_jsonl):
+            _, messages = heard(make, path, tmp_path / "o", tokenizer, append_eod=append_eod)
+            assert ["ends texts in eod by itself" in text for text in messages] == [True] * count
+
+
+def put_the_special_token_behind(content):
+    """Behind each text, where the post-processor puts it before."""
+    content["post_processor"]["single"].reverse()
 
 
 PIECES = ["the", " the", "The", " ", "\n", "\r\n", "\t", "12345", "don't", "é", "e\u0301", "日本"]
@@ -5526,7 +6712,10 @@ def odd_texts(rng, count):
 
 
 def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path):
-    """Of a file as GPT-2's, for any number of workers; the records say which package made them."""
+    """Of a file as GPT-2's, for any number of workers; the records say which package made them.
+
+    Such pairs may be merged.
+    """
     pytest.importorskip("gigatoken")
     tokenizers = pytest.importorskip("tokenizers")
     of_bytes = tokenizers.pre_tokenizers.ByteLevel
@@ -5550,11 +6739,11 @@ def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path):
             assert lists(other.tokenize_batch(texts)) == ids
         assert tokenizer.tokenize(texts[1]) == ids[1]
         assert lists(tokenizer.tokenize_batch([])) == []
-        job = {"output_prefix": tmp_path / "o", "tokenizer": tokenizer, "workers": 2}
-        made = one.preprocess(texts=texts, **job)["text"]
-        pairs.append(bytes_of_pair(made))
-        assert record_of(made)["tokenizer"]["package"] == package
-    assert pairs[0] == pairs[1]
+        job = {"output_prefix": tmp_path / package, "tokenizer": tokenizer, "workers": 2}
+        pairs.append(one.preprocess(texts=texts, **job)["text"])
+        assert record_of(pairs[-1])["tokenizer"]["package"] == package
+    assert bytes_of_pair(pairs[0]) == bytes_of_pair(pairs[1])
+    one.merge(pairs, tmp_path / "all")
 
 
 # ==============================================================================
@@ -5643,19 +6832,25 @@ def test_random_corpora_equal_the_plain_loop(one, tmp_path, monkeypatch):
 
 
 def test_all_shards_are_merged_or_none(one, tmp_path, monkeypatch):
-    """In order; of several corpora, too."""
+    """In order; of several corpora, and of machines that have a folder each, too."""
     monkeypatch.chdir(tmp_path)
-    for name in ("a_00000_of_00002", "a_00001_of_00002"):
+    for name in ("a_00000_of_00002", "a_00001_of_00002", "n0/a_00000_of_00002"):
+        pathlib.Path(name).parent.mkdir(exist_ok=True)
         mk(one, tmp_path / name, [[1]])
+    mk(one, tmp_path / "n0" / "b", [[1]])
     for prefixes, missing in (
         ("a_00000_of_00002", "a_00001_of_00002"),
+        ("n0/a_00000_of_00002", "a_00001_of_00002"),
         ("a_00001_of_00002 a_00000_of_00002", "a_00000_of_00002"),
+        ("n0/a_00000_of_00002 a_00000_of_00002", "a_00001_of_00002"),
         ("a_00000_of_00002 b", "a_00001_of_00002"),
         ("a_00000_of_00002 a_00001_of_00002 b c_00000_of_00001", r"b\.idx"),
     ):
         with pytest.raises((ValueError, OSError), match=missing):
             one.merge(prefixes.split(), "o")
         assert glob.glob("o*") == []
+    one.merge(["n0/a_00000_of_00002", "a_00001_of_00002", "n0/b"], "o")
+    assert texts_of(one, "o") == [[1]] * 3
 
 
 # -- Records -----------------------------------------------------------------------------------
@@ -5676,79 +6871,180 @@ def inputs_of(one, prefix):
     return [found[document] for document in sorted(found)]
 
 
+def document_of(name, number):
+    """The text of the document of this number in a file; "from byte 84 on" counts from there."""
+    path, _, byte = name.removesuffix(" on").partition(" from byte ")
+    texts = []
+    position = 0
+    for line in pathlib.Path(path).read_bytes().splitlines(keepends=True):
+        if position >= int(byte.replace(",", "") or 0) and not line.isspace():
+            texts.append(json.loads(line)["text"])
+        position += len(line)
+    return texts[number]
+
+
 def test_the_way_back_to_the_inputs(one, tmp_path, monkeypatch):
-    """Of one job, of merged shards, and of several such pairs that are merged."""
+    """Of one job, of shards, of merged shards, and of several such pairs that are merged."""
     for case, rng in enumerate(cases(4)):
         (tmp_path / str(case)).mkdir()
         monkeypatch.chdir(tmp_path / str(case))
         names = [f"{name}.jsonl" for name in "abc"]
         for name in names:
-            numbers = range(int(rng.integers(1, 9)))
+            numbers = range(int(rng.integers(1, 60)))
             lines = [b'{"text": "%s %d"}\n' % (name.encode(), number) for number in numbers]
             pathlib.Path(name).write_bytes(b"\n".join(lines))  # with blank lines
         whole = quiet(one.preprocess, "*.jsonl", "whole")["text"]
-        merged = quiet(make_shards, one, names, pathlib.Path("."), int(rng.integers(2, 20)))
+        count = int(rng.integers(2, 20))
+        merged = quiet(make_shards, one, names, pathlib.Path("."), count)
         one.merge([merged, whole, merged], "all")
-        assert record_of(merged)["inputs"] == record_of(whole)["inputs"]
-        assert len(record_of("all")["inputs"]) == 9
-        for prefix in (whole, merged, "all"):
+        shards = sorted(path.removesuffix(".idx") for path in glob.glob(f"s_*_of_{count:05}.idx"))
+        inputs = []
+        for shard in shards:
+            inputs += record_of(shard)["inputs"]
+        assert record_of(merged)["inputs"] == inputs
+        assert record_of("all")["inputs"] == inputs + record_of(whole)["inputs"] + inputs
+        assert [name for name, _ in record_of(whole)["inputs"]] == names
+        for prefix in (whole, *shards, merged, "all"):
             texts = [bytes(ids).decode() for ids in texts_of(one, prefix)]
-            assert texts == [f"{name} {number}" for name, number in inputs_of(one, prefix)]
-
-
-def test_parts_of_an_input_are_joined_where_one_goes_on_with_the_other(one, tmp_path, monkeypatch):
-    """A shard by itself counts from where it begins; and the middle one of three is not merged."""
-    monkeypatch.chdir(tmp_path)
-    pathlib.Path("a.jsonl").write_bytes(GOOD * 9)
-    prefixes = []
-    for number in range(3):
-        made = one.preprocess("a.jsonl", "o", shard=(number, 3))["text"]
-        assert inputs_of(one, made)[2][1] == 2
-        prefixes.append(f"part{number}")
-        for extension in ("bin", "idx", "record.json"):
-            os.rename(f"{made}.{extension}", f"{prefixes[-1]}.{extension}")
-    for merged, documents in ((prefixes, [9]), ([prefixes[0], prefixes[2]], [3, 3])):
-        one.merge(merged, "merged")
-        assert [part["documents"] for part in record_of("merged")["inputs"]] == documents
-    assert inputs_of(one, "merged")[-1] == ("a.jsonl from byte 84 on", 2)
+            if texts:
+                assert texts == [document_of(*found) for found in inputs_of(one, prefix)]
 
 
 def test_the_record_of_a_pair(one, tmp_path, monkeypatch):
-    """It says what the pair was made from, without secrets; of another pair it says nothing.
+    """It says what the pair was made from, without signatures; of another pair it says nothing.
 
     A pair without one is an input of its own; a new pair takes the record of the old one away.
     """
     monkeypatch.chdir(tmp_path)
-    fsspec.filesystem("memory").pipe_file("/me:s3cret@b/a.jsonl?sig=s3cret", GOOD)
-    pathlib.Path("b.jsonl").write_bytes(GOOD)
-    inputs = ["memory://me:s3cret@b/a.jsonl?sig=s3cret", "b.jsonl"]
+    fsspec.filesystem("memory").pipe_file("/b/a.jsonl?sig=s3cret", GOOD)
+    pathlib.Path("b.jsonl").write_bytes(GOOD * 9)
+    inputs = ["memory://b/a.jsonl?sig=s3cret", "b.jsonl"]
     made = one.preprocess(inputs, "o", append_eod=True)["text"]
-    record = record_of(made)
-    part = {"size": 14, "begin": 0, "end": 14, "documents": 1}
-    names = ["memory://b/a.jsonl", "b.jsonl"]
-    assert record["inputs"] == [{"name": name} | part for name in names]
-    assert record["tokenizer"] == one.ByteTokenizer.unique_identifiers
+    parts = [["memory://b/a.jsonl", 1], ["b.jsonl", 9]]
+    tokenizer = one.ByteTokenizer.unique_identifiers
+    sizes = {end: os.path.getsize(f"{made}.{end}") for end in ("bin", "idx")}
+    assert record_of(made) == {"tokenizer": tokenizer, "inputs": parts} | sizes
+    last = one.preprocess("b.jsonl", "o", shard=(2, 3))["text"]
+    part = ["b.jsonl from byte 84 on", 3]
+    assert record_of(last)["inputs"] == [part]
+    for extension in ("bin", "idx", "record.json"):  # under another name it is no shard
+        os.rename(f"{last}.{extension}", f"last.{extension}")
     mk(one, tmp_path / "upstream", [[1], [2], [3]], np.uint16)
-    one.merge([made, "upstream", made], "all")
-    known = [(name, 0) for name in names]
-    assert inputs_of(one, "all") == [*known, *[("upstream", k) for k in range(3)], *known]
-    assert record_of("all")["tokenizer"] is None
+    one.merge([made, "upstream", "last", made], "all")
+    assert record_of("all")["inputs"] == [*parts, ["upstream", 3], part, *parts]
+    assert record_of("all")["tokenizer"] == tokenizer
+    assert inputs_of(one, "all")[10:16] == [
+        *[("upstream", k) for k in range(3)],
+        *[("b.jsonl from byte 84 on", k) for k in range(3)],
+    ]
     mk(one, tmp_path / "all", [[5]])
     assert not os.path.exists("all.record.json")
-    for content in (json.dumps(record | {"bin": 9}), json.dumps(record | {"idx": 9}), "[]", "{"):
+
+
+WRONG_RECORDS = {  # what is there in the place of something in a record
+    "another .bin": {"bin": 9},
+    "another .idx": {"idx": 9},
+    "parts of before": {
+        "inputs": [{"name": "a", "size": 14, "begin": 0, "end": 14, "documents": 2}]
+    },
+    "no list": {"inputs": None},
+    "a name for a list": {"inputs": "ab"},
+    "a number for a part": {"inputs": [2]},
+    "a part without a number": {"inputs": [["a"]]},
+    "a part of three": {"inputs": [["a", 2, 0]]},
+    "a number for a name": {"inputs": [[2, 2]]},
+    "a text for a number": {"inputs": [["a", 2], ["b", "2"]]},
+    "half a document": {"inputs": [["a", 2.5]]},
+    "a tokenizer's name": {"tokenizer": "bytes"},
+    "tokenizers": {"tokenizer": [{}]},
+}
+
+
+def test_a_record_of_another_form_is_as_none(one, tmp_path, recwarn):
+    """Without a word, of its tokenizer too; and so is one that is damaged."""
+    texts = {"texts": ["1 2 3", "4 5 6"], "tokenizer": Tok()}
+    made = one.preprocess(output_prefix=tmp_path / "o", **texts)["text"]
+    record = record_of(made)
+    contents = [json.dumps(record | wrong) for wrong in WRONG_RECORDS.values()]
+    for key in record:
+        contents.append(json.dumps({k: record[k] for k in record if k != key}))
+    contents += ["", "[]", "{", "\0", "7", "[" * 99999]
+    for content in contents:
         pathlib.Path(f"{made}.record.json").write_text(content)
-        assert inputs_of(one, made) == [(None, None)] * 2
+        assert inputs_of(one, made) == [(None, None)] * 2, content[:200]
+        one.merge([made], tmp_path / "all")
+        assert record_of(tmp_path / "all")["inputs"] == [[made, 2]]
+        assert record_of(tmp_path / "all")["tokenizer"] is None
+    assert len(recwarn) == 0
+
+
+def test_a_record_of_fewer_documents_names_no_input_of_the_others(one, tmp_path):
+    made = one.preprocess(texts=["a", "b"], output_prefix=tmp_path / "o")["text"]
+    short = record_of(made) | {"inputs": [["texts", 1]]}
+    pathlib.Path(f"{made}.record.json").write_text(json.dumps(short))
+    assert inputs_of(one, made) == [("texts", 0), (None, None)]
 
 
 def test_another_tokenizer_than_that_of_the_pair(one, tmp_path, recwarn):
-    """It is told when indices are built; nothing is known of a pair without a record."""
+    """It is told at each start, once for a corpus; nothing is known of a pair without a record.
+
+    Which package reads a tokenizer.json makes no other tokenizer.
+    """
     texts = ["1 2 3 4 5 6 7 8 9"] * 2
+    names = {"class": "HuggingFaceTokenizer", "package": "tokenizers", "eod": 0}
+    of_file = Tok(unique_identifiers=names)
+    by_another_package = Tok(unique_identifiers=names | {"package": "gigatoken"})
     made = one.preprocess(texts=texts, output_prefix=tmp_path / "o", tokenizer=Tok())["text"]
+    file = one.preprocess(texts=texts, output_prefix=tmp_path / "f", tokenizer=of_file)["text"]
+    bare = mk(one, tmp_path / "p", [[1] * 9], np.uint16)
     gpt(one, made, 2)
-    gpt(one, mk(one, tmp_path / "p", [[1] * 9]), 1, tokenizer=Tok(eod=5))
+    gpt(one, bare, 1, tokenizer=Tok(eod=5))
+    gpt(one, file, 2, tokenizer=by_another_package)
+    one.merge([made, bare, made], tmp_path / "all")
     assert len(recwarn) == 0
     with pytest.warns(UserWarning, match=r"o_text_document .*'eod': 0.*'eod': 5"):
         gpt(one, made, 2, tokenizer=Tok(eod=5))
+    with pytest.warns(UserWarning, match=r"all .*'eod': 0.*'eod': 5"):
+        gpt(one, str(tmp_path / "all"), 2, tokenizer=Tok(eod=5))
+    cfg = config(one, ([made, file], None), split="1,1,0", tokenizer=Tok(eod=5))
+    for _ in range(2):  # the second finds a cache
+        _, messages = heard(build, one, [1, 1, 0], cfg)
+        assert [re.search("(.)_text_document was made", message)[1] for message in messages] == [
+            "o",
+            "f",
+        ]
+
+
+def test_pairs_of_other_tokenizers_are_not_merged(one, tmp_path):
+    """As far as their records say it; whichever package read the file of a tokenizer."""
+    names = {"class": "HuggingFaceTokenizer", "package": "tokenizers", "eod": 0}
+    prefixes = {}
+    for key, tokenizer in {
+        "tok": Tok(),
+        "null": one.NullTokenizer(300),
+        "file": Tok(unique_identifiers=names),
+        "gigatoken": Tok(unique_identifiers=names | {"package": "gigatoken"}),
+        "another file": Tok(unique_identifiers=names | {"eod": 1}),
+        "nameless": Tok(unique_identifiers=None),
+    }.items():
+        job = {"output_prefix": tmp_path / key, "tokenizer": tokenizer}
+        prefixes[key] = one.preprocess(texts=["1 2"], **job)["text"]
+    prefixes["bare"] = mk(one, tmp_path / "bare", [[1]], np.uint16)
+    for keys, words in (
+        (("tok", "null"), "null_text_document was made .*NullTokenizer.*'Tok'"),
+        (("tok", "tok", "bare", "file"), "file_text_document was made .*HuggingFace.*'Tok'"),
+        (("file", "another file"), "another file_text_document was made .*'eod': 1.*'eod': 0"),
+        (("bare", "null", "nameless", "null"), None),
+        (("file", "gigatoken", "file"), None),
+    ):
+        merge = functools.partial(one.merge, [prefixes[key] for key in keys], tmp_path / "o")
+        if words is None:
+            merge()
+            os.remove(tmp_path / "o.idx")
+        else:
+            with pytest.raises(ValueError, match=words):
+                merge()
+            assert not os.path.exists(tmp_path / "o.idx")
 
 
 # -- Inputs ------------------------------------------------------------------------------------
@@ -5802,7 +7098,7 @@ def test_zst_is_read_by_one_that_reads_all_of_it(one, tmp_path, monkeypatch):
     monkeypatch.setitem(fsspec.compression.compr, "zstd", zstandard_file)
     path = tmp_path / "a.jsonl.ZST"
     path.write_bytes(GOOD)
-    with pytest.raises(ImportError, match=r"compression\.zstd.*backports\.zstd.*\[tools\]"):
+    with pytest.raises(ImportError, match=r"compression\.zstd.*pip install backports\.zstd$"):
         one.preprocess(path, tmp_path / "o")
 
 
@@ -5823,9 +7119,6 @@ def test_sentences_are_sequences(one, tmp_path, monkeypatch, append_eod):
     wanted = ["I see.", "You do?", "Yes$", "4$", "7.", "A", "9.$"]
     assert found == [text if append_eod else text.removesuffix("$") for text in wanted]
     assert pair.document_indices.tolist() == [0, 3, 3, 4, 7]
-    monkeypatch.setitem(sys.modules, "nltk.tokenize.punkt", None)  # as if it were not installed
-    with pytest.raises(ImportError, match=r"nltk.*megatron-min\[tools\]"):
-        one.preprocess(path, tmp_path / "o", split_sentences=True)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
@@ -5845,20 +7138,70 @@ def test_standard_input_and_pipes(one, tmp_path, monkeypatch):
     assert texts_of(one, made["text"]) == [[97, 98], [99], [100], [97, 98], [99]]
 
 
-def test_what_is_said_of_an_input_shows_no_credential(one, tmp_path):
-    for name, content, words in (
-        ("a.jsonl.gz", b"nothing", "cannot be read"),
-        ("a.jsonl", b"oops", "line 1"),
-        ("a.jsonl.ZIP", b"", "zip archive"),
-        ("none.jsonl", None, "no such file"),
+def test_what_is_said_of_an_input_leaves_out_its_query(one, web, tmp_path):
+    """It may be a signature; fsspec's errors show whole URLs."""
+    root = web.root
+    for name, content, fault, words in (
+        ("a.jsonl.gz", b"nothing", None, "cannot be read: Not a gzipped file"),
+        ("a.jsonl", b"oops", None, "line 1: "),
+        ("a.jsonl.ZIP", b"", None, "a zip archive"),
+        ("none.jsonl", None, None, "no such file"),
+        ("a.jsonl", b"", 403, f"cannot be read: ClientResponseError: 403.*url='{root}/a.jsonl"),
     ):
-        path = f"/me:s3cret@b/{name}?sig=s3cret"
         if content is not None:
-            fsspec.filesystem("memory").pipe_file(path, content)
-        with pytest.raises((ValueError, OSError), match=words) as refusal:
-            one.preprocess(f"memory:/{path}", tmp_path / "o")
-        assert f"memory://b/{name}" in str(refusal.value)
-        assert "s3cret" not in str(refusal.value)
+            pathlib.Path(web.server.folder, name).write_bytes(content)
+        web.server.faults = itertools.repeat(fault)
+        with pytest.raises((ValueError, OSError), match=f"^{root}/{name}: {words}") as refusal:
+            one.preprocess(f"{root}/{name}?X-Amz-Signature={SECRET}%2F&u=1", tmp_path / "o")
+        assert SECRET not in str(refusal.value)
+        assert refusal.value.__suppress_context__ or refusal.value.__context__ is None
+
+
+def test_a_server_that_does_not_answer_is_asked_again(one, web, no_pauses, tmp_path):
+    """For the size, at the beginning and at the end, and for a list; what is read is read once."""
+    pathlib.Path(web.server.folder, "a.jsonl").write_bytes(GOOD)
+    url = f"{web.root}/a.jsonl"
+    for faults, pauses in (([503, 503, 503], 1), ([None, None, None, 503, 503, 503], 1)):
+        no_pauses.clear()
+        web.server.faults = iter(faults)
+        made = one.preprocess(url, tmp_path / "o")["text"]
+        assert texts_of(one, made) == [[49]] and len(no_pauses) == pauses
+    for faults, pauses in ((itertools.repeat(503), 4), (iter([None, None, 503]), 0)):
+        no_pauses.clear()
+        web.server.faults = faults
+        with pytest.raises(OSError, match=r"a\.jsonl: cannot be read: .*503"):
+            one.preprocess(url, tmp_path / "o")
+        assert len(no_pauses) == pauses
+
+
+@pytest.mark.parametrize("extension", ["", ".gz"])
+def test_an_input_whose_size_is_not_told_is_read_as_a_stream(
+    one, web, no_pauses, tmp_path, extension
+):
+    texts = [str(k) * k for k in range(300)]
+    path = jsonl(tmp_path / "a.jsonl", texts)
+    content = pathlib.Path(path).read_bytes()
+    name = f"a.jsonl{extension}"
+    pathlib.Path(web.server.folder, name).write_bytes(
+        compress(content, extension) if extension else content
+    )
+    web.server.faults = itertools.repeat("no length")
+    made = one.preprocess([path, f"{web.root}/{name}"], tmp_path / "o")["text"]
+    assert texts_of(one, made) == [list(text.encode()) for text in texts * 2]
+    with pytest.raises(ValueError, match="its size is not known"):
+        one.preprocess(f"{web.root}/{name}", tmp_path / "o", shard=(0, 2))
+    assert no_pauses == []
+
+
+def test_what_matches_a_pattern_is_not_asked_for_its_size(one, bucket, tmp_path):
+    """It comes with the list; so each is asked once, when it has been read."""
+    memory = fsspec.filesystem("memory")
+    for k in range(20):
+        memory.pipe_file(f"/bucket/{k}.jsonl", GOOD)
+    with mock.patch.object(type(memory), "info", side_effect=memory.info) as asked:
+        made = one.preprocess("memory://bucket/*.jsonl", tmp_path / "o")["text"]
+    assert len(one.IndexedDataset(made)) == 20
+    assert asked.call_count < 20 + 10
 
 
 # -- Documents ---------------------------------------------------------------------------------
@@ -5993,7 +7336,8 @@ def test_an_input_that_is_cut_off_while_it_is_read(one, tmp_path, extension):
     size = sum(len(part) for part in parts[:5])
 
     def cut_off(text):
-        os.truncate(path, size)
+        if len(text) > 1:  # else it is only tried
+            os.truncate(path, size)
 
     with pytest.raises(OSError, match=r"a\.jsonl\S*: it had .* cut off meanwhile"):
         one.preprocess(path, tmp_path / "o", Acting(cut_off))
@@ -6029,9 +7373,12 @@ def test_workers_leave_signals_to_the_command(one, tmp_path, ignored, names):
     for name in ignored:
         signal.signal(numbers[name], signal.SIG_IGN)
 
+    command = os.getpid()
+
     def send_to_this_worker(text):
         for name in names:
-            os.kill(os.getpid(), numbers[name])
+            if os.getpid() != command:
+                os.kill(os.getpid(), numbers[name])
 
     path = jsonl(tmp_path / "a.jsonl", ["5", "6"])
     made = one.preprocess(path, tmp_path / "o", Acting(send_to_this_worker), workers=2)
@@ -6093,7 +7440,6 @@ def chat(one, path, n=None, rows=None, **fields):
 
 
 ROW = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
-ADDS_BOS = {"add_special_tokens": True}
 
 
 def write_parquet(path, columns, **arguments):
@@ -6163,22 +7509,19 @@ def brute_chat_sample(messages, S, pad, eod, cp):
 
 @pytest.mark.parametrize("pad", [999, None, 7])
 def test_samples_of_conversations_equal_the_rules(one, tmp_path, pad):
-    """Also where real tokens equal the pad id (7), and where eod (0) fills for want of a pad.
-
-    A tokenizer with a template of its own may add special tokens.
-    """
+    """Also where real tokens equal the pad id (7), and where eod (0) fills for want of a pad."""
     for rng in cases(40):
         rows = random_rows(rng, int(rng.integers(1, 6)), int(rng.choice([2, 3, 12])))
         rows.append([{"role": "system", "content": "5"}] * 3)  # of which two may fit
         S = int(2 ** rng.uniform(0, 5))
         cp = int(rng.integers(1, 4))
         path = jsonl(tmp_path / "chat.jsonl", rows, "messages")
-        tokenizer = ChatTokenizer(pad=pad, unique_identifiers=ADDS_BOS)
+        tokenizer = ChatTokenizer(pad=pad)
         fields = {"sequence_length": S, "context_parallel_size": cp, "tokenizer": tokenizer}
         ds = chat(one, path, 2 * len(rows), **fields)
         for k in range(len(ds)):
             wanted = brute_chat_sample(rows[k % len(rows)], S, pad, 0, cp)
-            same_samples(ds[k], wanted, (rows[k % len(rows)], S, cp))
+            same_samples(quiet(ds.__getitem__, k), wanted, (rows[k % len(rows)], S, cp))
         same_samples(ds[None], {**ds[0], "loss_mask": torch.zeros(S)})
 
 
@@ -6206,19 +7549,80 @@ def test_rows_are_found_wherever_they_lie(one, tmp_path, kind):
 def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
     """Each of these lines, all but the first and the last, with a word of the error."""
     good = json.dumps({"messages": ROW})
-    bad = {
-        "{oops": "Expecting",
-        '{"text": "a"}': "KeyError: 'messages'",
-        '{"messages": []}': "empty",
+    bad = NO_ROWS | {
         '{"messages": [{"role": "user", "content": null}]}': "wanted texts",
+        '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}': "wanted texts",
     }
+    for key, value in LOST.items():
+        message = {"role": "assistant", "content": "2", key: value}
+        bad[json.dumps({"messages": [message]})] = f"{key} of a message would be lost"
     path = tmp_path / "chat.jsonl"
     path.write_text("\n\n".join([good, *bad, good]))  # with blank lines
-    ds = chat(one, path, tokenizer=Tok())
+    ds = chat(one, path, tokenizer=one.ByteTokenizer())
     assert len(ds) == len(bad) + 2
     for number, words in enumerate(bad.values(), 1):
         with pytest.raises(ValueError, match=rf"chat\.jsonl, line {2 * number + 1}: .*{words}"):
             ds[number]
+
+
+NO_ROWS = {  # lines that are no rows, and a word of the error
+    "{oops": "wanted a JSON object on the line, which begins with b'{oops",
+    "[" * 100_000: "wanted a JSON object",
+    '[{"messages": []}]': "wanted a JSON object",
+    '{"text": "a"}': "KeyError: 'messages'",
+    '{"messages": []}': "empty",
+    '{"messages": "a"}': "string indices",
+    '{"messages": [{"from": "human", "value": "a"}]}': "KeyError: 'role'",
+}
+LOST = {"tool_calls": [{"id": "a"}], "weight": 0, "train": False, "name": "b", "tools": {"c": 1}}
+
+
+def test_keys_of_a_message_that_hold_nothing_are_no_loss(one, tmp_path):
+    """As Parquet files and converters write them; a template of the tokenizer's own gets all."""
+    nothing = {"tool_calls": None, "name": "", "tools": [], "function_call": {}}
+    empty = [message | nothing for message in ROW]
+    path = jsonl(tmp_path / "chat.jsonl", [ROW, empty], "messages")
+    ds = chat(one, path, tokenizer=one.ByteTokenizer(), sequence_length=32)
+    same_samples(ds[1], ds[0])
+    lost = [message | LOST for message in ROW]
+    path = jsonl(tmp_path / "chat.jsonl", [ROW, lost], "messages")
+    ds = chat(one, path)
+    same_samples(ds[1], ds[0])
+
+
+def test_a_file_of_no_rows_is_refused_when_it_is_opened(one, tmp_path):
+    """By its first row, as a whole epoch may pass before another one is read."""
+    good = json.dumps({"messages": ROW})
+    texts = [f"{line}\n{good}" for line in NO_ROWS]
+    contents = [text.encode() for text in texts]
+    contents += [json.dumps([{"messages": ROW}] * 2, indent=1).encode()]
+    contents += [gzip.compress(good.encode()), good.encode("utf-16"), b"PAR1\x15\x04", bytes(99)]
+    for number, content in enumerate(contents):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_bytes(content)
+        cfg = config(one, ([str(path)], None))
+        with pytest.raises(
+            ValueError, match=rf"{number}\.jsonl, line 1: wanted .messages., a list"
+        ):
+            build(one, [1, 0, 0], cfg, one.SFTDataset)
+    texts = write_parquet(tmp_path / "chat.parquet", {"messages": [good]})
+    with pytest.raises(ValueError, match=r"chat\.parquet, row 1: wanted .messages., a list"):
+        chat(one, texts)
+
+
+def test_the_first_sample_without_any_loss_is_told(one, tmp_path):
+    """One for each dataset: of roles that are called otherwise, or prompts that are too long."""
+    other = [{"role": "human", "content": "1"}, {"role": "gpt", "content": "2"}]
+    long = [{"role": "user", "content": "1 " * 9}, ROW[1]]
+    path = jsonl(tmp_path / "chat.jsonl", [ROW, long, other, long], "messages")
+    for tokenizer, S in ((ChatTokenizer(pad=999), 8), (one.ByteTokenizer(), 32)):
+        for rows, line in (([0, 1, 2], 2), ([2, 1], 3), ([0], None)):
+            ds = chat(one, path, rows=rows, tokenizer=tokenizer, sequence_length=S)
+            _, messages = heard(list, (ds[k] for k in (*range(len(ds)), None)))
+            told = [
+                re.search(r"chat\.jsonl, line (\d+): nothing is learned", m)[1] for m in messages
+            ]
+            assert told == ([] if line is None else [str(line)])
 
 
 def test_as_many_targets_as_tokens(one):
@@ -6238,10 +7642,19 @@ def test_what_fine_tuning_refuses(one, tmp_path):
         ({"create_attention_mask": True}, "create_attention_mask must be False"),
         ({"reset_position_ids": True}, "reset_position_ids must be False"),
         ({"n": 3, "rows": []}, "holds no rows for 3 samples"),
-        ({"tokenizer": Tok(unique_identifiers=ADDS_BOS)}, "without add_special_tokens"),
+        ({"tokenizer": Adding()}, r"without add_special_tokens: .* \[5\] around"),
+        ({"tokenizer": Tok(eod=None)}, "lacks eod"),
     ):
         with pytest.raises(ValueError, match=words):
             chat(one, path, **fields)
+    chat(one, path, tokenizer=Adding(tokenize_conversation=print))  # a template of its own
+
+
+class Adding(Tok):
+    """A tokenizer that begins each text with a token of its own."""
+
+    def tokenize(self, text):
+        return [5, *super().tokenize(text)]
 
 
 def test_without_a_template_of_the_tokenizer_there_is_a_plain_one(one, tmp_path):
@@ -6258,6 +7671,7 @@ def test_without_a_template_of_the_tokenizer_there_is_a_plain_one(one, tmp_path)
     assert learned == [ord("4"), 256, *b"six", 256]
 
 
+@pytest.mark.filterwarnings("ignore:.* nothing is learned")
 def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
     """A run goes on where it stopped, and not with another file under the same name."""
     rows = random_rows(np.random.default_rng(0), 20, 5)
@@ -6282,15 +7696,17 @@ def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
 
 
 def test_files_of_rows_are_told_apart(one, tmp_path):
-    """By their sizes and both ends; and the sets of one file by their rows."""
+    """By their sizes and both ends, wherever they lie."""
     long = [{"role": "user", "content": "1 " * 70_000}]
     found = []
     for rows in ([ROW, long, ROW], [ROW[::-1], long, ROW], [ROW, long, ROW[::-1]]):
-        path = jsonl(tmp_path / "chat.jsonl", rows, "messages")
-        found.append(chat(one, path).made_from())
+        for folder in "ab":
+            (tmp_path / folder).mkdir(exist_ok=True)
+            path = jsonl(tmp_path / folder / "chat.jsonl", rows, "messages")
+            found.append(chat(one, path).dataset.fingerprint())
+        assert found[-1] == found[-2]
         assert found[-1]["size"] == found[0]["size"]
-    found.append(chat(one, path, rows=[1]).made_from())
-    for one_of_them, another in itertools.combinations(found, 2):
+    for one_of_them, another in itertools.combinations(found[::2], 2):
         assert one_of_them != another
 
 
@@ -6382,14 +7798,14 @@ def test_trace_and_find_of_blends(one, tmp_path):
 
 
 def test_an_audit_reads_no_token(one, web, some_pair, tmp_path):
-    """Nor does building: the .bin on the server is asked for its size, and for no bytes."""
+    """The .bin on the server is asked for nothing."""
     prefix = web.put(some_pair[0])
     cfg = config(one, ([prefix], None), path_to_cache=str(tmp_path / "cache"))
     ds = build(one, [9, 0, 0], cfg)[0]
+    web.server.requests.clear()
     [span, *_] = one.trace(ds, 3)
     assert 3 in one.find(ds, prefix, span.sequence)
-    methods = {method for method, name, _ in web.server.requests if name == "pair.bin"}
-    assert methods == {"HEAD"}
+    assert [name for _, name, _ in web.server.requests if name == "pair.bin"] == []
 
 
 def test_what_cannot_be_traced_or_found(one, tmp_path):
@@ -6462,6 +7878,19 @@ def test_options_of_preprocess_reach_the_function(one, capsys, monkeypatch):
     assert made.call_args.kwargs == wanted | {"json_keys": ["text"], "verbose": True}
 
 
+def test_special_tokens_are_an_option(one, hf, tmp_path, capsys, monkeypatch):
+    """Such as a Llama's BOS, which upstream adds; of commands that take a tokenizer."""
+    monkeypatch.chdir(tmp_path)
+    jsonl("a.jsonl", ["ja nein"])
+    for flags, ids in (([], [1, 2]), (["--add-special-tokens"], [4, 1, 2])):
+        flags = ["--tokenizer", hf, *flags]
+        argv = ["preprocess", "--input", "a.jsonl", "--output-prefix", "o", *flags]
+        assert command(one, capsys, *argv)[0] == 0
+        assert texts_of(one, "o_text_document") == [ids]
+        code, out, _ = command(one, capsys, "inspect", "o_text_document", *flags)
+        assert (code, f"sequence 0: {ids}" in out, "ja nein" in out) == (0, True, True)
+
+
 def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys):
     """And it leaves no file."""
     monkeypatch.chdir(tmp_path)
@@ -6485,13 +7914,13 @@ def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys):
 
 def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch):
     def merge(*arguments):
-        warnings.warn("https://h/p?key=secret  is odd", stacklevel=1)
-        raise ZeroDivisionError("a  bad\nvalue of s3://me:secret@b/c")
+        warnings.warn("a  warning\nof  two lines", stacklevel=1)
+        raise ZeroDivisionError("a  bad\nvalue")
 
     monkeypatch.setattr(one, "merge", merge)
     code, _, err = command(one, capsys, "merge", "--input", "p", "--output-prefix", "q")
-    sentence = "megatron-min: ZeroDivisionError: a bad value of s3://b/c\n"
-    assert (code, err) == (1, f"warning: https://h/p is odd\n{sentence}")
+    sentence = "megatron-min: ZeroDivisionError: a bad value\n"
+    assert (code, err) == (1, f"warning: a warning of two lines\n{sentence}")
 
 
 SIGNALLED = """
@@ -6968,7 +8397,7 @@ def same_items(ours, theirs, indices, note=""):
         same_samples(found, sample, (note, k))
     if wanted:
         batch = torch.utils.data.default_collate(wanted)
-        same_samples(quiet(ours.batch, indices), batch, note)
+        same_samples(quiet(batch_of, ours, indices), batch, note)
 
 
 def random_num_samples(rng, tokens, flags):
@@ -7345,7 +8774,7 @@ def samples_of_blend(mm, cache, mapped=True):
     cfg = config(mm, (["in/a", "in/b"], [1, 3]), path_to_cache=cache, mmap_bin_files=mapped)
     try:
         train = quiet(build, mm, [20, 0, 0], cfg)[0]
-        return quiet(train.batch, range(len(train)))
+        return quiet(batch_of, train, range(len(train)))
     except (ValueError, FileNotFoundError):
         return None
 
@@ -7502,9 +8931,9 @@ def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path):
         names["iter_num"] = iter_num
         exec(readme_block(readme, "python", "def get_batch(split)"), names)
         for step in range(iter_num, 6):
-            wanted = train.batch([4 * step + 2, 4 * step + 3])
+            wanted = batch_of(train, [4 * step + 2, 4 * step + 3])
             for found, key in zip(names["get_batch"]("train"), ("tokens", "labels"), strict=True):
                 same(found, wanted[key])
             with torch.no_grad():
                 estimated, _ = names["get_batch"]("train")
-            same(estimated, train.batch([4 * (step - iter_num) + k for k in (2, 3)])["tokens"])
+            same(estimated, batch_of(train, [4 * (step - iter_num) + k for k in (2, 3)])["tokens"])
