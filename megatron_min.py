@@ -22,8 +22,8 @@ Words       token        an integer that stands for a piece of text
                          stored as one sequence, or as several, one for each of its sentences.
             corpus       a pair of files, .bin and .idx, that holds many sequences
             split        the part of a corpus that is for training, validation or testing
-            epoch        one pass over all sequences of a split
-            sample       S tokens that the model reads in one row, with labels and masks
+            epoch        once through all sequences of a split
+            sample       S inputs that the model reads in one row, with labels and masks
             stream       the sequences of all epochs, laid end to end; samples are cut from it
             micro-batch  the samples that one rank reads at once
             global batch the samples of all data-parallel ranks in one step: one round or several,
@@ -39,8 +39,7 @@ Words       token        an integer that stands for a piece of text
   |                                                                                              |
   | From section 3 on, a document is a sequence of the .idx file: upstream uses the word so too, |
   | as nearly always a text is one sequence.  document_index, an array of section 4, is the      |
-  | order in which sequences are read.  It has nothing to do with document_indices (although one |
-  | argument of a function of upstream's, in section 4, has that name).                          |
+  | order in which sequences are read.  It has nothing to do with document_indices.              |
   +----------------------------------------------------------------------------------------------+
 
 Notation    S  tokens in a sample (sequence_length)     D  sequences in a split
@@ -48,6 +47,7 @@ Notation    S  tokens in a sample (sequence_length)     D  sequences in a split
             N  samples in a dataset                     x  1: a sample is S + 1 tokens, so that
                                                            each input has a label; else 0
             j  a sample's number in the stream          k  its number in the dataset
+            d  a document's number in the stream; in section 6, a dataset's number in a blend
             sequence_length is upstream's name for S, the length of a sample; the lengths of
             sequences are sequence_lengths
 Examples    read toy_corpus(): the three documents aaaa bbb cccccc, with S = 4
@@ -391,8 +391,8 @@ def _map_file(path: str | os.PathLike) -> np.ndarray:
         return np.asarray(np.memmap(path, np.uint8, "r"))
 
 
-# A mapping holds a file descriptor, and one of the system's 65,530 maps.  Hundreds of corpora would
-# use them up, so a file of so few bytes is read instead.
+# A mapping holds a file descriptor, of which a process may have few.  With hundreds of corpora they
+# would run out, so a file of so few bytes is read instead.
 _FEW_BYTES = 64 << 10
 
 
@@ -407,7 +407,7 @@ def _read_or_map_file(path: str) -> np.ndarray:
 # A file may be damaged, cut short or forged, so nothing of it is used unchecked:
 #
 #   what              when                              what is checked
-#   header and sizes  at every open, in O(1)            the table above, the size of the .bin
+#   header and size   at every open, in O(1)            the table above
 #   first and last    at every open, in O(1)            documents run from 0 to n, and the last
 #   entries                                             sequence ends where the .bin ends
 #   all entries       in verify(), with check=True,     lengths are >= 0, each pointer is the sum
@@ -454,7 +454,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.check = check
         self._verified = False
         self._fingerprint = None  # made when it is asked for
-        self.is_record_compared = False  # with the tokenizer of a config, see section 18
+        self.is_record_compared = False  # section 18
         self.absolute_prefix = _absolute(self.path_prefix)
         self._idx_path = get_idx_path(self.absolute_prefix)
         self._bin_path = get_bin_path(self.absolute_prefix)
@@ -527,8 +527,7 @@ class IndexedDataset(torch.utils.data.Dataset):
             tokens = _MappedTokens(self._bin_path, self.dtype)
         else:
             tokens = _FileTokens(self._bin_path, self.dtype)
-        # Another process may replace the pair meanwhile.  The order in which it does (section 11)
-        # makes this enough: the .idx is the same before and after the .bin was opened.
+        # Another process may replace the pair meanwhile; section 11 says why this is enough.
         if _file_stamp(self._idx_path) != self._idx_stamp:
             wanted = "one that stays while it is opened"
             raise _format_error(self._idx_path, "file", wanted, "another")
@@ -642,6 +641,8 @@ class IndexedDataset(torch.utils.data.Dataset):
         """Return document_indices, under upstream's name."""
         return self.document_indices
 
+    # ---- how caches (section 12), states (section 14) and pickles know the pair again
+
     def fingerprint(self) -> dict:
         """Return what tells these data from others, wherever the files lie and whenever they came.
 
@@ -659,8 +660,6 @@ class IndexedDataset(torch.utils.data.Dataset):
                 "bin_ends_crc32": zlib.crc32(np.concatenate(ends)),
             }
         return self._fingerprint
-
-    # ---- how a manifest (section 12) and a pickle know the pair again
 
     def note(self) -> dict:
         """Return what may be noted of these data: their fingerprint, and which .idx has it."""
@@ -1001,8 +1000,12 @@ def encode_document(
 
 
 def _sentences(text):
-    """The sentences of a text; a text that is no list of them is one."""
-    return [text] if isinstance(text, str) else text
+    """The sentences of a document: a str is one, a list has several; ValueError for all else."""
+    sentences = [text] if isinstance(text, str) else text
+    is_list = isinstance(sentences, list)
+    if not is_list or not all(isinstance(sentence, str) for sentence in sentences):
+        raise ValueError("wanted a text, or a list of sentences")
+    return sentences
 
 
 def encode_jsonl(
@@ -1019,7 +1022,7 @@ def encode_jsonl(
     tokenizer     an object as described above; default ByteTokenizer()
     json_key      the text of a document is found in its object under this key
     append_eod    put tokenizer.eod after each document that has tokens
-    Raises        an error at a line that holds no such object; then no pair appears
+    Raises        ValueError or KeyError at a line that holds no such object; no pair appears then
 
     This is the definition of preprocess() in section 18, which writes the same bytes, uses all
     cores of a machine, and names the file and the line of an error.
@@ -1137,7 +1140,7 @@ def convert_split_vector_to_split_matrix(
 def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, int]:
     """Turn fractions of a corpus into (first sequence, end), where end is no part of the split.
 
-    Both are rounded to the nearest whole number, and a half to the even one of its neighbours.
+    Both are rounded to whole numbers, halves to even ones, as round() does.
 
     >>> split_range((0, 0.75), 3), split_range((0.75, 1.0), 3)
     ((0, 2), (2, 3))
@@ -1159,7 +1162,7 @@ class BlendedMegatronDatasetConfig:
     blend                       ([prefix, ...], [weight, ...] or None)
     blend_per_split             a list of three: for each split such a blend, or None
     multiple_validation_sets    for a loss of each corpus: valid becomes a list with a dataset for
-                                each of its corpora (needs blend_per_split)
+                                each of its corpora, where it has several (needs blend_per_split)
     split                       shares of train, valid, test, such as "98,1,1"
     split_matrix                made from split: the (begin, end) of each, as fractions of a corpus
     num_dataset_builder_threads how many corpora are built side by side
@@ -1178,9 +1181,9 @@ class BlendedMegatronDatasetConfig:
     blend_phases                not of upstream: weights that change during training, such as for
                                 more code at its end (section 6).  [(samples, weights), ...] instead
                                 of the weights of the training blend
-    Accepted, without effect    fast_cache_load, defer_npy_index_mmap; and full_validation, but with
-                                multiple_validation_sets it demands that the size of valid, in
-                                section 7, is None: all samples
+    full_validation             with multiple_validation_sets the size of valid, in section 7, must
+                                be None: all samples.  Else without effect
+    Accepted, without effect    fast_cache_load, defer_npy_index_mmap
 
     ValueError for a field that is wrong, and for fields that do not go together.
 
@@ -1293,7 +1296,7 @@ def _read_weights(weights, names):
 
 
 def _drop_zero_weights(items, weights, names):
-    """The items of these names whose weights are not 0, and these weights; the others are noted."""
+    """The items whose weights are not 0, and these weights; a warning names the others."""
     dropped = [str(name) for name, weight in zip(names, weights, strict=True) if not weight]
     if dropped:
         log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
@@ -1321,7 +1324,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
                              is 0 3 4 4 4 (always S + 1 entries), and max_seqlen, the length of the
                              longest, is 3.  Keyword only: upstream 0.16.1 does not have it
     stable_order             not of upstream: shuffle each epoch by itself, so that a longer dataset
-                             begins with the shorter one (section 4)
+                             begins with the shorter one, but for a short last sample (section 4)
     context_parallel_size    for SFTDataset alone (section 19)
     Accepted, without effect data_parallel_size, sequence_parallel_size, sequences_per_dataset,
                              token_dtype_code (always None); hybrid_context_parallel (but True is
@@ -1424,8 +1427,8 @@ def get_blend_from_list(
 #                                          sample 2 = c c c c c    inputs c c c c   labels c c c c
 #
 # With S = 4 and x = 1 a sample is five tokens: four inputs, and one token more, so that the last
-# input has a label too.  The next sample begins with that token, so no token is a label twice, and
-# of the tokens in samples only the first one of the stream is never a label.
+# input has a label too.  The next sample begins with that token, so no token is a label twice.
+# Only the first token of the stream is never a label.
 #
 # The shuffles (1) and (3) exist in two kinds.  Upstream's kind shuffles all epochs as one pile;
 # where little of the last epoch is wanted (plan_epochs() says when), that epoch is a second pile.
@@ -1617,9 +1620,8 @@ def build_sample_idx(
         raise IndexError(f"document_indices[{d}] is {document_index[d]} of {len(sizes)} sequences")
     N = count_samples(tokens, S, drop_last_partial_sequence, x)
 
-    # Row 0 is (0, 0).  Row j is found from where sample j - 1 ends, j*S + x tokens into the stream:
-    # so with x = 0 a sample that starts with a document is written, as in upstream, as the end of
-    # the document before it, (d, length of d).  A last, short sample ends where the stream ends.
+    # Row 0 is (0, 0).  Row j is found from where sample j - 1 ends: j*S + x tokens into the stream,
+    # or, if it is a last, short one, where the stream ends.
     tokens_read = np.minimum(np.arange(1, N + 1) * S + x, tokens)
     lengths = sizes[document_index]
     if len(lengths) and lengths.min() < 0:
@@ -1634,7 +1636,9 @@ def build_sample_idx(
     rows = np.zeros((N + 1, 2), _sample_index_dtype(len(document_index)))
     rows[1:, 0] = d
     rows[1:, 1] = tokens_read - x - starts[d]  # sample j begins x tokens before sample j - 1 ends
-    if x == 0 and N * S > tokens:  # upstream's last row of a short sample
+    # As in upstream, with x = 0 a sample that starts with a document is the end of the one before,
+    # (d, length of d), and a last, short sample ends with the last document, even an empty one.
+    if x == 0 and N * S > tokens:
         rows[-1] = len(lengths) - 1, lengths[-1]
     return rows
 
@@ -1777,7 +1781,7 @@ def _count_samples_of_epochs(
 # on nothing else.  So they are built once and kept in files (section 12), which every rank reads,
 # and every later job.
 #
-# Python wants base classes first.  A first reading may begin at GPTDataset.
+# Python wants base classes first.
 
 
 class _Identified(torch.utils.data.Dataset):
@@ -1804,7 +1808,7 @@ class MegatronDataset(abc.ABC, _Identified):
 
     dataset        what build_low_level_dataset() returned
     dataset_path   the path it was opened from; may be None
-    indices        which documents of dataset belong to this split: an int32 array, or a range
+    indices        ints (D,), which documents of dataset belong to this split; or a range
     num_samples    how many samples are wanted; None: those of one epoch
     index_split    Split
     config         BlendedMegatronDatasetConfig
@@ -1826,9 +1830,7 @@ class MegatronDataset(abc.ABC, _Identified):
     ) -> None:
         self.dataset = dataset
         self.dataset_path = None if dataset_path is None else os.fspath(dataset_path)
-        # Nearly always a range, which takes no memory.  The builder gives one, as to find out that
-        # 2,000,000 numbers are a range takes 4 ms at each start.
-        self._documents = _as_range(indices)
+        self._documents = _as_range(indices)  # nearly always a range, which takes no memory
         self.num_samples = None if num_samples is None else int(num_samples)
         self.index_split = index_split
         self.config = config
@@ -1851,7 +1853,7 @@ class MegatronDataset(abc.ABC, _Identified):
 
     @functools.cached_property
     def indices(self) -> np.ndarray:
-        """int32: which documents of dataset belong to this split; made when it is asked for."""
+        """Which documents of dataset belong to this split; of a range int32, else as given."""
         return _as_documents(self._documents)
 
     @staticmethod
@@ -1872,35 +1874,12 @@ class MegatronDataset(abc.ABC, _Identified):
         return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
 
 
-def _as_range(documents):
-    """Numbers of documents as a range, if they follow each other, else as an array."""
-    if isinstance(documents, range) and documents.step == 1:
-        return documents
-    documents = np.asarray(documents)
-    if len(documents) and np.array_equal(documents, documents[0] + np.arange(len(documents))):
-        return range(int(documents[0]), int(documents[-1]) + 1)
-    return documents
-
-
-def _as_documents(documents):
-    """Numbers of documents, in a range or an array, as an array: int32 if they are a range."""
-    if isinstance(documents, range):
-        return np.arange(documents.start, documents.stop, dtype=np.int32)
-    return documents
-
-
-def _name(dataset):
-    """What to call a dataset in a message: its path, or its class."""
-    path = getattr(dataset, "dataset_path", None)
-    return type(dataset).__name__ if path is None else str(path)
-
-
 class GPTDataset(MegatronDataset):
     """Samples of S tokens, cut from the shuffled documents laid end to end.  Upstream: GPTDataset.
 
     indexed_dataset   IndexedDataset
     dataset_path      its path prefix, which is part of the name of the cache files
-    indexed_indices   int32 (D,), the sequences of this split
+    indexed_indices   ints (D,), or a range: the sequences of this split
     num_samples       at least so many; None: those of one epoch
 
     ds[k] is a dict of new tensors:
@@ -1948,7 +1927,7 @@ class GPTDataset(MegatronDataset):
         self,
         indexed_dataset: IndexedDataset,
         dataset_path: str | os.PathLike | None,
-        indexed_indices: np.ndarray,
+        indexed_indices: np.ndarray | range,
         num_samples: int | None,
         index_split: Split,
         config: GPTDatasetConfig,
@@ -1957,7 +1936,8 @@ class GPTDataset(MegatronDataset):
             indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
         )
         self._extra = int(config.add_extra_token_to_sequence)  # x
-        self._pad_token_id = _find_pad_token_id(config)
+        # the tokenizer's pad; -1 where it has none, or one that is another special token's too
+        self._pad_token_id = _find_pad_token_id(config)  # section 17
         self._keeps_short = (
             index_split is Split.valid and not config.drop_last_partial_validation_sequence
         )
@@ -2264,6 +2244,25 @@ class GPTDataset(MegatronDataset):
         return len(low_level_dataset)
 
 
+def _as_range(documents):
+    """Numbers of documents as a range, if they follow each other, else as an array."""
+    if isinstance(documents, range) and documents.step == 1:
+        return documents
+    documents = np.asarray(documents)
+    if len(documents) == 0:
+        return range(0)
+    if np.array_equal(documents, documents[0] + np.arange(len(documents))):
+        return range(int(documents[0]), int(documents[-1]) + 1)
+    return documents
+
+
+def _as_documents(documents):
+    """Numbers of documents, in a range or an array, as an array: int32 if they are a range."""
+    if isinstance(documents, range):
+        return np.arange(documents.start, documents.stop, dtype=np.int32)
+    return documents
+
+
 def _read_pieces(reader: typing.Any, pieces_of_samples: list[list]) -> list[list[np.ndarray]]:
     """Return the tokens of the pieces of several samples; on object storage they are read at once.
 
@@ -2408,7 +2407,7 @@ class MockGPTDataset(GPTDataset):
 #   dataset_sample_index  0  0  1  2        1  3  2  4
 #
 # So phases that are added, or changed, leave those before them as they are.  (A phase that is added
-# takes more samples of each corpus: with stable_order of section 4 its earlier samples stay.)
+# takes more samples of each corpus, which without stable_order then come in another order.)
 
 
 def build_blending_indices(
@@ -2579,7 +2578,7 @@ class BlendedDataset(_Identified):
     """Several datasets as one, mixed by weights.  Upstream: BlendedDataset.
 
     datasets   MegatronDatasets of one split, fewer than 32767
-    weights    finite numbers >= 0; a dataset of weight 0 is dropped, with a note
+    weights    finite numbers >= 0; a dataset of weight 0 is dropped, with a warning
     size       number of samples; None: weights are counts, and dataset d gives exactly weights[d]
     config     BlendedMegatronDatasetConfig
     phases     [(samples, weights), ...] instead of weights and size, which must be None.  Every
@@ -2831,7 +2830,7 @@ class _Entry(typing.NamedTuple):
         """Is it a corpus alone, which is not blended?"""
         return len(self.prefixes) == 1 and self.weights is None and self.phases is None
 
-    def sizes(self, surplus: float) -> list[int | None]:
+    def samples_of_corpora(self, surplus: float) -> list[int | None]:
         """Return how many samples each corpus is built for; None: one epoch."""
         if self.is_one_corpus:
             return [self.size]
@@ -2947,13 +2946,14 @@ class BlendedMegatronDatasetBuilder:
         if not _is_distributed():
             return self._build_splits()
         # _on_every_rank() runs a function here, waits for the other ranks, and raises an error that
-        # one of them met on all of them (section 15)
+        # one of them met on all of them (section 15).  Rank 0 builds, while the others wait; then
+        # they build, while it waits.
         is_wanted = _on_every_rank(self.is_built_on_rank)
         if _rank() == 0:
             datasets = _on_every_rank(self._build_splits)
-            _on_every_rank(_do_nothing)  # while the others build
+            _on_every_rank(_do_nothing)
         else:
-            _on_every_rank(_do_nothing)  # while rank 0 builds
+            _on_every_rank(_do_nothing)
             datasets = _on_every_rank(self._build_splits if is_wanted else _do_nothing)
         return datasets if is_wanted else [None] * len(Split)
 
@@ -2962,7 +2962,7 @@ class BlendedMegatronDatasetBuilder:
         opened = self._open_all()
         found = {split: [] for split in Split}
         for entry in self._entries:
-            sizes = entry.sizes(self.config.mid_level_dataset_surplus)
+            sizes = entry.samples_of_corpora(self.config.mid_level_dataset_surplus)
             build_part = functools.partial(self._build_part, entry, opened)
             parts = self._for_each(build_part, entry.prefixes, sizes)
             dataset = parts[0] if entry.is_one_corpus else self._mix(entry, opened, parts)
@@ -3066,7 +3066,7 @@ def _allow_open_files():
 # micro-batches; batches_of() makes the batches.  The micro-batches that all ranks read at the same
 # time are called a round here.  A training step, which changes the model once, takes one round or
 # several: M = global batch size / (micro_batch_size * data_parallel_size), which section 10 calls
-# num_microbatches.  So step t reads the rounds t*M .. t*M + M - 1.
+# num_microbatches.  So where M is constant, step t reads the rounds t*M .. t*M + M - 1.
 #
 # All ranks have one order of samples, and it is dealt to them round by round.  The sampler "single"
 # deals it in runs, the sampler "cyclic" sample by sample.  With micro_batch_size 2 and
@@ -3081,9 +3081,9 @@ def _allow_open_files():
 #   rank                   0  1  0  1     0  1  0  1
 #
 # A turn is once through all samples of the dataset; a rest that fills no whole round is left out,
-# unless drop_last is False.  (An epoch, of section 4, is once through its documents, and a dataset
-# may hold several.)  In "cyclic" with data_sharding each rank shuffles a part of its own, so that
-# it always reads the same samples: of eight, rank 0 reads 0 .. 3 and rank 1 reads 4 .. 7.
+# unless "single" has drop_last=False.  (An epoch, of section 4, is once through its documents, and
+# a dataset may hold several.)  In "cyclic" with data_sharding each rank shuffles a part of its own,
+# so that it always reads the same samples: of eight, rank 0 reads 0 .. 3 and rank 1 reads 4 .. 7.
 #
 # One iteration over a sampler is called a pass.  It goes from a given place to the end of the turn,
 # so the first pass after a stop may be only the rest of a turn.
@@ -3744,8 +3744,8 @@ def get_batch_on_this_tp_rank(
                            only if packed or with mtp
     micro_batch_size       B, rows of a batch
     sequence_length        S, tokens of a row
-    create_attention_mask  the first and the last stage need the dense mask too.  Give it the value
-                           that the config has, whose default is upstream's, True
+    create_attention_mask  the first and the last stage need the dense mask too: give it
+                           config.has_dense_mask
     mtp                    this stage, whichever it is, predicts several tokens ahead (multi-token
                            prediction): it needs tokens, position_ids, labels and loss_mask
     packed                 the batches have cu_seqlens and max_seqlen, and every stage needs them
@@ -6654,10 +6654,10 @@ def _append_documents(builder, content, lengths, ends):
 
 def _sentences_under(key, row):
     """Return the sentences that a line's JSON has under a key; ValueError if it has none."""
-    sentences = _sentences(row.get(key)) if isinstance(row, dict) else None
-    is_list = isinstance(sentences, list)
-    if not is_list or not all(isinstance(text, str) for text in sentences):
-        raise ValueError(f"no text under {key!r}")
+    try:
+        sentences = _sentences(row.get(key))
+    except (AttributeError, ValueError):
+        raise ValueError(f"no text under {key!r}") from None
     try:
         "".join(sentences).encode()
     except UnicodeEncodeError:
