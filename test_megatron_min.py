@@ -53,6 +53,7 @@ import sys
 import tempfile
 import threading
 import time
+import tracemalloc
 import types
 import unittest.mock as mock
 import warnings
@@ -1063,6 +1064,9 @@ def test_without_append_eod_and_with_a_key(one, tmp_path):
     assert texts_of(one, tmp_path / "out") == [[1, 2], [70000]]
     assert one.encode_document("7", Tok()) == [[7]]
     with pytest.raises(KeyError):
+        one.encode_jsonl(path, tmp_path / "none", Tok())
+    (tmp_path / "a.jsonl").write_text('{"text": "1"}', "utf-16")  # an encoding is not guessed
+    with pytest.raises(UnicodeDecodeError):
         one.encode_jsonl(path, tmp_path / "none", Tok())
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "out.bin", "out.idx"]
 
@@ -7102,6 +7106,17 @@ def test_zst_is_read_by_one_that_reads_all_of_it(one, tmp_path, monkeypatch):
         one.preprocess(path, tmp_path / "o")
 
 
+def test_a_zst_of_a_long_window_is_refused_with_the_way_out(one, tmp_path):
+    """As `zstd --long=31` makes them: a reader would need 2 GiB."""
+    pytest.importorskip("backports.zstd")
+    window = bytes([(31 - 10) << 3])  # of 2^31 bytes
+    block = (len(GOOD) << 3 | 1).to_bytes(3, "little") + GOOD  # the last one, not compressed
+    (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\0" + window + block)
+    way_out = r"zstd -dc --long=31 \S+/a\.jsonl\.zst \| megatron-min preprocess --input -$"
+    with pytest.raises(OSError, match=way_out):
+        one.preprocess(tmp_path / "a.jsonl.zst", tmp_path / "o")
+
+
 @pytest.mark.parametrize("append_eod", [True, False])
 def test_sentences_are_sequences(one, tmp_path, monkeypatch, append_eod):
     """As nltk's untrained model finds them, with a note, where it has none of English."""
@@ -7131,6 +7146,10 @@ def test_standard_input_and_pipes(one, tmp_path, monkeypatch):
         one.preprocess(["-", path], tmp_path / "o")
     assert os.listdir(tmp_path) == ["a.jsonl"]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "-").write_bytes(b"a file of this name is not meant")
+    with pytest.raises(ValueError, match="-: its size is not known"):
+        one.preprocess("-", tmp_path / "o", shard=(0, 2))
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     threading.Thread(target=fifo.write_bytes, args=(text,), daemon=True).start()
@@ -7239,6 +7258,15 @@ def forget_the_last(texts):
     return [[1]] * (len(texts) - 1)
 
 
+class Table:
+    """As pandas, pyarrow and polars have them."""
+
+    columns = ["text"]
+
+    def __iter__(self):
+        return iter(self.columns)
+
+
 OOPS = GOOD * 9 + b"oops\n"
 FORGETFUL = {"tokenizer": Tok(tokenize_batch=forget_the_last)}
 REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the error says
@@ -7250,7 +7278,16 @@ REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the err
     "no object of a pattern": (GOOD, {"input": "memory://none*.jsonl"}, "matches none"),
     "two kinds of input": (GOOD, {"texts": ["a"]}, "one of input, which are paths, and texts"),
     "no input": (GOOD, {"input": []}, "input"),
+    "bad lines alone": (b"oops\n\n{}\n", {"on_error": "skip"}, r"all 2 lines .*a\.jsonl: line 1: "),
+    "bad rows alone": (
+        GOOD,
+        {"input": None, "texts": [None, 5], "on_error": "skip"},
+        "all 2 lines .*texts: line 1: wanted a text, or a dict of texts, got None",
+    ),
     "one text": (GOOD, {"input": None, "texts": "abc"}, "an iterable of texts"),
+    "bytes": (GOOD, {"input": None, "texts": b"abc"}, "an iterable of texts"),
+    "splits": (GOOD, {"input": None, "texts": {"train": ["a"]}}, "an iterable of texts"),
+    "a table": (GOOD, {"input": None, "texts": Table()}, "an iterable of texts"),
     "a shard of texts": (GOOD, {"input": None, "texts": ["a"], "shard": (0, 2)}, "without a shard"),
     "workers": (GOOD, {"workers": 0}, "workers must be >= 1"),
     "shard": (GOOD, {"shard": (2, 2)}, "wanted a shard i/n .* got 2/2"),
@@ -7270,15 +7307,32 @@ def test_a_refusal_names_its_reason_and_leaves_nothing(one, tmp_path, monkeypatc
     assert os.listdir() == ["a.jsonl"]
 
 
-BAD_TEXTS = [
-    b'{"text": "a"',
-    b'{"other": "a"}',
-    b'{"text": ["a", 5]}',
-    b'["text"]',
-    b'{"text": "\xff"}',
-    b'{"text": "\\ud800"}',  # half a surrogate
-    b"[" * 100_000,
-]
+WANTED = "wanted a JSON object on the line, which begins "
+BAD_LINES = {  # and what is said of each
+    b'{"text": "a"': WANTED + r"""'{"text": "a"\n': Expecting ',' delimiter, character 13""",
+    b"[": WANTED + r"'[\n': Expecting value, character 2",  # the first line of a list
+    b"\0" * 99: WANTED + repr("\0" * 60),
+    '{"text": "a"}'.encode("utf-16"): WANTED + r"""'\ufffd\ufffd{\x00"\x00""",
+    '{"text": "a"}'.encode("utf-16-le"): WANTED + r"""'{\x00"\x00""",
+    b'{"text": "\xff"}': "'utf-8' codec can't decode byte 0xff in position 10",
+    b'{"text": "\xed\xa0\x80"}': "can't decode byte 0xed",  # half a surrogate, as UTF-8 has none
+    b'{"text": "a\\ud83d"}': "a lone surrogate under 'text'",
+    b'{"other": "a"}': "no text under 'text'",
+    b'{"text": ["a", 5]}': "no text under 'text'",
+    b'["text"]': "no text under 'text'",
+    b'{"n": %s}' % (b"1" * 5000): "4300 digits",  # Python reads no longer numbers
+    b"[" * 100_000: "recursion",
+}
+
+
+def test_what_is_said_of_a_bad_line(one, tmp_path):
+    """What was wanted, how the line begins, and the reason; encodings are not guessed."""
+    for line, words in BAD_LINES.items():
+        (tmp_path / "a.jsonl").write_bytes(GOOD + line + b"\n" + GOOD)
+        with pytest.raises(ValueError) as refusal:
+            one.preprocess(tmp_path / "a.jsonl", tmp_path / "o")
+        said = str(refusal.value).replace("\N{REPLACEMENT CHARACTER}", r"\ufffd")
+        assert f"a.jsonl: line 2: {WANTED}" in said and words in said and len(said) < 600, said
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -7298,15 +7352,86 @@ def test_a_bad_line_anywhere_is_named(one, tmp_path, monkeypatch, workers):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_bad_lines_are_skipped_and_counted(one, tmp_path, workers):
     """And files without a document are said."""
-    (tmp_path / "a.jsonl").write_bytes(GOOD + b"\n".join([*BAD_TEXTS, b" ", b""]) + b"\n" + GOOD)
-    (tmp_path / "b.jsonl").write_bytes(b"")
+    (tmp_path / "a.jsonl").write_bytes(GOOD + b"\n".join([*BAD_LINES, b" ", b""]) + b"\n" + GOOD)
+    for k in range(5):
+        (tmp_path / f"b{k}.jsonl").write_bytes(b"")
     flags = {"on_error": "skip", "workers": workers}
     with pytest.warns(UserWarning) as told:
         made = one.preprocess(tmp_path / "*.jsonl", tmp_path / "o", **flags)
     left_out, empty = [str(warning.message) for warning in told]
-    assert re.search(r"left out 7 bad lines; the first: .*a\.jsonl: line 2: ", left_out)
-    assert re.search(r"no document came from 1 inputs: .*b\.jsonl$", empty)
+    assert re.search(
+        rf"left out {len(BAD_LINES)} bad lines; the first: .*a\.jsonl: line 2: ", left_out
+    )
+    assert re.search(r"no document came from 5 of the inputs, such as .*b0\.jsonl$", empty)
     assert texts_of(one, made["text"]) == [[49], [49]]
+
+
+def test_rows_are_lines(one, tmp_path):
+    """One that is neither text nor dict, or holds what JSON does not know, is a bad one."""
+    bad = [b"b", bytearray(b"b"), None, 5, 1.5, ["b"], np.arange(3), object()]
+    bad += [{"text": value} for value in (b"b", None, 5, np.arange(3), {1: {2}}, "\ud83d")]
+    bad += [{}, {"other": "b"}, {("text",): "b"}]
+    rows = ["1", *bad, {"text": "2"}, {"text": ["3", "4"], "other": object()}]
+    job = {"output_prefix": tmp_path / "o", "tokenizer": Tok()}
+    for number, row in enumerate(bad, 2):
+        with pytest.raises(ValueError, match=f"^texts: line {number}: wanted a "):
+            one.preprocess(texts=["1"] * (number - 1) + [row], **job)
+    with pytest.warns(
+        UserWarning, match=rf"left out {len(bad)} bad lines; .* texts: line 2: .*b'b'"
+    ):
+        made = one.preprocess(texts=rows, on_error="skip", **job)
+    assert texts_of(one, made["text"]) == [[1], [2], [3, 4]]
+
+
+def test_a_lone_surrogate_is_said_with_every_tokenizer(one, tmp_path, hf):
+    for tokenizer in (Tok(), one.ByteTokenizer(), one.build_tokenizer(hf)):
+        job = {"output_prefix": tmp_path / "o", "tokenizer": tokenizer}
+        with pytest.raises(ValueError, match="texts: line 2: .*a lone surrogate"):
+            one.preprocess(texts=["", "a\ud83d"], **job)
+        with pytest.warns(UserWarning, match="left out 1 bad lines"):
+            one.preprocess(texts=["", "a\ud83d"], on_error="skip", **job)
+
+
+def test_a_line_that_is_too_long_is_a_bad_one(one, tmp_path, monkeypatch):
+    """In shards too, which may begin and end within it."""
+    monkeypatch.setattr(one, "_LONGEST_LINE", 30, raising=False)
+    for rng in cases(6):
+        lines = [GOOD] * 40
+        for k in range(1, 40, 2):
+            lines[k] = b'{"text": "%s"}\n' % (b"a" * rng.integers(60))
+        lines[-1] = lines[-1].removesuffix(b"\n")
+        (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
+        short = [json.loads(line)["text"] for line in lines if len(line) <= 30]
+        number = len(lines) - len(short)
+        words = rf"left out {number} bad lines; the first: .*: longer than 30 bytes$"
+        with pytest.warns(UserWarning, match=words):
+            made = one.preprocess(tmp_path / "a.jsonl", tmp_path / "o", on_error="skip")["text"]
+        assert texts_of(one, made) == [list(text.encode()) for text in short]
+        merged = quiet(make_shards, one, tmp_path / "a.jsonl", tmp_path, 5, on_error="skip")
+        assert bytes_of_pair(merged) == bytes_of_pair(made)
+
+
+def peak_of(function, *arguments, **options):
+    """The most bytes that Python has held meanwhile."""
+    tracemalloc.start()
+    try:
+        function(*arguments, **options)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_bad_lines_are_not_held_in_memory(one, tmp_path, monkeypatch):
+    """Neither what is said of each of many, nor all of a long one."""
+    monkeypatch.setattr(one, "_LONGEST_LINE", 1000, raising=False)
+    monkeypatch.setattr(one, "_BLOCK_BYTES", 1000)
+    (tmp_path / "many.jsonl").write_bytes(GOOD + b"oops\n" * 12_000)
+    (tmp_path / "long.jsonl").write_bytes(GOOD + b"a" * (8 << 20))
+    one.preprocess(texts=["a"], output_prefix=tmp_path / "o")  # imports what it needs
+    for name in ("many", "long"):
+        path = tmp_path / f"{name}.jsonl"
+        peak = peak_of(quiet, one.preprocess, path, tmp_path / "o", on_error="skip")
+        assert peak < 3 << 20, name
 
 
 # -- Faults ------------------------------------------------------------------------------------
@@ -7322,6 +7447,65 @@ class Acting(Tok):
     def tokenize(self, text):
         self.act(text)
         return super().tokenize(text)
+
+
+def raise_at(text, error):
+    """An act: raise the error at this text."""
+
+    def act(found):
+        if found == text:
+            raise error
+
+    return act
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_a_tokenizer_raises_at_a_line(one, tmp_path, workers):
+    """A panic is that line's fault.  What is no line's fault ends the job, also with skip."""
+    path = jsonl(tmp_path / "a.jsonl", ["1", "13", "2"])
+    job = {"input": path, "output_prefix": tmp_path / "o", "workers": workers}
+    panics = Acting(raise_at("13", Panic("an index is out of bounds")))
+    with pytest.raises(ValueError, match=r"a\.jsonl: line 2: Panic: an index is out of bounds"):
+        one.preprocess(tokenizer=panics, **job)
+    with pytest.warns(UserWarning, match=r"left out 1 bad lines; the first: .*line 2: Panic: "):
+        made = one.preprocess(tokenizer=panics, on_error="skip", **job)
+    assert texts_of(one, made["text"]) == [[1], [2]]
+    for error in (MemoryError("no room"), FileNotFoundError(2, "no room", "vocab")):
+        lacks = Acting(raise_at("13", error))
+        with pytest.raises((MemoryError, OSError), match="no room"):
+            one.preprocess(tokenizer=lacks, on_error="skip", **job)
+
+
+def test_a_process_that_may_have_no_children(one, tmp_path, monkeypatch):
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    job = {"texts": ["a"], "output_prefix": tmp_path / "o"}
+    with pytest.raises(ValueError, match="use workers=1"):
+        one.preprocess(workers=2, **job)
+    one.preprocess(workers=1, **job)
+
+
+@linux
+def test_workers_of_a_process_with_threads(one, tmp_path, hf, monkeypatch):
+    """From Python 3.12 on a fork warns there.  The threads of the package tokenizers have run."""
+    fork = os.fork
+
+    def fork_of_3_12():
+        words = "This process (pid=1) is multi-threaded, use of fork() may lead to deadlocks"
+        warnings.warn(f"{words} in the child.", DeprecationWarning, stacklevel=2)
+        return fork()
+
+    if sys.version_info < (3, 12):
+        monkeypatch.setattr(os, "fork", fork_of_3_12)
+    tokenizer = one.build_tokenizer(hf)
+    texts = ["ja nein"] * 1000
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    tokenizer.tokenize_batch(texts)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = one.preprocess(
+            texts=texts, output_prefix=tmp_path / "o", tokenizer=tokenizer, workers=2
+        )
+    assert texts_of(one, made["text"]) == [[1, 2]] * 1000
 
 
 @pytest.mark.parametrize("extension", ["", ".gz"])
@@ -7903,7 +8087,9 @@ def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys):
     for arguments, code, word in (
         ("", 2, "COMMAND"),
         (f"{preprocess} --json-keys x", 1, "a.jsonl: line 1: "),
-        (f"{preprocess} --shard 1", 2, "--shard"),
+        (f"{preprocess} --shard 1", 2, "argument --shard: wanted i/n, such as 3/16, got '1'"),
+        (f"{preprocess} --shard z", 2, "argument --shard: wanted i/n, such as 3/16, got 'z'"),
+        (f"{preprocess} --on-error foo", 2, "argument --on-error: invalid choice: 'foo'"),
         ("merge --input good none --output-prefix o", 1, "none.idx"),
         ("verify good damaged", 1, "damaged.idx: sequence_pointers[1]"),
     ):
