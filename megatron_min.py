@@ -5188,9 +5188,12 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                    its processes; pin_memory alone does not change who makes them.
 
     len() counts the batches of a whole turn, also after a resume.  Where several iterators run, the
-    state is that of the newest.  The first iterator after load_state_dict() goes on where the state
-    was taken, and only that one: if it is left after a look, as by next(iter(loader)), the next one
-    begins at 0; with a cyclic sampler it begins after the batch that was looked at.
+    state is that of the newest.  What worker processes draw depends on torch.initial_seed(), the
+    data-parallel rank and the place where the iterator begins, unless a generator is given.
+
+    The first iterator after load_state_dict() goes on where the state was taken, and only that one:
+    if it is left after a look, as by next(iter(loader)), the next one begins at 0; with a cyclic
+    sampler it begins after the batch that was looked at.
 
     >>> loader = PretrainingDataLoader(range(6), MegatronPretrainingSampler(6, 0, 2, 0, 1))
     >>> state = [loader.state_dict() for batch in loader][0]          # after the first batch
@@ -5274,11 +5277,11 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     def _batches_of_torch(self, consumed_samples):
         """Batches that torch's DataLoader makes, from a place on.
 
-        For an iterator torch draws a seed, of which each of its worker processes makes its own.
-        From torch's global generator it would be drawn on those ranks alone that have a loader, and
+        For an iterator torch draws a number, from which each of its worker processes has its seed.
+        From the global generator it would be drawn on those ranks alone that have a loader, and
         their dropout would be another one than that of the ranks beside them.
 
-        Its numbers become tensors on the default device, where it fails if that is not the CPU.
+        Torch also makes tensors on the default device, and fails if that is not the CPU.
         """
         if not self._has_generator:
             place = [torch.initial_seed(), self.batch_sampler.data_parallel_rank, consumed_samples]

@@ -8208,16 +8208,19 @@ def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, readme, tmp_pa
     assert run_training(tmp_path) == []
 
 
-def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path):
+def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path, monkeypatch):
     """Each step reads its own samples, whatever was read ahead, or to estimate losses."""
-    train = data_of_a_run(one, tmp_path)
-    names = vars(one) | {"torch": torch, "device": "cpu", "seed_offset": 1, "ddp_world_size": 2}
-    names |= {"batch_size": 2, "block_size": 8, "tokens_per_iter": 32}  # 4 samples in a step
-    names["builder"] = mock.Mock()
-    names["builder"].build.return_value = [train, train, None]
+    monkeypatch.setitem(sys.modules, "megatron_min", one)
+    mk(one, tmp_path / "corpus_text_document", [np.arange(n) for n in range(1, 60)])
+    names = {"os": os, "torch": torch, "device": "cpu", "data_dir": str(tmp_path)}
+    names |= {"seed_offset": 1, "ddp_world_size": 2, "batch_size": 2, "block_size": 8}
+    names |= {"max_iters": 20, "tokens_per_iter": 32, "eval_iters": 3}  # 4 samples in a step
     for iter_num in (0, 3):
         names["iter_num"] = iter_num
         exec(readme_block(readme, "python", "def get_batch(split)"), names)
+        assert names["meta_vocab_size"] == 257
+        train = names["datasets"]["train"]
+        assert (train.num_samples, names["datasets"]["val"].num_samples) == (80, 12)
         for step in range(iter_num, 6):
             wanted = batch_of(train, [4 * step + 2, 4 * step + 3])
             for found, key in zip(names["get_batch"]("train"), ("tokens", "labels"), strict=True):
@@ -8225,3 +8228,51 @@ def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path):
             with torch.no_grad():
                 estimated, _ = names["get_batch"]("train")
             same(estimated, batch_of(train, [4 * (step - iter_num) + k for k in (2, 3)])["tokens"])
+
+
+TOLD_TO_END = """
+import signal
+import numpy as np
+from megatron_min import *
+
+told = []
+signal.signal(signal.SIGTERM, lambda *place: told.append(place))
+rows = [{"messages": [{"role": "assistant", "content": "4"}]}]
+config = GPTDatasetConfig(1, 64, tokenizer=ByteTokenizer(), create_attention_mask=False)
+train = SFTDataset(rows, None, np.arange(1, dtype=np.int32), 100_000, Split.train, config)
+sampler = MegatronPretrainingSampler(len(train), 0, 4, 0, 1)
+loader = "the loader"
+batches = iter(loader)
+next(batches)
+print("reading", flush=True)
+while not told:
+    next(batches)
+for _ in range(50):  # more than were made ahead
+    next(batches)
+print(loader.state_dict()["consumed_samples"] > 200)
+"""
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize("option", [", worker_init_fn=leave_group", ""])
+def test_a_job_that_is_told_to_end_saves_its_state(readme, tmp_path, option):
+    """With README's option; without it torch's worker processes are gone."""
+    script = readme_block(readme, "python", "def leave_group") + TOLD_TO_END
+    line = f"PretrainingDataLoader(train, sampler, num_workers=2{option})"
+    assert line in readme or not option
+    script = script.replace('"the loader"', line)
+    run = [sys.executable, "-c", "import os\n" + script]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    env = os.environ | {"PYTHONPATH": str(HERE)}
+    with subprocess.Popen(run, env=env, start_new_session=True, **pipes) as job:
+        try:
+            assert job.stdout.readline() == "reading\n"
+            os.killpg(job.pid, signal.SIGTERM)
+            out, err = job.communicate(timeout=100)
+        finally:
+            job.kill()  # if it hangs
+    if option:
+        assert (out, job.returncode) == ("True\n", 0), err
+    else:
+        assert "killed by signal: Terminated" in err and job.returncode == 1
