@@ -3268,7 +3268,6 @@ class MegatronPretrainingRandomSampler(_Sampler):
         data_parallel_rank: int,
         data_parallel_size: int,
         data_sharding: bool,
-        *,
         seed: int = 0,
     ) -> None:
         self.dataset = dataset

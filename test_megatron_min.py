@@ -8683,7 +8683,7 @@ ARGUMENTS_BY_HAND = {
     "MegatronPretrainingSampler": "total_samples consumed_samples micro_batch_size "
     "data_parallel_rank data_parallel_size drop_last",
     "MegatronPretrainingRandomSampler": "dataset total_samples consumed_samples micro_batch_size "
-    "data_parallel_rank data_parallel_size data_sharding",
+    "data_parallel_rank data_parallel_size data_sharding seed",  # the last is ours
     "MegatronFullValidationSampler": "total_samples data_parallel_rank data_parallel_size",
     "build_pretraining_data_loader": "dataset consumed_samples",
     "SFTDataset": "dataset dataset_path indices num_samples index_split config",
