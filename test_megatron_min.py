@@ -333,11 +333,12 @@ def quiet(function, *args, **kwargs):
         return function(*args, **kwargs)
 
 
-def command(mm, capsys, *argv):
+def command(mm, capsys, *argv, program="megatron-min"):
     """Run a command in this process -> (exit code, stdout, stderr)."""
     capsys.readouterr()
     try:
-        code = mm.main([str(argument) for argument in argv])
+        with mock.patch.object(sys, "argv", [f"bin/{program}"]):
+            code = mm.main([str(argument) for argument in argv])
     except SystemExit as stop:
         code = stop.code
     captured = capsys.readouterr()
@@ -7308,6 +7309,7 @@ def test_a_refusal_names_its_reason_and_leaves_nothing(one, tmp_path, monkeypatc
 
 
 WANTED = "wanted a JSON object on the line, which begins "
+UNDER = "wanted a text under 'text', "
 BAD_LINES = {  # and what is said of each
     b'{"text": "a"': WANTED + r"""'{"text": "a"\n': Expecting ',' delimiter, character 13""",
     b"[": WANTED + r"'[\n': Expecting value, character 2",  # the first line of a list
@@ -7316,10 +7318,10 @@ BAD_LINES = {  # and what is said of each
     '{"text": "a"}'.encode("utf-16-le"): WANTED + r"""'{\x00"\x00""",
     b'{"text": "\xff"}': "'utf-8' codec can't decode byte 0xff in position 10",
     b'{"text": "\xed\xa0\x80"}': "can't decode byte 0xed",  # half a surrogate, as UTF-8 has none
-    b'{"text": "a\\ud83d"}': "a lone surrogate under 'text'",
-    b'{"other": "a"}': "no text under 'text'",
-    b'{"text": ["a", 5]}': "no text under 'text'",
-    b'["text"]': "no text under 'text'",
+    b'{"text": "a\\ud83d"}': UNDER + "got one with a lone surrogate",
+    b'{"other": "a"}': UNDER + "in an object with the keys ['other']",
+    b'{"text": ["a", 5]}': UNDER + "in an object with the keys ['text']",
+    b'["text"]': WANTED + r"""'["text"]\n': a list""",
     b'{"n": %s}' % (b"1" * 5000): "4300 digits",  # Python reads no longer numbers
     b"[" * 100_000: "recursion",
 }
@@ -7332,7 +7334,7 @@ def test_what_is_said_of_a_bad_line(one, tmp_path):
         with pytest.raises(ValueError) as refusal:
             one.preprocess(tmp_path / "a.jsonl", tmp_path / "o")
         said = str(refusal.value).replace("\N{REPLACEMENT CHARACTER}", r"\ufffd")
-        assert f"a.jsonl: line 2: {WANTED}" in said and words in said and len(said) < 600, said
+        assert "a.jsonl: line 2: wanted a " in said and words in said and len(said) < 600, said
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -7470,6 +7472,10 @@ def test_what_a_tokenizer_raises_at_a_line(one, tmp_path, workers):
     with pytest.warns(UserWarning, match=r"left out 1 bad lines; the first: .*line 2: Panic: "):
         made = one.preprocess(tokenizer=panics, on_error="skip", **job)
     assert texts_of(one, made["text"]) == [[1], [2]]
+    for text in ("a", ""):  # by which it is tried before the job
+        panics = Acting(raise_at(text, Panic("an index is out of bounds")))
+        made = one.preprocess(tokenizer=panics, append_eod=True, **job)
+        assert texts_of(one, made["text"]) == [[1, 0], [13, 0], [2, 0]]
     for error in (MemoryError("no room"), FileNotFoundError(2, "no room", "vocab")):
         lacks = Acting(raise_at("13", error))
         with pytest.raises((MemoryError, OSError), match="no room"):
@@ -7750,7 +7756,7 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
 
 
 NO_ROWS = {  # lines that are no rows, and a word of the error
-    "{oops": "wanted a JSON object on the line, which begins with b'{oops",
+    "{oops": "wanted a JSON object on the line, which begins '{oops",
     "[" * 100_000: "wanted a JSON object",
     '[{"messages": []}]': "wanted a JSON object",
     '{"text": "a"}': "KeyError: 'messages'",
@@ -8098,6 +8104,15 @@ def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys):
         assert files_of(".") == before
 
 
+def test_the_program_is_named_as_it_was_called(one, tmp_path, capsys):
+    for argv, start in (
+        (["merge", "--help"], "usage: megatron_min.py merge "),
+        (["verify", tmp_path / "none"], "megatron_min.py: "),
+    ):
+        _, out, err = command(one, capsys, *argv, program="megatron_min.py")
+        assert (out + err).startswith(start)
+
+
 def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch):
     def merge(*arguments):
         warnings.warn("a  warning\nof  two lines", stacklevel=1)
@@ -8183,8 +8198,9 @@ def test_a_signal_while_a_file_is_made_leaves_none(one, tmp_path, monkeypatch, c
 
 def test_the_demo_resumes_and_leaves_nothing(mm, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    code, out, err = command(mm, capsys, "demo")
+    code, out, err = command(mm, capsys, "demo", program="megatron_min.py")
     assert code == 0, err
+    assert out.splitlines()[-1].startswith("megatron_min.py preprocess --input ")
     assert "600 samples of 256 tokens" in out and "70 more steps, equal: True\n" in out
     assert os.listdir(tmp_path) == []
 
