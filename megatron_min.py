@@ -6206,27 +6206,26 @@ def build_tokenizer(
 ) -> typing.Any:
     """Return the tokenizer that a name means, as in the table above.
 
-    eod_token           the text of the end-of-document token of a tokenizer.json; others know
-                        their own
+    eod_token           the text of the end-of-document token, of a tokenizer.json alone
     add_special_tokens  of a tokenizer.json by the package tokenizers, see HuggingFaceTokenizer
 
     >>> build_tokenizer("null:100").eod
     100
     """
     name = os.fspath(name)
-    is_gigatoken = name.startswith("gigatoken:")
-    is_file = name.endswith(".json") or (name != "bytes" and os.path.isdir(name))
-    if is_file and not is_gigatoken:
-        return HuggingFaceTokenizer(name, eod_token, add_special_tokens)
-    if add_special_tokens:
-        raise ValueError(f"{name}: only a tokenizer.json by tokenizers has special tokens to add")
-    if is_gigatoken:
+    if name.startswith("gigatoken:"):
+        if add_special_tokens:
+            raise ValueError(f"{name}: only the package tokenizers can add special tokens")
         return _GigatokenTokenizer(name.removeprefix("gigatoken:"), eod_token)
+    if name.endswith(".json") or (name != "bytes" and os.path.isdir(name)):
+        return HuggingFaceTokenizer(name, eod_token, add_special_tokens)
+    if eod_token or add_special_tokens:
+        raise ValueError(f"{name}: only of a tokenizer.json eod or special tokens can be chosen")
     if name == "bytes":
         return ByteTokenizer()
-    if name.startswith("null:"):
+    if re.fullmatch("null:[0-9]+", name):
         return NullTokenizer(name.removeprefix("null:"))
-    if ":" not in name:
+    if ":" not in name or name.startswith("null:"):
         raise ValueError(
             f"unknown tokenizer {name!r}: use bytes, null:VOCAB, a tokenizer.json or a folder that "
             "holds one, gigatoken:tokenizer.json, or module:attribute"
@@ -6355,9 +6354,9 @@ def _find_pad_token_id(config):
 #       sequences = encode_document(text, ...)  _Encoder._encode_documents()
 #       builder.add_item(), .end_document()     _write_pairs()
 #
-# A line is bad for what it is itself: no JSON object in UTF-8, one without text under a key, or one
-# at which the tokenizer raises an error.  But a MemoryError or an OSError is not the line's fault:
-# it ends the job.
+# A line is bad for what it is itself: no JSON object in UTF-8, one without text under a key, one
+# that is too long, or one at which the tokenizer raises an error.  But a MemoryError or an OSError
+# is not the line's fault: it ends the job.
 #
 # Many machines share the work as shards: n jobs, of which job i reads its share of the bytes of all
 # inputs, laid end to end, and no others.  A line belongs to the shard in which it begins:
@@ -6453,6 +6452,8 @@ def preprocess(
     _check_tokenizer_of_corpus(tokenizer, append_eod)
     if isinstance(json_keys, str):
         json_keys = [json_keys]
+    if len(json_keys) == 0:
+        raise ValueError("preprocess wants at least one JSON key")
     suffix = "_sentence" if split_sentences else "_document"
     if count > 1:
         suffix += f"_{index:05}_of_{count:05}"  # so that the names sort as the shards do
@@ -7312,9 +7313,11 @@ class SFTDataset(MegatronDataset):
 
 @contextlib.contextmanager
 def _errors_that_name_row(name, rows, row):
-    """Have an error, of whatever kind, name the row."""
+    """Have errors, of whatever kind, name the row, but those that are not its fault."""
     try:
         yield
+    except (MemoryError, OSError):
+        raise
     except Exception as error:
         raise ValueError(
             f'{_place_of_row(name, rows, row)}: wanted "messages", a list of '

@@ -6551,6 +6551,11 @@ def test_a_tokenizer_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
         (f"gigatoken:{hf}", None, False, r"tokenizer\.json: gigatoken refuses it: "),
         (hf, "<none>", False, "<none>"),
         ("bytes", None, True, "special tokens"),
+        (f"gigatoken:{hf}", None, True, "special tokens"),
+        ("bytes", "</s>", False, "only of a tokenizer.json eod"),
+        ("null:9", "</s>", False, "only of a tokenizer.json eod"),
+        ("null:x", None, False, "unknown tokenizer 'null:x'"),
+        ("null:-1", None, False, "unknown tokenizer 'null:-1'"),
     ):
         with pytest.raises(ValueError, match=words):
             one.build_tokenizer(name, eod_text, adds_special_tokens)
@@ -7753,6 +7758,9 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
     for number, words in enumerate(bad.values(), 1):
         with pytest.raises(ValueError, match=rf"chat\.jsonl, line {2 * number + 1}: .*{words}"):
             ds[number]
+    os.remove(path)
+    with pytest.raises(FileNotFoundError, match=r"chat\.jsonl"):  # which is not the row's fault
+        ds[0]
 
 
 NO_ROWS = {  # lines that are no rows, and a word of the error
