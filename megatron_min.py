@@ -6561,7 +6561,7 @@ class _Input:
         self.path = path
         self.size = size
         self.name = _name_of_input(path)  # for messages and records
-        self.compression = _compression(path)
+        self.compression = _infer_compression(path)
         # The lines that begin in these bytes are read; math.inf: to its end, wherever that is.
         self.begin = 0
         self.end = math.inf
@@ -6647,7 +6647,7 @@ def _size_of(path):
     return os.path.getsize(path) if path != "-" and os.path.isfile(path) else None
 
 
-def _compression(path):
+def _infer_compression(path):
     """How a file is compressed, as fsspec infers it from its name; None: it is not."""
     import fsspec
 
@@ -6815,7 +6815,9 @@ class _Encoder:
         self.splitter = _load_sentence_splitter() if split_sentences else None
         self.dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
         eod = [tokenizer.eod] if append_eod else []
-        self.eod = np.frombuffer(_encode_tokens(eod, self.dtype), self.dtype)
+        # Unsigned: beside the uint64 of a tokenizer int32 would become a float.
+        unsigned = f"u{self.dtype.itemsize}"
+        self.eod = np.frombuffer(_encode_tokens(eod, self.dtype), unsigned)
 
     def encode_block(self, lines):
         """Return what encode() makes of the lines, in a list, and (number, reason) of bad lines.

@@ -7259,6 +7259,20 @@ def test_texts_in_the_place_of_files(one, tmp_path):
     assert not list(tmp_path.glob("d*"))
 
 
+@pytest.mark.parametrize("kind", [tuple, torch.tensor, np.uint8, np.int64, np.uint64])
+@pytest.mark.parametrize("append_eod", [True, False])
+def test_ids_may_be_of_any_kind(one, tmp_path, kind, append_eod):
+    """What a tokenizer returns of a text, where ids are stored as int32."""
+    as_kind = kind if kind in (tuple, torch.tensor) else functools.partial(np.array, dtype=kind)
+    tokenizer = Tok(vocab_size=70_001, eod=70_000, tokenize=lambda text: as_kind([len(text)] * 2))
+    path = jsonl(tmp_path / "a.jsonl", ["abc", "a"])
+    made = one.preprocess(path, tmp_path / "o", tokenizer, append_eod=append_eod)["text"]
+    one.encode_jsonl(path, tmp_path / "plain", tokenizer, append_eod=append_eod)
+    assert bytes_of_pair(made) == bytes_of_pair(tmp_path / "plain")
+    end = [70_000] * append_eod
+    assert texts_of(one, made) == [[3, 3, *end], [1, 1, *end]]
+
+
 def forget_the_last(texts):
     """A tokenize_batch() that loses a text."""
     return [[1]] * (len(texts) - 1)
