@@ -6220,7 +6220,7 @@ def build_tokenizer(
     if name.endswith(".json") or (name != "bytes" and os.path.isdir(name)):
         return HuggingFaceTokenizer(name, eod_token, add_special_tokens)
     if eod_token or add_special_tokens:
-        raise ValueError(f"{name}: only of a tokenizer.json eod or special tokens can be chosen")
+        raise ValueError(f"{name}: eod and special tokens can be chosen for a tokenizer.json alone")
     if name == "bytes":
         return ByteTokenizer()
     if re.fullmatch("null:[0-9]+", name):
@@ -7847,7 +7847,7 @@ def _run_demo(options):
         train, _, _ = builder.build()
         _print_line(f"2. A blend, 70 % code: {len(train):,} samples of 256 tokens; the pairs have")
         for key, dataset, count in zip(keys, train.datasets, train.samples_taken(), strict=True):
-            _print_line(f"   {key}: {len(dataset):,} samples in 90 %, {count:,} in the blend")
+            _print_line(f"   {key}: {len(dataset):,} samples to train on, {count:,} in the blend")
 
         loaders = _make_demo_loaders(train, num_ranks=2)
         steps = _global_batches(loaders)

@@ -6552,8 +6552,8 @@ def test_a_tokenizer_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
         (hf, "<none>", False, "<none>"),
         ("bytes", None, True, "special tokens"),
         (f"gigatoken:{hf}", None, True, "special tokens"),
-        ("bytes", "</s>", False, "only of a tokenizer.json eod"),
-        ("null:9", "</s>", False, "only of a tokenizer.json eod"),
+        ("bytes", "</s>", False, "eod and special tokens can be chosen"),
+        ("null:9", "</s>", False, "eod and special tokens can be chosen"),
         ("null:x", None, False, "unknown tokenizer 'null:x'"),
         ("null:-1", None, False, "unknown tokenizer 'null:-1'"),
     ):
