@@ -333,11 +333,12 @@ def quiet(function, *args, **kwargs):
         return function(*args, **kwargs)
 
 
-def command(mm, capsys, *argv):
+def command(mm, capsys, *argv, program="megatron-min"):
     """Run a command in this process -> (exit code, stdout, stderr)."""
     capsys.readouterr()
     try:
-        code = mm.main([str(argument) for argument in argv])
+        with mock.patch.object(sys, "argv", [f"bin/{program}"]):
+            code = mm.main([str(argument) for argument in argv])
     except SystemExit as stop:
         code = stop.code
     captured = capsys.readouterr()
@@ -6725,6 +6726,11 @@ def test_a_tokenizer_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
         (f"gigatoken:{hf}", None, False, r"tokenizer\.json: gigatoken refuses it: "),
         (hf, "<none>", False, "<none>"),
         ("bytes", None, True, "special tokens"),
+        (f"gigatoken:{hf}", None, True, "special tokens"),
+        ("bytes", "</s>", False, "eod and special tokens can be chosen"),
+        ("null:9", "</s>", False, "eod and special tokens can be chosen"),
+        ("null:x", None, False, "unknown tokenizer 'null:x'"),
+        ("null:-1", None, False, "unknown tokenizer 'null:-1'"),
     ):
         with pytest.raises(ValueError, match=words):
             one.build_tokenizer(name, eod_text, adds_special_tokens)
@@ -7428,6 +7434,20 @@ def test_texts_in_the_place_of_files(one, tmp_path):
     assert not list(tmp_path.glob("d*"))
 
 
+@pytest.mark.parametrize("kind", [tuple, torch.tensor, np.uint8, np.int64, np.uint64])
+@pytest.mark.parametrize("append_eod", [True, False])
+def test_ids_may_be_of_any_kind(one, tmp_path, kind, append_eod):
+    """What a tokenizer returns of a text, where ids are stored as int32."""
+    as_kind = kind if kind in (tuple, torch.tensor) else functools.partial(np.array, dtype=kind)
+    tokenizer = Tok(vocab_size=70_001, eod=70_000, tokenize=lambda text: as_kind([len(text)] * 2))
+    path = jsonl(tmp_path / "a.jsonl", ["abc", "a"])
+    made = one.preprocess(path, tmp_path / "o", tokenizer, append_eod=append_eod)["text"]
+    one.encode_jsonl(path, tmp_path / "plain", tokenizer, append_eod=append_eod)
+    assert bytes_of_pair(made) == bytes_of_pair(tmp_path / "plain")
+    end = [70_000] * append_eod
+    assert texts_of(one, made) == [[3, 3, *end], [1, 1, *end]]
+
+
 def forget_the_last(texts):
     """A tokenize_batch() that loses a text."""
     return [[1]] * (len(texts) - 1)
@@ -7483,6 +7503,7 @@ def test_a_refusal_names_its_reason_and_leaves_nothing(one, tmp_path, monkeypatc
 
 
 WANTED = "wanted a JSON object on the line, which begins "
+UNDER = "wanted a text under 'text', "
 BAD_LINES = {  # and what is said of each
     b'{"text": "a"': WANTED + r"""'{"text": "a"\n': Expecting ',' delimiter, character 13""",
     b"[": WANTED + r"'[\n': Expecting value, character 2",  # the first line of a list
@@ -7491,10 +7512,10 @@ BAD_LINES = {  # and what is said of each
     '{"text": "a"}'.encode("utf-16-le"): WANTED + r"""'{\x00"\x00""",
     b'{"text": "\xff"}': "'utf-8' codec can't decode byte 0xff in position 10",
     b'{"text": "\xed\xa0\x80"}': "can't decode byte 0xed",  # half a surrogate, as UTF-8 has none
-    b'{"text": "a\\ud83d"}': "a lone surrogate under 'text'",
-    b'{"other": "a"}': "no text under 'text'",
-    b'{"text": ["a", 5]}': "no text under 'text'",
-    b'["text"]': "no text under 'text'",
+    b'{"text": "a\\ud83d"}': UNDER + "got one with a lone surrogate",
+    b'{"other": "a"}': UNDER + "in an object with the keys ['other']",
+    b'{"text": ["a", 5]}': UNDER + "in an object with the keys ['text']",
+    b'["text"]': WANTED + r"""'["text"]\n': a list""",
     b'{"n": %s}' % (b"1" * 5000): "4300 digits",  # Python reads no longer numbers
     b"[" * 100_000: "recursion",
 }
@@ -7507,7 +7528,7 @@ def test_what_is_said_of_a_bad_line(one, tmp_path):
         with pytest.raises(ValueError) as refusal:
             one.preprocess(tmp_path / "a.jsonl", tmp_path / "o")
         said = str(refusal.value).replace("\N{REPLACEMENT CHARACTER}", r"\ufffd")
-        assert f"a.jsonl: line 2: {WANTED}" in said and words in said and len(said) < 600, said
+        assert "a.jsonl: line 2: wanted a " in said and words in said and len(said) < 600, said
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -7645,6 +7666,10 @@ def test_what_a_tokenizer_raises_at_a_line(one, tmp_path, workers):
     with pytest.warns(UserWarning, match=r"left out 1 bad lines; the first: .*line 2: Panic: "):
         made = one.preprocess(tokenizer=panics, on_error="skip", **job)
     assert texts_of(one, made["text"]) == [[1], [2]]
+    for text in ("a", ""):  # by which it is tried before the job
+        panics = Acting(raise_at(text, Panic("an index is out of bounds")))
+        made = one.preprocess(tokenizer=panics, append_eod=True, **job)
+        assert texts_of(one, made["text"]) == [[1, 0], [13, 0], [2, 0]]
     for error in (MemoryError("no room"), FileNotFoundError(2, "no room", "vocab")):
         lacks = Acting(raise_at("13", error))
         with pytest.raises((MemoryError, OSError), match="no room"):
@@ -7922,10 +7947,13 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
     for number, words in enumerate(bad.values(), 1):
         with pytest.raises(ValueError, match=rf"chat\.jsonl, line {2 * number + 1}: .*{words}"):
             ds[number]
+    os.remove(path)
+    with pytest.raises(FileNotFoundError, match=r"chat\.jsonl"):  # which is not the row's fault
+        ds[0]
 
 
 NO_ROWS = {  # lines that are no rows, and a word of the error
-    "{oops": "wanted a JSON object on the line, which begins with b'{oops",
+    "{oops": "wanted a JSON object on the line, which begins '{oops",
     "[" * 100_000: "wanted a JSON object",
     '[{"messages": []}]': "wanted a JSON object",
     '{"text": "a"}': "KeyError: 'messages'",
@@ -8280,6 +8308,15 @@ def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys):
         assert files_of(".") == before
 
 
+def test_the_program_is_named_as_it_was_called(one, tmp_path, capsys):
+    for argv, start in (
+        (["merge", "--help"], "usage: megatron_min.py merge "),
+        (["verify", tmp_path / "none"], "megatron_min.py: "),
+    ):
+        _, out, err = command(one, capsys, *argv, program="megatron_min.py")
+        assert (out + err).startswith(start)
+
+
 def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch):
     def merge(*arguments):
         warnings.warn("a  warning\nof  two lines", stacklevel=1)
@@ -8365,8 +8402,9 @@ def test_a_signal_while_a_file_is_made_leaves_none(one, tmp_path, monkeypatch, c
 
 def test_the_demo_resumes_and_leaves_nothing(mm, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    code, out, err = command(mm, capsys, "demo")
+    code, out, err = command(mm, capsys, "demo", program="megatron_min.py")
     assert code == 0, err
+    assert out.splitlines()[-1].startswith("megatron_min.py preprocess --input ")
     assert "600 samples of 256 tokens" in out and "70 more steps, equal: True\n" in out
     assert os.listdir(tmp_path) == []
 
