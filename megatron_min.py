@@ -5028,8 +5028,9 @@ class _RemoteFile:
     """
 
     _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
-    # the names under which storages tell an ETag or the time of the last change
-    _CHANGED = ("ETag", "etag", "Last-Modified", "LastModified", "mtime", "created")
+    # the names under which storages tell an ETag, a digest or the time of the last change
+    _CHANGED = ("ETag", "etag", "blob_id", "sha")
+    _CHANGED += ("Last-Modified", "LastModified", "modificationTime", "mtime", "created")
 
     def __init__(self, url: str | os.PathLike, dtype: type = np.uint8) -> None:
         self.url = os.fspath(url)
@@ -5273,7 +5274,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     batch_sampler  a sampler of section 8
     num_workers    how many threads, or processes, make batches ahead; 0: none
     arguments      further arguments of DataLoader, such as collate_fn or prefetch_factor.  With
-                   one of these the batches of such datasets, too, are made by DataLoader and
+                   one of these the batches of a GPTDataset, too, are made by DataLoader and
                    its processes; pin_memory alone does not change who makes them.
 
     len() counts the batches of a whole turn, also after a resume.  Where several iterators run, the

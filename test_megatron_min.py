@@ -4906,6 +4906,24 @@ def test_processes_may_copy_an_index_at_once(one, web, some_pair, tmp_path):
     assert copied.read_bytes() == pathlib.Path(f"{some_pair[0]}.idx").read_bytes()
 
 
+@pytest.mark.parametrize("name", ["ETag", "blob_id", "sha", "LastModified", "modificationTime"])
+def test_an_index_that_changed_is_copied_again(one, bucket, some_pair, tmp_path, name):
+    """Case: hf:// tells a blob_id alone; another index of the same size was not noticed."""
+    prefix, docs = some_pair
+    memory = fsspec.get_filesystem_class("memory")
+
+    def info(self, path, **options):
+        content = self.store[self._strip_protocol(path)].getvalue()
+        return {"type": "file", "size": len(content), name: hashlib.md5(content).hexdigest()}
+
+    swapped = [docs[1], docs[0], *docs[2:]]
+    with mock.patch.object(memory, "info", info):
+        place = bucket.put(prefix)
+        open_remote(one, place, tmp_path / "idx")
+        bucket.put(mk(one, tmp_path / "changed" / "pair", swapped, np.uint16))
+        assert lists(open_remote(one, place, tmp_path / "idx")[:]) == lists(swapped)
+
+
 def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_path):
     """No copy stays; the next opening finds the new one."""
     place = bucket.put(some_pair[0])
