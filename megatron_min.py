@@ -4687,7 +4687,8 @@ def _sync_folder(folder):
 def _undisturbed(function, *arguments):
     """Call a function in a thread of its own, as signals are answered in the main thread alone.
 
-    When this raises what a signal raises, the function has ended, or has not begun and never does.
+    When this raises what a signal raises, the function has ended, or has not begun and never does;
+    but after a second signal it may still run.
     """
     future = concurrent.futures.Future()
     thread = threading.Thread(target=_fulfil, args=(future, function, *arguments))
