@@ -658,6 +658,13 @@ class IndexedDataset(torch.utils.data.Dataset):
         """The object that has the arrays of the .idx, as in upstream: the dataset itself."""
         return self
 
+    @property
+    def mapped_tokens(self) -> np.ndarray | None:
+        """All tokens of the .bin, as one array; None if it is not mapped."""
+        if isinstance(self._tokens, _MappedTokens):
+            return self._tokens.tokens
+        return None
+
     def get_document_indices(self) -> np.ndarray:
         """Return document_indices, under upstream's name."""
         return self.document_indices
@@ -1960,13 +1967,13 @@ class GPTDataset(MegatronDataset):
         )
         self._extra = int(config.add_extra_token_to_sequence)  # x
         # the tokenizer's pad; -1 where it has none, or one that is another special token's too
-        self._pad_token_id = _find_pad_token_id(config)  # section 17
+        self._pad_token_id = _find_pad_token_id(config)  # section 17; upstream's name
         self._keeps_short = (
             index_split is Split.valid and not config.drop_last_partial_validation_sequence
         )
-        self._eod_token_id = None
+        self.eod_token_id = None  # unless a setting looks for it
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
-            self._eod_token_id = _attribute(config.tokenizer, "eod")
+            self.eod_token_id = _attribute(config.tokenizer, "eod")
 
         if isinstance(indexed_dataset, IndexedDataset):
             # a warning if preprocess() made the pair with another tokenizer (section 18)
@@ -2080,7 +2087,7 @@ class GPTDataset(MegatronDataset):
             labels = np.append(labels, pad)
         loss_mask = labels != pad
         if config.eod_mask_loss:  # what follows an eod is the beginning of another document
-            loss_mask &= tokens != self._eod_token_id
+            loss_mask &= tokens != self.eod_token_id
         if idx is None:
             loss_mask[:] = False
 
@@ -2112,9 +2119,9 @@ class GPTDataset(MegatronDataset):
 
     def _starts_after_eod(self, tokens):
         """The places among the inputs where a document starts: 0, and behind each eod token."""
-        if self._eod_token_id is None:
+        if self.eod_token_id is None:
             return [0]
-        eods = np.flatnonzero(tokens[:-1] == self._eod_token_id)
+        eods = np.flatnonzero(tokens[:-1] == self.eod_token_id)
         return [0, *(eods + 1).tolist()]
 
     # ---- how the three arrays are built
@@ -2207,7 +2214,7 @@ class GPTDataset(MegatronDataset):
             raise ValueError(f"{_name(self)} holds {dtype}: token ids must be integers")
         if isinstance(corpus, IndexedDataset):
             corpus.verify()
-        if self._eod_token_id is not None:
+        if self.eod_token_id is not None:
             self._warn_if_no_eod()
 
     def _warn_if_no_eod(self):
@@ -2217,7 +2224,7 @@ class GPTDataset(MegatronDataset):
             length = int(self.dataset.sequence_lengths[i])
             if length > 0:
                 last_tokens.append(self.dataset.get(i, length - 1, 1)[0])
-        if last_tokens and self._eod_token_id not in last_tokens:
+        if last_tokens and self.eod_token_id not in last_tokens:
             warnings.warn(
                 f"{_name(self)}: none of {len(last_tokens)} documents looked at ends in eod, so "
                 "resets and eod_mask_loss find nothing: tokenize with --append-eod?",
@@ -2761,7 +2768,7 @@ class BlendedDataset(_Identified):
         if type(self) is not BlendedDataset:  # a subclass may say itself what a sample is
             return [self[idx] for idx in indices]
         samples = [None] * len(indices)
-        for d, (rows, ks) in self._places(indices).items():
+        for d, (rows, ks) in self.places(indices).items():
             of_dataset = _samples_of(self.datasets[d], ks)
             for row, sample in zip(rows, of_dataset, strict=True):
                 dataset_id = torch.from_numpy(np.array(d, np.int64))
@@ -2775,8 +2782,11 @@ class BlendedDataset(_Identified):
         i = _position(idx, len(self), "the samples of a blend")
         return int(self.dataset_index[i]), int(self.dataset_sample_index[i])
 
-    def _places(self, indices):
-        """Where several samples are: {d: (rows, ks)}; the one for row is sample k of dataset d."""
+    def places(self, indices: typing.Sequence[int | None]) -> dict[int, tuple[list, list]]:
+        """Return where several samples are: {d: (rows, ks)}, a row and a k for each of them.
+
+        Sample indices[row] is sample k of dataset d.
+        """
         places = {}
         for row, idx in enumerate(indices):
             d, k = self._place(idx)
@@ -3165,14 +3175,14 @@ class _Sampler:
         self.drop_last = drop_last
         self.samples_per_round = self.micro_batch_size * self.data_parallel_size
         self.active_total_samples = self.total_samples - self.total_samples % self.samples_per_round
-        self._check_start(self.consumed_samples)
+        self.check_start(self.consumed_samples)
 
     def __len__(self) -> int:
         if self.drop_last:
             return self.active_total_samples // self.samples_per_round
         return _ceil_div(self.total_samples, self.samples_per_round)
 
-    def _check_start(self, consumed_samples: int) -> None:
+    def check_start(self, consumed_samples: int) -> None:
         """ValueError unless a pass can start there: anywhere from the first sample to the end."""
         if not 0 <= consumed_samples <= self.total_samples:
             raise ValueError(
@@ -3289,7 +3299,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
             data_parallel_size,
         )
 
-    def _check_start(self, consumed_samples: int) -> None:
+    def check_start(self, consumed_samples: int) -> None:
         """ValueError unless a pass can start there: after a whole number of rounds."""
         per_round = self.samples_per_round
         if not self.active_total_samples:
@@ -4573,7 +4583,7 @@ def forward_backward_no_pipelining(
 #   2      new                       old                    new                 the old .idx goes
 #   3      new          new                                                     the folder is synced
 #
-# If step 1 or 2 fails, the old .idx comes back.
+# If step 1 or 2 fails, the old .idx comes back; the old record does not.
 #
 # After an error, or a signal that ends our commands, temporary files are removed, at the latest
 # when the process ends.  One that is killed (kill -9, no power, a second signal meanwhile) leaves
@@ -4683,8 +4693,8 @@ def _name_pair(tokens, index):
         if os.path.basename(tokens.temporary) in os.listdir(os.path.dirname(tokens.path)):
             with contextlib.suppress(OSError):
                 os.replace(old_index, index.path)
+            _remove_file(index.temporary)  # first: see the rule for an .idx that is missing
             _remove_file(tokens.temporary)
-            _remove_file(index.temporary)
             places = [old_index]  # if it could not come back
         else:
             _remove_file(old_index)
@@ -4709,16 +4719,11 @@ def _sync_folder(folder):
         os.close(descriptor)
 
 
-# The signals that end a command.  Windows has no SIGHUP.
-_SIGNALS = [signal.SIGINT, signal.SIGTERM]
-if hasattr(signal, "SIGHUP"):
-    _SIGNALS.append(signal.SIGHUP)
-
-
 def _undisturbed(function, *arguments):
     """Call a function in a thread of its own, as signals are answered in the main thread alone.
 
-    When this raises what a signal raises, the function has ended, or has not begun and never does.
+    When this raises what a signal raises, the function has ended, or has not begun and never does;
+    but after a second signal it may still run.
     """
     future = concurrent.futures.Future()
     thread = threading.Thread(target=_fulfil, args=(future, function, *arguments))
@@ -4732,8 +4737,6 @@ def _undisturbed(function, *arguments):
 
 def _fulfil(future, function, *arguments):
     """Give a future what a function returns or raises, unless it was cancelled."""
-    if sys.platform == "linux":
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # also for what is forked here
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(function(*arguments))
@@ -4764,9 +4767,9 @@ def _fulfil(future, function, *arguments):
 #   anything else: damaged, or of other data       built and saved, with a warning that says why
 #   a folder that cannot be written                built, with a warning; they stay in memory
 #
-# No time and no path says what a pair is: a copy on another disk finds the cache, too.  An array
-# above 1 MiB is not read whole at a start.  So it is synced before it has its name: then no loss of
-# power can leave holes in it.
+# A pair that was touched, and a copy on another disk that is opened by the same name, find the
+# cache too.  An array above 1 MiB is not read whole at a start.  So it is synced before it has its
+# name: then no loss of power can leave holes in it.
 
 _CACHE_FORMAT = 5  # a number to count up when the same manifest comes to mean other arrays
 _CHECKED_BYTES = 1 << 20  # an array file of up to so many is read, and checked, at each start
@@ -4857,8 +4860,8 @@ def _find_arrays(stem, names, made_from, pair):
         if was != now:
             raise DatasetFormatError(f"{key} was {was!r}, is {now!r}")
     note = manifest["pair"]
-    if pair is not None and not (note and pair.is_noted(note)):
-        raise DatasetFormatError(f"the pair was {note}, is {pair.fingerprint()}")
+    if pair is not None and (note is None or not pair.is_noted(note)):
+        raise DatasetFormatError(f"the pair was {note}, is {pair.note()}")
     arrays = [_open_array(f"{stem}-{name}.npy", manifest["files"][name]) for name in names]
     # Another job may have renamed its own files in meanwhile: it removes the manifest first.
     text_now = _read_manifest(stem)
@@ -4977,7 +4980,7 @@ def _find_left_out(dataset, find_or_build):
 # Object storage is everything with a name such as s3://bucket/corpus or https://host/corpus.  It is
 # read with the package fsspec, which comes with torch, and never written.
 #
-#   s3://bucket/corpus.idx   copied once, whole, into a local folder, and mapped:  a1b2....idx
+#   s3://bucket/corpus.idx   copied once, whole, into a local folder, and opened:  a1b2....idx
 #
 #   s3://bucket/corpus.bin   a a a a b b b c c c c c c       read_many([(0, 4), (8, 2)])
 #                            |-----|         |-|             asks for these two ranges, and for
@@ -5061,8 +5064,9 @@ class _RemoteFile:
     """
 
     _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
-    # the names under which storages tell an ETag or the time of the last change
-    _CHANGED = ("ETag", "etag", "Last-Modified", "LastModified", "mtime", "created")
+    # the names under which storages tell an ETag, a digest or the time of the last change
+    _CHANGED = ("ETag", "etag", "blob_id", "sha")
+    _CHANGED += ("Last-Modified", "LastModified", "modificationTime", "mtime", "created")
 
     def __init__(self, url: str | os.PathLike, dtype: type = np.uint8) -> None:
         self.url = os.fspath(url)
@@ -5313,7 +5317,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     batch_sampler  a sampler of section 8
     num_workers    how many threads, or processes, make batches ahead; 0: none
     arguments      further arguments of DataLoader, such as collate_fn or prefetch_factor.  With
-                   one of these the batches of such datasets, too, are made by DataLoader and
+                   one of these the batches of a GPTDataset, too, are made by DataLoader and
                    its processes; pin_memory alone does not change who makes them.
 
     len() counts the batches of a whole turn, also after a resume.  Where several iterators run, the
@@ -5465,7 +5469,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                 "wanted a state of PretrainingDataLoader: version, consumed_samples (a whole "
                 f"number) and past (a dict, as JSON), got {str(state_dict)[:200]}"
             ) from None
-        self.batch_sampler._check_start(consumed)
+        self.batch_sampler.check_start(consumed)
         if strict:
             here = json.loads(self._look_at_past(consumed))
             self._check_past({"version": version, **past}, {"version": _STATE_VERSION, **here})
@@ -5949,7 +5953,7 @@ def _read_columns(dataset, indices):
     elif type(dataset) is BlendedDataset:
         columns["dataset_id"] = np.empty(len(indices), np.int64)
         rows_of_parts = []
-        for d, (rows, ks) in dataset._places(indices).items():
+        for d, (rows, ks) in dataset.places(indices).items():
             columns["dataset_id"][rows] = d
             rows_of_parts.append((dataset.datasets[d], rows, ks))
     else:
@@ -5988,7 +5992,7 @@ def _read_samples(dataset, columns, rows, samples):
     """
     config = dataset.config
     corpus = dataset.dataset
-    if type(corpus) is not IndexedDataset or type(corpus._tokens) is not _MappedTokens:
+    if type(corpus) is not IndexedDataset or corpus.mapped_tokens is None:
         return False
     try:
         rows = array.array("q", rows)
@@ -6006,15 +6010,15 @@ def _read_samples(dataset, columns, rows, samples):
             columns.get("attention_mask"),
             rows,
             samples,
-            corpus._tokens.tokens,
+            corpus.mapped_tokens,
             corpus.sequence_pointers,
             corpus.sequence_lengths,
             dataset.document_index,
             dataset.sample_index,
             dataset.shuffle_index[: len(dataset)],  # more than these are no samples
-            dataset._extra,
+            int(config.add_extra_token_to_sequence),
             dataset._pad_token_id,
-            _NO_EOD if dataset._eod_token_id is None else dataset._eod_token_id,
+            _NO_EOD if dataset.eod_token_id is None else dataset.eod_token_id,
             config.reset_position_ids,
             config.eod_mask_loss,
             config.reset_attention_mask,
@@ -6984,6 +6988,12 @@ def _receive(block, pipe):
     return block, *answer
 
 
+# The signals that end a command.  Windows has no SIGHUP.
+_SIGNALS = [signal.SIGINT, signal.SIGTERM]
+if hasattr(signal, "SIGHUP"):
+    _SIGNALS.append(signal.SIGHUP)
+
+
 def _run_worker(pipe, end_of_parent, encoder):
     """Encode the lines that come through a pipe: this is all that a worker process does.
 
@@ -6998,8 +7008,6 @@ def _run_worker(pipe, end_of_parent, encoder):
             signal.signal(number, signal.SIG_IGN)
         elif signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    if sys.platform == "linux":
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     # The processes keep all cores busy already: threads of the tokenizers library would compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with contextlib.suppress(EOFError, OSError):
