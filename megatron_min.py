@@ -5350,9 +5350,9 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                 "in_order=False: a state counts batches, so they must come in the sampler's order"
             )
         may_use_threads = IMPLEMENTATION == "c" and _is_plain(dataset)
-        self.makes_batches = may_use_threads and arguments.keys() <= {"pin_memory"}
+        self.makes_own_batches = may_use_threads and arguments.keys() <= {"pin_memory"}
         self.num_threads = 0
-        if self.makes_batches:
+        if self.makes_own_batches:
             self.num_threads = num_workers
             num_workers = 0  # torch starts no processes
         super().__init__(dataset, batch_sampler=batch_sampler, num_workers=num_workers, **arguments)
@@ -5376,7 +5376,9 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         consumed = sampler.consumed_samples
         this_iterator = object()
         self._newest = this_iterator
-        batches = self._own_batches() if self.makes_batches else self._batches_of_torch(consumed)
+        batches = (
+            self._own_batches() if self.makes_own_batches else self._batches_of_torch(consumed)
+        )
         for batch in batches:
             consumed += sampler.samples_per_round
             if self._newest is this_iterator:
@@ -5576,7 +5578,7 @@ def _look_at_samples(dataset, samples):
     getitem = getattr(type(dataset), "__getitem__", None)
     if getitem is BlendedDataset.__getitem__:
         looks = [None] * len(samples)
-        for d, (rows, ks) in dataset._places(samples).items():  # those of a corpus at once
+        for d, (rows, ks) in dataset.places(samples).items():  # those of a corpus at once
             for row, look in zip(rows, _look_at_samples(dataset.datasets[d], ks), strict=True):
                 looks[row] = look
         return looks

@@ -5229,7 +5229,7 @@ def test_a_loader_yields_the_batches_of_the_plain_loader(mm, tmp_path, kind):
         loader = loader_of(mm, dataset, num_workers=num_workers, drop_last=False)
         same_batches(loader, wanted, num_workers)
         assert loader.state_dict()["consumed_samples"] == 23
-        assert loader.makes_batches == by_threads
+        assert loader.makes_own_batches == by_threads
         assert loader.num_workers == (0 if by_threads else num_workers)
 
 
