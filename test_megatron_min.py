@@ -748,10 +748,8 @@ def test_a_fingerprint_is_of_the_data_alone(one, tmp_path):
     os.utime(f"{prefix}.bin", (1, 1))
     for place, mmap in ((prefix, True), (prefix, False), (tmp_path / "copy" / "p", True)):
         assert one.IndexedDataset(place, mmap=mmap).fingerprint() == first
-    other_lengths = [*docs[:900], [1] * 9, [1] * 11, *docs[902:]]
-    for other in (docs[:-1], other_lengths, [[2] * 10, *docs[1:]], [*docs[:-1], [2] * 10]):
-        assert one.IndexedDataset(mk(one, tmp_path / "q", other)).fingerprint() != first
-    for other in ([], [[]], [[1]], [[1, 2]]):
+    others = [docs[:-1], [*docs[:900], [1] * 9, [1] * 11, *docs[902:]], [], [[]], [[1]], [[1, 2]]]
+    for other in (*others, [[2] * 10, *docs[1:]], [*docs[:-1], [2] * 10]):
         assert one.IndexedDataset(mk(one, tmp_path / "q", other)).fingerprint() != first
 
 
@@ -855,10 +853,7 @@ def test_sequences_are_added_in_many_ways(one, tmp_path):
 REFUSED_BY_BUILDER = {
     # upstream: such ids are wrapped, and written as others
     "too-large": (np.uint16, "add_item", [torch.tensor([1, 70000, -1])], "70000 at 1"),
-    "too-large-in-list": (np.uint16, "add_item", [[1, 70000]], "70000 at 1"),
-    "too-large-as-text": (np.uint16, "add_item", [["1", "70000"]], "70000 at 1"),
     "too-large-for-numpy": (np.int64, "add_item", [[1, 2**70]], str(2**70)),
-    "uint64": (np.int64, "add_item", [np.array([2**63], np.uint64)], str(2**63)),
     "float": (np.int32, "add_item", [np.array([1.5])], "[1.5]"),
     "no-number": (np.int32, "add_item", [["1", "b"]], "'b'"),
     "bytes": (np.int32, "add_item", [b"aaaa"], "b'aaaa'"),
@@ -1363,11 +1358,13 @@ def test_a_wrong_stream_is_said(mm):
 
 
 def test_long_orders_have_64_bits(one):
-    """Only which dtype they get: an order of this length would take 16 GB."""
+    """Only which dtype they get: an order of this length would take 16 GB.  No number wraps."""
     assert one._sample_index_dtype(2**31 - 1) is np.int32
     assert one._sample_index_dtype(2**31) is np.int64
     assert one._shuffle_index_dtype(2**32 - 3) is np.uint32
     assert one._shuffle_index_dtype(2**32 - 2) is np.int64
+    with pytest.raises(ValueError, match=f"document {2**31}"):
+        one.build_document_index(np.array([1, 2**31]), 1, np.random.RandomState(0), False)
 
 
 # -- Both orders, and stable_order -------------------------------------------------------------
@@ -1431,12 +1428,6 @@ def test_with_stable_order_more_samples_keep_the_first_ones(mm, tmp_path, is_sta
     before, after = [gpt(mm, prefix, size, stable_order=is_stable) for size in (224, 226)]
     equal = [torch.equal(before[k]["tokens"], after[k]["tokens"]) for k in range(200)]
     assert sum(equal) == wanted
-
-
-def test_document_numbers_beyond_int32_are_refused(one):
-    """They must not wrap."""
-    with pytest.raises(ValueError, match=f"document {2**31}"):
-        one.build_document_index(np.array([1, 2**31]), 1, np.random.RandomState(0), False)
 
 
 # ==============================================================================
@@ -1662,22 +1653,12 @@ def random_dataset(mm, rng, prefix, dtype):
     return gpt(mm, mk(mm, prefix, docs, dtype), n, split, documents, **fields)
 
 
-def check_pieces(ds, whole, k):
-    """They hold the text of sample k; upstream's method returns it, padded, and the sequences."""
-    pieces = ds.pieces(k)
-    wanted = brute_text(ds, whole, k)
-    found = np.concatenate([ds.dataset.get(*piece) for piece in pieces])
-    same(found.astype(np.int64), wanted)
-    tokens, sequences = ds._query_document_sample_shuffle_indices(k)
-    room = ds.config.sequence_length + int(ds.config.add_extra_token_to_sequence)
-    padding = np.full(room - len(wanted), ds.config.tokenizer.pad)
-    same(tokens, np.concatenate([wanted, padding]))
-    same(sequences, np.array([sequence for sequence, _, _ in pieces]))
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_samples_equal_the_loops(mm, tmp_path):
-    """Under every flag, from every dtype, mapped or not; None is sample 0 without any loss."""
+    """Under every flag, from every dtype, mapped or not; None is sample 0 without any loss.
+
+    The pieces hold the text; upstream's method returns it, padded, and the sequences.
+    """
     for case, rng in enumerate(cases(40)):
         ds = random_dataset(mm, rng, tmp_path / f"{case}/p", INTEGERS[case % len(INTEGERS)])
         if len(ds) == 0:
@@ -1685,7 +1666,14 @@ def test_samples_equal_the_loops(mm, tmp_path):
         whole = stream(ds)
         some = [-1, 0, *rng.integers(len(ds), size=20).tolist()]
         for k in some:
-            check_pieces(ds, whole, k)
+            pieces = ds.pieces(k)
+            text = brute_text(ds, whole, k)
+            same(np.concatenate([ds.dataset.get(*piece) for piece in pieces]).astype(int), text)
+            tokens, sequences = ds._query_document_sample_shuffle_indices(k)
+            same(tokens[: len(text)], text)
+            assert (tokens[len(text) :] == ds.config.tokenizer.pad).all()
+            assert len(tokens) == ds.config.sequence_length + ds.config.add_extra_token_to_sequence
+            same(sequences, np.array([sequence for sequence, _, _ in pieces]))
         wanted = {k: brute_sample(ds, whole, k) for k in some}
         wanted[None] = wanted[0] | {"loss_mask": torch.zeros(ds.config.sequence_length)}
         for mmap in (True, False):
@@ -2222,18 +2210,6 @@ def outline(built):
 
 
 # -- which datasets a config means -------------------------------------------------------------
-
-
-def test_each_corpus_of_a_blend_is_cut_by_the_split(mm, corpora):
-    """Each is built for its share, rounded up, and a surplus; the blend has the shares alone."""
-    train, valid, test = build(mm, [50, 20, 5], config(mm, ([A, B], [3, 2]), split="8,2,0"))
-    assert outline(train) == [("train", 0, 32, 31), ("train", 0, 20, 21)]
-    assert outline(valid) == [("valid", 32, 40, 13), ("valid", 20, 25, 9)]
-    assert test is None
-    rounded_up = build(mm, [7, 0, 0], config(mm, ([A, B], [1, 1])))[0]
-    assert (len(train), len(valid), len(rounded_up)) == (50, 20, 8)
-    alone = build(mm, [50, 0, 0], config(mm, ([A], [7])))[0]  # its weight makes it a blend
-    assert (outline(alone), len(alone)) == ([("train", 0, 40, 51)], 50)
 
 
 def test_blends_of_the_splits_own_are_of_whole_corpora(mm, corpora, caplog):
@@ -3280,7 +3256,7 @@ def backward_of_ones(layers, value):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_in_float32(one, overlap):
-    """grad is None until the end; setting it to None changes nothing; only one call begins a step.
+    """Until it is finished there is no grad; only zero_grad_buffer() forgets what was summed.
 
     One layer for each dtype, one that is frozen, and one that backward never reaches.
     """
@@ -3296,36 +3272,22 @@ def test_a_step_in_float32(one, overlap):
             backward_of_ones(used, 256)
         ddp.zero_grad()  # not of this class: the sums stay
         ddp.scale_gradients(0.5)
-        assert all(param.grad is None for param in ddp.parameters())
         backward_of_ones(used, 1)
         assert all(param.grad is None for param in ddp.parameters())
-        for _ in range(2):
-            ddp.finish_grad_sync()
-            check_sums_in_float32(ddp, [0] + 4 * [129])
+        ddp.finish_grad_sync()
         ddp.zero_grad()
-        ddp.scale_gradients(3)
-        check_sums_in_float32(ddp, [0] + 4 * [387])
+        ddp.scale_gradients(2)
+        assert lists(ddp.grad_buffers) == [[0] + 4 * [258]]
+        for layer, value in [*zip(used, 4 * [258], strict=True), (unused, 0)]:
+            equal(layer.weight.grad, torch.full((1, 1), value, dtype=layer.weight.dtype))
+        assert frozen.weight.grad is None
         with pytest.raises(RuntimeError, match=r"gradient of 0\.weight after finish.*zero_grad_bu"):
             backward_of_ones(used, 1)
     ddp.zero_grad_buffer()
     unused.weight.grad = torch.ones(1, 1, dtype=torch.bfloat16)  # by hand
     used[0].requires_grad_(False)
     ddp.finish_grad_sync()
-    check_sums_in_float32(ddp, [1, 0, 0, 0, 0])
-    ddp.zero_grad_buffer()
-    ddp.finish_grad_sync()
-    check_sums_in_float32(ddp, [0, 0, 0, 0, 0])
-
-
-def check_sums_in_float32(ddp, wanted):
-    """The values of the one buffer, and of each grad, in the dtype of its parameter."""
-    assert lists(ddp.grad_buffers) == [wanted]
-    wanted = wanted[::-1]
-    for param in ddp.parameters():
-        if param.grad is not None:
-            assert param.main_grad.dtype == torch.float32
-            equal(param.grad, torch.full((1, 1), wanted.pop(0), dtype=param.dtype))
-    assert not wanted
+    assert lists(ddp.grad_buffers) == [[1, 0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -3531,14 +3493,12 @@ def a_second_backward_without_no_sync(job, options):
 
 
 def nan_is_named_with_its_parameter_and_rank(job, options):
-    """inf too."""
     last = job.world - 1
     ddp = wrapped(job, options | {"check_for_nan_in_grad": True})
-    for value in (math.nan, math.inf):
-        (losses(ddp, *step_data()).mean() * (value if job.rank == last else 1)).backward()
-        with pytest.raises(ValueError, match=rf"^rank {last}: nan or inf .*inner\.bias"):
-            ddp.finish_grad_sync()
-        ddp.zero_grad_buffer()
+    (losses(ddp, *step_data()).mean() * (math.nan if job.rank == last else 1)).backward()
+    with pytest.raises(ValueError, match=rf"^rank {last}: nan or inf .*inner\.bias"):
+        ddp.finish_grad_sync()
+    ddp.zero_grad_buffer()
     backward(job, ddp)
     ddp.finish_grad_sync()
     check_gradients(ddp, gradients_of_one())
