@@ -3213,18 +3213,6 @@ def test_nccl_may_divide_by_the_ranks(one, group, monkeypatch):
         assert ddp.grad_buffers[0].tolist() == values
 
 
-def test_gradients_of_16_bits_are_summed_in_float32(one):
-    """In bfloat16, 256 + 1 is 256."""
-    for in_fp32, wanted in ((False, 256), (True, 320)):
-        layer = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
-        ddp = one.DistributedDataParallel(layer, grad_reduce_in_fp32=in_fp32)
-        for value in [256] + 64 * [1]:
-            ddp(torch.full((1, 1), value, dtype=torch.bfloat16)).sum().backward()
-        ddp.finish_grad_sync()
-        assert ddp.grad_buffers[0].item() == wanted
-        equal(layer.weight.grad, torch.full((1, 1), wanted, dtype=torch.bfloat16))
-
-
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -3237,10 +3225,7 @@ def backward_of_ones(layers, value):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_in_float32(one, overlap):
-    """Until it is finished there is no grad; only zero_grad_buffer() forgets what was summed.
-
-    One layer for each dtype, one that is frozen, and one that backward never reaches.
-    """
+    """In bfloat16, 256 + 1 is 256.  Only zero_grad_buffer() forgets what was summed."""
     used = [torch.nn.Linear(1, 1, bias=False, dtype=dtype) for dtype in DTYPES]
     frozen = torch.nn.Linear(1, 1, bias=False).requires_grad_(False)
     unused = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
@@ -3250,7 +3235,8 @@ def test_a_step_in_float32(one, overlap):
     for _ in range(2):
         ddp.zero_grad_buffer()
         with ddp.no_sync():
-            backward_of_ones(used, 256)
+            for value in [256] + 62 * [1]:
+                backward_of_ones(used, value)
         ddp.zero_grad()  # not of this class: the sums stay
         ddp.scale_gradients(0.5)
         backward_of_ones(used, 1)
@@ -3258,8 +3244,8 @@ def test_a_step_in_float32(one, overlap):
         ddp.finish_grad_sync()
         ddp.zero_grad()
         ddp.scale_gradients(2)
-        assert lists(ddp.grad_buffers) == [[0] + 4 * [258]]
-        for layer, value in [*zip(used, 4 * [258], strict=True), (unused, 0)]:
+        assert lists(ddp.grad_buffers) == [[0] + 4 * [320]]
+        for layer, value in [*zip(used, 4 * [320], strict=True), (unused, 0)]:
             equal(layer.weight.grad, torch.full((1, 1), value, dtype=layer.weight.dtype))
         assert frozen.weight.grad is None
         with pytest.raises(RuntimeError, match=r"gradient of 0\.weight after finish.*zero_grad_bu"):
