@@ -559,10 +559,7 @@ def test_sequences_are_read_as_from_a_list(one, tmp_path, docs, mmap):
 
 
 def test_a_read_of_a_mapped_pair_is_a_view(one, pair):
-    """It is read-only, and keeps the mapping alive, but nothing pins a dataset that is dropped.
-
-    Upstream: a segmentation fault, or a dataset that stays for ever.
-    """
+    """It is read-only and keeps the mapping alive; nothing pins a dataset that is dropped."""
     ds = one.IndexedDataset(pair)
     views = [ds[0], ds[0:1][0], ds.get(0, 0)]
     for tokens in views:
@@ -577,10 +574,7 @@ def test_a_read_of_a_mapped_pair_is_a_view(one, pair):
 
 
 def test_reads_of_an_open_file(one, pair, monkeypatch):
-    """The system may return fewer bytes than asked for, here 3; there are never too few in all.
-
-    Upstream: tokens of memory that nobody has written.
-    """
+    """The system may return fewer bytes than asked for, here 3; in all there are never too few."""
     pread = os.pread
 
     def read_a_part(descriptor, size, place):
@@ -714,10 +708,7 @@ def test_a_pair_that_is_replaced_while_it_is_opened_is_refused(one, pair, monkey
 
 
 def test_a_fingerprint_is_of_the_data_alone(one, tmp_path):
-    """Equal for a copy and after a touch; other lengths, sizes or ends of the tokens make another.
-
-    It is a flat dict, as JSON has it.
-    """
+    """A flat dict, equal for copies and after a touch; not with other lengths, sizes or ends."""
     docs = [[1] * 10] * 2000
     prefix = mk(one, tmp_path / "p", docs)
     first = one.IndexedDataset(prefix).fingerprint()
@@ -748,10 +739,7 @@ def test_what_was_noted_of_an_index_of_the_same_time_is_believed(one, pair, monk
 
 @pytest.mark.parametrize("mmap", [True, False])
 def test_a_pair_that_is_written_again_under_a_reader(mm, tmp_path, mmap):
-    """What is open keeps its data, also where the sizes are equal; what is opened then has the new.
-
-    Upstream: other tokens under the job, or a SIGBUS.
-    """
+    """What is open keeps its data; what is opened then has the new.  Upstream: a SIGBUS."""
     opened = []
     for token in (1, 2):
         prefix = mk(mm, tmp_path / "p", [[token] * 9] * 9)
@@ -811,10 +799,7 @@ def test_a_system_that_has_no_file_or_no_map_left(one, tmp_path):
 
 
 def test_sequences_are_added_in_many_ways(one, pair, tmp_path):
-    """Tensors, arrays and lists; a document goes on until it is ended.
-
-    Modes are 0 where none are given.  Upstream: they cannot be left out, nor be read back.
-    """
+    """A document goes on until it is ended.  Upstream: modes must be given, and cannot be read."""
     with one.IndexedDatasetBuilder(tmp_path / "m.bin", np.int16, multimodal=True) as builder:
         builder.add_document([1, 2, 3], (1, 2), [1, -2])
         builder.add_document(np.array([4, 5]), [2])
@@ -1492,10 +1477,7 @@ def test_indices_are_whole_numbers_of_samples_that_exist(mm, toy):
 
 @pytest.mark.parametrize("flag", ["create_attention_mask", "inter_document_masking"])
 def test_no_two_samples_share_memory(mm, tmp_path, flag):
-    """Nor does one with the corpus, though int64 tokens could be views of it.
-
-    Upstream: masks are shared, and padding stays in them.
-    """
+    """Nor does one with the corpus, here of int64.  Upstream: masks are shared."""
     prefix = mk(mm, tmp_path / "p", [np.arange(90)], np.int64)
     ds = gpt(mm, prefix, **{flag: True})
     for data in (ds, mm.BlendedDataset([ds, ds], [1, 1], 6, ds.config)):
@@ -1624,11 +1606,7 @@ def random_parity_flags(rng):
 
 
 def random_dataset(mm, rng, prefix, dtype):
-    """A GPTDataset of random documents, of which some end in eod (0), of one or more epochs.
-
-    All fields of a config that change a sample are drawn; eod is a token of the corpus, and pad is
-    one or none.
-    """
+    """A GPTDataset of random documents, of which some end in eod (0), under random flags."""
     docs = []
     for doc in random_docs(rng, vocab=5):
         docs.append(np.append(doc, 0) if rng.random() < 0.7 else doc)
@@ -1646,10 +1624,7 @@ def random_dataset(mm, rng, prefix, dtype):
 
 @pytest.mark.filterwarnings("ignore")
 def test_samples_equal_the_loops(mm, tmp_path):
-    """Under every flag, from every dtype, mapped or not; None is sample 0 without any loss.
-
-    The pieces hold the text; upstream's method returns it, padded, and the sequences.
-    """
+    """Under every flag, from every dtype, mapped or not; their pieces and upstream's method too."""
     for case, rng in enumerate(cases(40)):
         ds = random_dataset(mm, rng, tmp_path / f"{case}/p", INTEGERS[case % len(INTEGERS)])
         if len(ds) == 0:
@@ -1862,10 +1837,7 @@ def test_a_subclass_may_have_orders_of_its_own(mm, tmp_path, monkeypatch):
     ["__getitem__", "_query_document_sample_shuffle_indices", "pieces", "_read_texts"],
 )
 def test_a_subclass_keeps_its_own_method(mm, tmp_path, method):
-    """Here the sample behind the one that is asked for; also in a blend with one that C reads.
-
-    Case: C gave the tokens of the base class where pieces() was overridden.
-    """
+    """Here the sample behind the one that is asked for; also in a blend with one that C reads."""
     plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(90)] * 3))
     of_base = getattr(mm.GPTDataset, method)
 
@@ -1883,10 +1855,7 @@ def test_a_subclass_keeps_its_own_method(mm, tmp_path, method):
 
 
 def test_a_subclass_may_return_other_tokens_and_lengths(mm, tmp_path):
-    """A third value is the lengths of documents, as in upstream's newest class.
-
-    Tokens are filled up to S + 1; more of them are an error.
-    """
+    """Lengths of documents as in upstream's newest class; tokens are filled up to S + 1."""
 
     class Own(mm.GPTDataset):
         def _query_document_sample_shuffle_indices(self, k):
@@ -2063,10 +2032,7 @@ def pairs_of(ds):
 
 
 def test_phases_by_a_loop(mm):
-    """A dataset without weight gives nothing, though its lag, 0, would often be the largest.
-
-    One phase of all datasets is the plain blend.
-    """
+    """A dataset without weight gives nothing.  One phase of all datasets is the plain blend."""
     for rng in cases(100):
         num_datasets = int(rng.integers(1, 6))
         phases = []
@@ -2110,11 +2076,7 @@ CONFIGS_OF_BLENDS = [  # fields of all datasets, of the blend, of its last datas
 
 @pytest.mark.parametrize("fields, of_blend, of_last", CONFIGS_OF_BLENDS)
 def test_a_blend_has_the_samples_of_its_datasets(mm, tmp_path, fields, of_blend, of_last):
-    """Each dataset makes its samples as its own config says, whatever that of the blend says.
-
-    The tokens of the corpora have one, two and eight bytes.  None is sample 0 of dataset 0, without
-    any loss.
-    """
+    """Made as their own configs say.  None is sample 0 of dataset 0, without any loss."""
     prefixes = []
     for d, dtype in enumerate([np.uint8, np.uint16, np.int64]):
         docs = random_docs(np.random.default_rng(d), vocab=5)
@@ -2222,10 +2184,7 @@ def test_a_blend_without_weights_is_one_epoch_of_each_corpus(mm, corpora):
 
 
 def test_a_corpus_that_would_be_exhausted_is_built_larger(mm, tmp_path):
-    """And only that one.  Upstream: IndexError in the middle of a run.
-
-    With a document of S tokens, a corpus has exactly as many samples as were asked for.
-    """
+    """It alone; the documents have S tokens, so no corpus has a sample more than was asked for."""
     prefixes = [mk(mm, tmp_path / str(d), [[1] * 8]) for d in range(12)]
     larger = 0
     for rng in cases(10):
@@ -2786,10 +2745,7 @@ def test_each_stage_reads_what_it_needs(one, monkeypatch, first, last):
 
 
 def test_documents_are_cut_one_by_one_or_as_a_row(one):
-    """The batch stays as it is, and what has no axis of tokens is passed on.
-
-    Upstream: the batch is changed, and that of a blend cannot be cut.
-    """
+    """A new batch, with what has no axis of tokens, too.  Upstream: the same one, or an error."""
     documents = [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]  # what each of two ranks keeps
     whole = [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]
     batch = packed_batch(np.random.default_rng(5), [[4, 8], [12]])
@@ -3387,10 +3343,7 @@ def backward(job, ddp, seed=0):
 
 
 def check_gradients(ddp, wanted):
-    """main_grad, and grad of the same values; with a distributed optimizer, of this rank's shards.
-
-    wanted is of the dtypes of main_grad.
-    """
+    """main_grad, in wanted's dtypes, and grad; with a distributed optimizer, this rank's shards."""
     found = {}
     for name, param in ddp.module.named_parameters():
         if param.requires_grad:
@@ -3410,10 +3363,7 @@ def check_gradients(ddp, wanted):
 
 
 def gradients_of_several_steps(job, options):
-    """The second takes the branch on no rank.  An optimizer may set gradients to None or to zero.
-
-    To finish a step twice changes nothing.
-    """
+    """The second has no branch; None or zero may be set; to finish twice changes nothing."""
     ddp = wrapped(job, options)
     for seed, reset in ((0, "none"), (9, "buffer"), (0, "zero"), (0, "none")):
         backward(job, ddp, seed)
@@ -3489,10 +3439,7 @@ def gradients_of_uneven_tokens(job, options):
 
 
 def sums_in_float32(job, options):
-    """Of bfloat16 and float64: those of one process that adds the micro-batches of all ranks.
-
-    One of the three, of seed 9, takes the branch on no rank.
-    """
+    """As one process adds the micro-batches of all ranks; that of seed 9 takes no branch."""
     counts = np.random.default_rng(16).integers(0, 2, (3, 8, 6))
     net = Net(torch.bfloat16)
     sums = {name: grad.float() for name, grad in gradients(net).items()}
