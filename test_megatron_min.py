@@ -1228,8 +1228,8 @@ def int32(*values):
     return np.array(values, np.int32)
 
 
-ITEMS = [np.arange(5000).astype(dtype) for dtype in ("i4", "u4", "i8", float, "i2", ">i4", object)]
-ITEMS += [np.arange(5000).astype("M8[s]")]  # gives nobody its memory
+ITEMS = [np.arange(9000).astype(dtype) for dtype in ("i4", "u4", "i8", float, "i2", ">i4", object)]
+ITEMS += [np.arange(9000).astype("M8[s]")]  # gives nobody its memory
 ITEMS += [np.arange(1500, dtype="i4"), np.arange(12).reshape(4, 3), list("abcdef")]
 
 
