@@ -2709,9 +2709,9 @@ def test_each_stage_reads_what_it_needs(one, monkeypatch, first, last):
     monkeypatch.setattr(one.ParallelGroups, "is_last_stage", last)
     rng = np.random.default_rng(4)
     for options in ({}, WITH_MASK, {"mtp": True}, PACKED, PACKED | {"mtp": True}):
-        batch = (
-            packed_batch(rng, [[16], [3, 9, 4]]) if "packed" in options else hand_made_batch(rng)
-        )
+        batch = hand_made_batch(rng)
+        if "packed" in options:
+            batch = packed_batch(rng, [[16], [3, 9, 4]])
         source = iter([batch])
         groups = one.ParallelGroups()
         found = one.get_batch(source, groups, **SHAPE, **options)
