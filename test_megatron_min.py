@@ -1508,9 +1508,8 @@ def test_the_builder_cuts_and_blends_datasets_of_the_users_own(one):
     assert [valid[4], valid[0]] == [{"number": 19}, {"number": 15}]
     assert batch_of(valid, [4, 0])["number"].tolist() == [19, 15]
     cfg = config(one, (["ten", "zero"], [1, 1]), split="5,5,0")
-    places = [
-        (sample["dataset_id"], sample["number"]) for sample in build(one, [4, 4, 0], cfg, Built)[0]
-    ]
+    train = build(one, [4, 4, 0], cfg, Built)[0]
+    places = [(sample["dataset_id"], sample["number"]) for sample in train]
     assert places == [(0, 10), (1, 0), (0, 11), (1, 1)]
 
 
