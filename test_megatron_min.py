@@ -700,6 +700,18 @@ def test_where_no_pair_is_those_that_begin_so_are_named(one, tmp_path, name):
     assert (str(caught.value), caught.value.errno) == (words, errno.ENOENT)
 
 
+@pytest.mark.parametrize("name", ["chat.jsonl", "pair.bin", "pair.idx"])
+def test_a_file_is_not_a_pair(one, tmp_path, name):
+    """The error names the file, and not a path with one more ending, that nobody wrote."""
+    mk(one, tmp_path / "pair", [[1]])
+    path = tmp_path / name
+    path.touch()
+    with pytest.raises(
+        FileNotFoundError, match=rf"not a pair but a file .*: '{re.escape(str(path))}'$"
+    ):
+        one.IndexedDataset(str(path))
+
+
 def test_a_bin_of_another_size_is_refused(one, pair):
     """Also one that ends within a token.  Upstream: read as if it were right."""
     for size in (40, 37, 35, 0):
