@@ -3079,7 +3079,7 @@ def counted(collective):
 
 
 def groups_are_those_of_a_mesh(job, layout):
-    """Those of torch's DeviceMesh with README's names; of several axes, those of rank_lists()."""
+    """Those of a DeviceMesh with the axes in this order; of several axes, those of rank_lists()."""
     groups = job.mm.ParallelGroups(**layout)
     data = job.world // math.prod(layout.values())
     assert groups.sizes == {"tensor": 1, "context": 1, "data": data, "pipeline": 1} | layout
