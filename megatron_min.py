@@ -491,11 +491,15 @@ class IndexedDataset(torch.utils.data.Dataset):
             self.verify()
 
     def _stamp_of_index(self):
-        """Size and time of the .idx; if there is none, the error names pairs that begin so."""
+        """Size and time of the .idx; where there is none, the error says what there is."""
         try:
             return _file_stamp(self._idx_path)
         except FileNotFoundError:
-            found = sorted(glob.glob(f"{glob.escape(self.absolute_prefix)}*.idx"))
+            prefix = self.absolute_prefix
+            found = sorted(glob.glob(f"{glob.escape(prefix)}*.idx"))
+            if os.path.isfile(prefix):
+                reason = "not a pair but a file (a pair is named without .bin and .idx)"
+                raise FileNotFoundError(errno.ENOENT, reason, prefix) from None
             if not found:
                 raise
             names = [os.path.basename(path).removesuffix(".idx") for path in found]

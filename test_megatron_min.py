@@ -675,6 +675,18 @@ def test_where_no_pair_is_those_that_begin_so_are_named(one, tmp_path, name):
     assert (str(caught.value), caught.value.errno) == (words, errno.ENOENT)
 
 
+@pytest.mark.parametrize("name", ["chat.jsonl", "pair.bin", "pair.idx"])
+def test_a_file_is_not_a_pair(one, tmp_path, name):
+    """The error names the file, and not a path with one more ending, that nobody wrote."""
+    mk(one, tmp_path / "pair", [[1]])
+    path = tmp_path / name
+    path.touch()
+    with pytest.raises(
+        FileNotFoundError, match=rf"not a pair but a file .*: '{re.escape(str(path))}'$"
+    ):
+        one.IndexedDataset(str(path))
+
+
 def test_a_bin_of_another_size_is_refused(one, pair):
     """Also one that ends within a token.  Upstream: read as if it were right."""
     for size in (40, 37, 35, 0):
@@ -2880,7 +2892,7 @@ def counted(collective):
 
 
 def groups_are_those_of_a_mesh(job, layout):
-    """Those of torch's DeviceMesh with README's names; of several axes, those of rank_lists()."""
+    """Those of a DeviceMesh with the axes in this order; of several axes, those of rank_lists()."""
     groups = job.mm.ParallelGroups(**layout)
     data = job.world // math.prod(layout.values())
     assert groups.sizes == {"tensor": 1, "context": 1, "data": data, "pipeline": 1} | layout
