@@ -7744,7 +7744,9 @@ def _print_line(line):
 
 def _make_parser():
     """Return the parser of all commands; each stores the function that runs it as options.run."""
-    program = os.path.basename(sys.argv[0])  # as it was called: megatron-min or megatron_min.py
+    program = os.path.basename(sys.argv[0])  # as it was called: megatron-min, or this file
+    if program.endswith(".py"):
+        program = f"python {program}"
     parser = argparse.ArgumentParser(
         program,
         description="Megatron-LM's GPT data path: text to files to indices to resumable batches.",

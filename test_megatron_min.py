@@ -8136,8 +8136,8 @@ def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys):
 
 def test_the_program_is_named_as_it_was_called(one, tmp_path, capsys):
     for argv, start in (
-        (["merge", "--help"], "usage: megatron_min.py merge "),
-        (["verify", tmp_path / "none"], "megatron_min.py: "),
+        (["merge", "--help"], "usage: python megatron_min.py merge "),
+        (["verify", tmp_path / "none"], "python megatron_min.py: "),
     ):
         _, out, err = command(one, capsys, *argv, program="megatron_min.py")
         assert (out + err).startswith(start)
@@ -8230,7 +8230,7 @@ def test_the_demo_resumes_and_leaves_nothing(mm, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code, out, err = command(mm, capsys, "demo", program="megatron_min.py")
     assert code == 0, err
-    assert out.splitlines()[-1].startswith("megatron_min.py preprocess --input ")
+    assert out.splitlines()[-1].startswith("python megatron_min.py preprocess --input ")
     assert "600 samples of 256 tokens" in out and "70 more steps, equal: True\n" in out
     assert os.listdir(tmp_path) == []
 
