@@ -164,6 +164,103 @@ class DatasetFormatError(ValueError):
     """
 
 
+# -- small tools of all sections -------------------------------------------------------------------
+
+
+def _format_error(path, field, wanted, got):
+    """The error that names the four things a reader of the message needs."""
+    return DatasetFormatError(f"{path}: {field}: wanted {wanted}, got {got}")
+
+
+def _position(idx, n, name):
+    """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
+    i = operator.index(idx)
+    if not -n <= i < n:
+        raise IndexError(f"index {i} of {name}, which has {n} entries")
+    return i % n
+
+
+def _name(dataset):
+    """What to call a dataset in a message: its path, or its class."""
+    path = getattr(dataset, "dataset_path", None)
+    return type(dataset).__name__ if path is None else str(path)
+
+
+def _ceil_div(a, b):
+    """The least whole number that is at least a / b, without the rounding of a float."""
+    return -(-a // b)
+
+
+def _md5(data):
+    """Hex digest of a text or bytes, for names and comparisons; it protects nothing."""
+    if isinstance(data, str):
+        data = data.encode()
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
+def _is_remote(path: str | os.PathLike) -> bool:
+    """Return True for a name such as s3://bucket/corpus, and False for a path.
+
+    >>> _is_remote("s3://bucket/corpus.idx"), _is_remote("data/corpus.idx")
+    (True, False)
+    """
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)) is not None
+
+
+def _absolute(path):
+    """A path that stays right when the process changes its folder; a URL stays as it is."""
+    return path if _is_remote(path) else os.path.abspath(path)
+
+
+def _attribute(tokenizer, name):
+    """An attribute of a tokenizer; None if there is none, or if it says NotImplementedError."""
+    try:
+        return getattr(tokenizer, name, None)
+    except NotImplementedError:
+        return None
+
+
+def _import_extra(module, user):
+    """Import a module of a package that is not required; user is what needs it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        raise ImportError(f"{user}: {error}: pip install {package}") from None
+
+
+# What it means that the system has nothing left for a file, and which limit says so.
+_LIMITS = {
+    errno.EMFILE: "this process has too many open files: see ulimit -n",
+    errno.ENFILE: "all processes together have too many open files: see fs.file-max",
+    errno.ENOMEM: "no memory, or no memory map, is left: see vm.max_map_count",
+}
+
+
+@contextlib.contextmanager
+def _limits_named(path):
+    """Have the error of a system that has nothing left for a file name the file and the limit."""
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        code = errno.ENOMEM if isinstance(error, MemoryError) else error.errno
+        if code not in _LIMITS:
+            raise
+        raise OSError(code, _LIMITS[code], os.fspath(path)) from None
+
+
+def _is_distributed() -> bool:
+    """Whether this process is a rank of a torch.distributed job."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _rank(group=None) -> int:
+    """This process's rank in the group, by default of the whole job; 0 without a job."""
+    if not _is_distributed():
+        return 0
+    return torch.distributed.get_rank(group)
+
+
 # ==============================================================================
 # PART I: THE PATH OF A TOKEN
 # ==============================================================================
@@ -305,26 +402,6 @@ def _read_or_map_file(path: str) -> np.ndarray:
         return _map_file(path)
     with _limits_named(path), open(path, "rb") as file:
         return np.frombuffer(file.read(), np.uint8)
-
-
-# What it means that the system has nothing left for a file, and which limit says so.
-_LIMITS = {
-    errno.EMFILE: "this process has too many open files: see ulimit -n",
-    errno.ENFILE: "all processes together have too many open files: see fs.file-max",
-    errno.ENOMEM: "no memory, or no memory map, is left: see vm.max_map_count",
-}
-
-
-@contextlib.contextmanager
-def _limits_named(path):
-    """Have the error of a system that has nothing left for a file name the file and the limit."""
-    try:
-        yield
-    except (OSError, MemoryError) as error:
-        code = errno.ENOMEM if isinstance(error, MemoryError) else error.errno
-        if code not in _LIMITS:
-            raise
-        raise OSError(code, _LIMITS[code], os.fspath(path)) from None
 
 
 # A file may be damaged, cut short or forged, so nothing of it is used unchecked:
@@ -610,24 +687,6 @@ class IndexedDataset(torch.utils.data.Dataset):
             raise _format_error(self.path_prefix, "fingerprint", wanted, found)
 
 
-def _position(idx, n, name):
-    """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
-    i = operator.index(idx)
-    if not -n <= i < n:
-        raise IndexError(f"index {i} of {name}, which has {n} entries")
-    return i % n
-
-
-def _format_error(path, field, wanted, got):
-    """The error that names the four things a reader of the message needs."""
-    return DatasetFormatError(f"{path}: {field}: wanted {wanted}, got {got}")
-
-
-def _absolute(path):
-    """A path that stays right when the process changes its folder; a URL stays as it is."""
-    return path if _is_remote(path) else os.path.abspath(path)
-
-
 def _file_stamp(path: str | os.PathLike) -> dict:
     """Return what tells a file from one that is written later: its size, and its last change."""
     if _is_remote(path):
@@ -878,12 +937,12 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #
 # A tokenizer is any object with these attributes; there is no class to inherit from:
 #
-#   vocab_size           how many ids there are; below 65500 (upstream's number) they are stored as
-#                        uint16, else as int32
+#   vocab_size           one more than the highest id; below 65500 (upstream's number) ids are
+#                        stored as uint16, else as int32
 #   eod                  the id that ends a document
 #   pad                  may be missing: the id that fills up a sample that is too short (section 5)
 #   tokenize(text)       str -> list of ids
-#   detokenize(ids)      ids -> str
+#   detokenize(ids)      ids, in a list, array, tensor or iterator -> str
 #   unique_identifiers   a dict that can be written as JSON and says which tokenizer this is, so
 #                        that arrays cached with one tokenizer are not used again with another
 #   tokenize_batch       (texts) -> the ids of each; it may be missing, as it is for speed alone: a
@@ -982,6 +1041,7 @@ def encode_jsonl(
     """
     if tokenizer is None:
         tokenizer = ByteTokenizer()
+    _check_tokenizer_of_corpus(tokenizer, append_eod)
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     with IndexedDatasetBuilder(get_bin_path(output_prefix), dtype) as builder:
         # Lines are read as bytes: in text mode Python would also end a line at a lone "\r".
@@ -1250,7 +1310,8 @@ def _drop_zero_weights(items, weights, names):
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     """The config of GPTDataset.  Upstream: GPTDatasetConfig.
 
-    These fields come on top of those of the base class, and a tokenizer is needed:
+    These fields come on top of those of the base class.  A tokenizer is needed: an object, with
+    unique_identifiers, and with eod where one of the first three of these fields is used.
 
     reset_position_ids       positions restart after every eod token (None is False)
     reset_attention_mask     no token attends across an eod token
@@ -1294,8 +1355,10 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tokenizer is None:
-            raise ValueError("a GPTDatasetConfig needs a tokenizer, for its eod")
+        names = ["unique_identifiers"]
+        if self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss:
+            names.append("eod")
+        _check_tokenizer(self.tokenizer, names)
         if self.hybrid_context_parallel:
             raise ValueError(
                 "hybrid_context_parallel is not supported: use inter_document_masking, and cut "
@@ -1463,11 +1526,6 @@ def plan_epochs(
     samples_per_epoch = count_samples(tokens_per_epoch, S, True, x)
     separate = wanted_of_final < int(0.80 * samples_per_epoch)
     return EpochPlan(num_epochs, all_samples, separate, before_final)
-
-
-def _ceil_div(a, b):
-    """The least whole number that is at least a / b, without the rounding of a float."""
-    return -(-a // b)
 
 
 def shuffle(items: np.ndarray, random_state: np.random.RandomState) -> None:
@@ -1772,7 +1830,9 @@ class MegatronDataset(abc.ABC, _Identified):
     ) -> None:
         self.dataset = dataset
         self.dataset_path = None if dataset_path is None else os.fspath(dataset_path)
-        self._documents = _as_range(indices)  # nearly always a range: it takes no memory
+        # Nearly always a range, which takes no memory.  The builder gives one, as to find out that
+        # 2,000,000 numbers are a range takes 4 ms at each start.
+        self._documents = _as_range(indices)
         self.num_samples = None if num_samples is None else int(num_samples)
         self.index_split = index_split
         self.config = config
@@ -1797,11 +1857,6 @@ class MegatronDataset(abc.ABC, _Identified):
     def indices(self) -> np.ndarray:
         """int32: which documents of dataset belong to this split; made when it is asked for."""
         return _as_documents(self._documents)
-
-    @functools.cached_property
-    def _pad_token_id(self) -> int:
-        """What fills short samples, under upstream's name; found when it is used first."""
-        return _find_pad_token_id(self.config)
 
     @staticmethod
     def build_low_level_dataset(
@@ -1836,41 +1891,6 @@ def _as_documents(documents):
     if isinstance(documents, range):
         return np.arange(documents.start, documents.stop, dtype=np.int32)
     return documents
-
-
-def _find_pad_token_id(config):
-    """The id that fills short samples: the tokenizer's pad, or -1.
-
-    It is -1 if there is no pad.  It is -1 too if another special token has the same id, unless the
-    config says allow_ambiguous_pad_tokens: padding has no loss, so real tokens of that id would
-    have no loss either.  The special tokens are those of special_tokens_dict, {name: id}, which a
-    tokenizer may have as well; if it has none, they are eos and eod.
-    """
-    tokenizer = config.tokenizer
-    pad = _attribute(tokenizer, "pad")
-    if pad is None:
-        return -1
-    special = dict(_attribute(tokenizer, "special_tokens_dict") or {})
-    special.pop("pad_token", None)
-    if not special:
-        special = {name: _attribute(tokenizer, name) for name in ("eos", "eod")}
-    same = [name for name, token in special.items() if token == pad]
-    if same and not config.allow_ambiguous_pad_tokens:
-        warnings.warn(
-            f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding is -1, so "
-            "that real tokens keep their loss (see allow_ambiguous_pad_tokens)",
-            stacklevel=2,
-        )
-        return -1
-    return int(pad)
-
-
-def _attribute(tokenizer, name):
-    """An attribute of a tokenizer; None if there is none, or if it says NotImplementedError."""
-    try:
-        return getattr(tokenizer, name, None)
-    except NotImplementedError:
-        return None
 
 
 def _name(dataset):
@@ -1941,7 +1961,7 @@ class GPTDataset(MegatronDataset):
             indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
         )
         self._extra = int(config.add_extra_token_to_sequence)  # x
-        self._pad_token_id = _find_pad_token_id(config)  # now, so that no worker warns again
+        self._pad_token_id = _find_pad_token_id(config)
         self._keeps_short = (
             index_split is Split.valid and not config.drop_last_partial_validation_sequence
         )
@@ -4000,8 +4020,13 @@ def _take_chunks(tensor, dim, chunks):
 #                    and then sends the new parameters of its shard to the others itself
 #
 #   parameters, as the module has them   embed  w1  w2  w3  head
-#   buffer of a dtype, in reverse, the   | head     | w3  w2   | w1  embed |   p.grad is a view
+#   buffer of a dtype, in reverse, the   | head     | w3  w2   | w1  embed |   p.main_grad is a view
 #   order in which backward goes         | bucket 0 | bucket 1 | bucket 2  |
+#
+# Backward adds each gradient to p.grad, which is that view, too.  But in bfloat16 256 + 1 is 256:
+# for parameters of 16 bits there is grad_reduce_in_fp32.  Then all buffers are float32; backward
+# makes p.grad anew for each micro-batch, and it is added to p.main_grad and dropped.  At the end of
+# the step p.grad is made of p.main_grad, in the dtype of the parameter.
 #
 # A step with overlap_grad_reduce.  Time runs to the right, and each line of = is a bucket on its
 # way to all ranks:
@@ -4020,9 +4045,9 @@ def _take_chunks(tensor, dim, chunks):
 # A tied parameter, which the model has under two names, is one parameter; it stands where the first
 # of the names does.
 #
-# A training step, with all that part I has made, where there is one pipeline stage.  (With several,
-# the schedule of the stages is the trainer's.)  An example that runs is in the docstring of
-# forward_backward_no_pipelining().
+# A training step, where there is one pipeline stage.  (With several, the schedule of the stages is
+# the trainer's.)  The loader is that of section 14; an example that runs with batches_of(), which
+# part I has, is in the docstring of forward_backward_no_pipelining().
 #
 #   model = DistributedDataParallel(module, groups.group("dp-cp"))    once, before the first step;
 #                                          cp ranks have the same weights and different tokens
@@ -4071,6 +4096,8 @@ class DistributedDataParallel(torch.nn.Module):
                                view of the buffer of its dtype and device, and its grad becomes the
                                same view.  (grad is torch's name, main_grad upstream's, which its
                                optimizers read.  Others may set grad to None; main_grad stays.)
+                               Whatever converts, replaces or unfreezes parameters, such as
+                               module.to(), comes before the wrapping
     group                      the process group to average over: that of "dp-cp".  None: all ranks,
                                right only without tp and pp
     bucket_size                elements that are sent at once, at least (the last bucket has the
@@ -4080,15 +4107,18 @@ class DistributedDataParallel(torch.nn.Module):
                                grad_shards, becomes the average; False: all-reduce
     average_in_collective      the collective divides by the number of ranks, where NCCL is the
                                backend; else gradients are divided by it before they are sent
-    check_for_nan_in_grad      where a gradient is nan, finish_grad_sync() raises ValueError on
-                               every rank, naming parameter and rank
+    check_for_nan_in_grad      where a gradient is nan or inf, finish_grad_sync() raises ValueError
+                               on every rank, naming parameter and rank
+    grad_reduce_in_fp32        sums and averages in float32, whatever the parameters are: main_grad
+                               is float32, and grad None until finish_grad_sync() sets it to
+                               main_grad in the parameter's dtype.  Only zero_grad_buffer() begins a
+                               step.  False: in the dtype of each parameter
 
     grad_buffers   list of tensors: the buffer of each dtype and device
     grad_shards    list of tensors: this rank's slice of each bucket
 
     In a step call zero_grad_buffer(); then forward and backward of each micro-batch, all but the
-    last under no_sync(); then finish_grad_sync(), and the optimizer.  Whatever converts, replaces
-    or unfreezes parameters, such as module.to(), comes before the module is wrapped.
+    last under no_sync(); then finish_grad_sync(), and the optimizer.
 
     >>> model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
     >>> model.zero_grad_buffer()
@@ -4108,6 +4138,7 @@ class DistributedDataParallel(torch.nn.Module):
         use_distributed_optimizer: bool = False,
         average_in_collective: bool = False,
         check_for_nan_in_grad: bool = False,
+        grad_reduce_in_fp32: bool = False,
     ) -> None:
         super().__init__()
         if bucket_size < 1:
@@ -4119,44 +4150,51 @@ class DistributedDataParallel(torch.nn.Module):
             self.size = torch.distributed.get_world_size(group)
         if self.size > 1 and torch.distributed.get_backend(group) != "nccl":
             average_in_collective = False  # gloo, asked to average, only adds
+        self.bucket_size = bucket_size
         self.overlap_grad_reduce = overlap_grad_reduce
         self.use_distributed_optimizer = use_distributed_optimizer
         self.average_in_collective = average_in_collective
         self.check_for_nan_in_grad = check_for_nan_in_grad
+        self.grad_reduce_in_fp32 = grad_reduce_in_fp32
+        self._in_sync = True  # False under no_sync()
+        self._make_buffers()
+
+    def _make_buffers(self):
+        """Make all buffers, and have each gradient of the parameters announced."""
         self.grad_buffers = []
         self.grad_shards = []
-        self._names = {param: name for name, param in module.named_parameters()}
+        self._names = {param: name for name, param in self.module.named_parameters()}
         self._buckets = []
         self._bucket_of = {}  # {parameter: number of its bucket}
         self._places = {}  # {parameter: its elements of the buffer, flat}
-        self._num_sent = 0  # buckets that were sent in this step
-        self._in_sync = True  # False under no_sync()
-        # True: the buffers hold averages already, and sending them again would be wrong.  So a loop
-        # may call finish_grad_sync() and then finalize_model_grads(), which calls it again.
-        self._is_averaged = False
-        self._nan_names = []  # parameters with nan in what this rank sent in this step
-        params_of = {}  # {(dtype, device): its parameters, in reverse order}
+        params_of = {}  # {(dtype of the gradient, device): its parameters, in reverse order}
         for param in reversed(self._names):
             if param.requires_grad:
-                params_of.setdefault((param.dtype, param.device), []).append(param)
+                params_of.setdefault(self._kind_of_gradient(param), []).append(param)
                 param.register_post_accumulate_grad_hook(_GradientHook(self))
-        for params in params_of.values():
-            self._add_buffer(params, bucket_size)
+        for (dtype, device), params in params_of.items():
+            self._add_buffer(params, dtype, device)
         self.zero_grad_buffer()
 
-    def _add_buffer(self, params, bucket_size):
+    def _kind_of_gradient(self, param):
+        """(dtype, device) of its main_grad."""
+        if self.grad_reduce_in_fp32:
+            return torch.float32, param.device
+        return param.dtype, param.device
+
+    def _add_buffer(self, params, dtype, device):
         """Make the buffer of one dtype and device, its buckets, and the place of each parameter."""
         runs = [[]]  # the parameters of each bucket
         sizes = [0]  # their elements
         for param in params:
-            if sizes[-1] >= bucket_size:
+            if sizes[-1] >= self.bucket_size:
                 runs.append([])
                 sizes.append(0)
             runs[-1].append(param)
             sizes[-1] += param.numel()
         # A bucket is padded with zeros, so that it can be cut into one shard for each rank.
         sizes = [_ceil_div(size, self.size) * self.size for size in sizes]
-        buffer = torch.zeros(sum(sizes), dtype=params[0].dtype, device=params[0].device)
+        buffer = torch.zeros(sum(sizes), dtype=dtype, device=device)
         self.grad_buffers.append(buffer)
         for run, data in zip(runs, buffer.split(sizes), strict=True):
             start = 0
@@ -4185,14 +4223,20 @@ class DistributedDataParallel(torch.nn.Module):
             self._in_sync = before
 
     def _on_gradient(self, param):
-        """Note that backward has added to param.grad; send the buckets that are complete now."""
+        """Take the gradient that backward has added; send the buckets that are complete now."""
         number = self._bucket_of[param]
         if number < self._num_sent:
             raise RuntimeError(
                 f"gradient of {self._names[param]} after it was sent: put all backwards of a step "
-                "but the last under no_sync()"
+                "but the last under no_sync(); if there was one backward, its layer is in several "
+                "reentrant checkpoints: give them use_reentrant=False, or do not overlap"
             )
-        _put_into_buffer(param)
+        if self._is_averaged and self.grad_reduce_in_fp32:
+            raise RuntimeError(
+                f"gradient of {self._names[param]} after finish_grad_sync(): with "
+                "grad_reduce_in_fp32 call zero_grad_buffer() before each step"
+            )
+        self._put_into_buffer(param)
         self._is_averaged = False
         if self._in_sync and self.overlap_grad_reduce:
             self._buckets[number].waiting.discard(param)
@@ -4201,15 +4245,30 @@ class DistributedDataParallel(torch.nn.Module):
                     break
                 self._send_next_bucket()
 
+    def _put_into_buffer(self, param):
+        """Bring param.grad into param.main_grad."""
+        if self.grad_reduce_in_fp32:
+            if param.grad is not None:
+                param.main_grad.add_(param.grad)
+            param.grad = None
+            return
+        # It is main_grad, unless somebody has set it to None.  None means zero; if backward came
+        # after that, it has made a new tensor.
+        if param.grad is None:
+            param.main_grad.zero_()
+        elif param.grad is not param.main_grad:
+            param.main_grad.copy_(param.grad)
+        param.grad = param.main_grad
+
     def _send_next_bucket(self):
         """Start the collective of the first bucket that was not sent yet."""
         bucket = self._buckets[self._num_sent]
-        shard = self.grad_shards[self._num_sent]
+        shard = self.grad_shards[self._num_sent]  # a slice of the bucket: it is reduced in place
         self._num_sent += 1
         for param in bucket.params:
-            _put_into_buffer(param)
-            if self.check_for_nan_in_grad and param.main_grad.isnan().any():
-                self._nan_names.append(self._names[param])
+            self._put_into_buffer(param)
+            if self.check_for_nan_in_grad and not param.main_grad.isfinite().all():
+                self._not_finite.append(self._names[param])
         if self.size == 1:
             return
         operation = torch.distributed.ReduceOp.AVG
@@ -4243,15 +4302,24 @@ class DistributedDataParallel(torch.nn.Module):
         self.start_grad_sync()
         self._wait_and_reset()
         self._is_averaged = True
+        self._write_grads()
         if self.check_for_nan_in_grad:
-            _on_every_rank(self._raise_if_nan, self.group)  # raised on all ranks of the group
+            _on_every_rank(self._raise_if_not_finite, self.group)  # on all ranks of the group
 
-    def _raise_if_nan(self):
-        """ValueError if this rank has sent nan; a second call does not say it again."""
-        names = self._nan_names
-        self._nan_names = []
+    def _write_grads(self):
+        """With grad_reduce_in_fp32 and after the averages are made: set param.grad to them."""
+        if self.grad_reduce_in_fp32 and self._is_averaged:
+            for param in self._places:
+                param.grad = param.main_grad.to(param.dtype)
+
+    def _raise_if_not_finite(self):
+        """ValueError if this rank has sent nan or inf; a second call does not say it again."""
+        names = self._not_finite
+        self._not_finite = []
         if names:
-            raise ValueError(f"nan in the gradients of {len(names)} parameters: {', '.join(names)}")
+            raise ValueError(
+                f"nan or inf in the gradients of {len(names)} parameters: {', '.join(names)}"
+            )
 
     def _wait_and_reset(self):
         """Wait for what was sent; from now on every gradient is expected again."""
@@ -4260,32 +4328,23 @@ class DistributedDataParallel(torch.nn.Module):
                 bucket.handle.wait()
                 bucket.handle = None
             bucket.waiting = set(bucket.params)
-        self._num_sent = 0
+        self._num_sent = 0  # buckets that were sent in this step
 
     def zero_grad_buffer(self) -> None:
-        """Begin a step: every gradient is 0, and every param.grad a view of the buffers again.
+        """Begin a step: every gradient is 0, and every param.main_grad a view of the buffers again.
 
         A rank whose batch gives no gradient at all then sends zeros, so that nobody waits for it.
         ValueError where a parameter was converted, replaced or unfrozen after the wrapping.
         """
-        memory = [buffer.untyped_storage().data_ptr() for buffer in self.grad_buffers]
-        for name, param in self.module.named_parameters():
-            if not param.requires_grad:
-                continue
-            # The keys of _places are the parameters themselves: a new one is not among them.  After
-            # unpickling a place is a copy, and no part of a buffer.
-            place = self._places.get(param)
-            is_held = place is not None and place.untyped_storage().data_ptr() in memory
-            if not is_held or place.dtype != param.dtype:
-                raise ValueError(
-                    f"{name} was converted, replaced or unfrozen after the model was wrapped, so "
-                    "its gradient would not be averaged: do that first, then wrap the model"
-                )
+        self._refuse_changed_parameters()
+        for param, place in self._places.items():
             param.main_grad = place.view(param.shape)
-            param.grad = param.main_grad
+            param.grad = None
+            if not self.grad_reduce_in_fp32:
+                param.grad = param.main_grad
         self._wait_and_reset()
-        self._is_averaged = False
-        self._nan_names = []
+        self._is_averaged = False  # True: finish_grad_sync(), called again, sends nothing
+        self._not_finite = []  # names of parameters with nan or inf in what this rank has sent
         for buffer in self.grad_buffers:
             buffer.zero_()
 
@@ -4293,6 +4352,7 @@ class DistributedDataParallel(torch.nn.Module):
         """Multiply all gradients by a factor."""
         for buffer in self.grad_buffers:
             buffer.mul_(factor)
+        self._write_grads()
 
     def broadcast_params(self) -> None:
         """Give every rank the parameters of the group's first rank, frozen ones included."""
@@ -4301,12 +4361,31 @@ class DistributedDataParallel(torch.nn.Module):
         for param in self.module.parameters():
             torch.distributed.broadcast(param.data, group=self.group, group_src=0)
 
+    def _refuse_changed_parameters(self):
+        """ValueError for a parameter whose gradient has no place in the buffers any more."""
+        for name, param in self.module.named_parameters():
+            place = self._places.get(param)  # None: frozen, or another object than was wrapped
+            if place is None:
+                is_changed = param.requires_grad
+            else:
+                is_changed = (place.dtype, place.device) != self._kind_of_gradient(param)
+            if is_changed:
+                raise ValueError(
+                    f"{name} was converted, replaced or unfrozen after the model was wrapped, so "
+                    "its gradient would not be averaged: do that first, then wrap the model"
+                )
+
+    def __setstate__(self, state: dict) -> None:
+        """Give a copy, or what was unpickled, buffers and hooks: torch copies no hooks."""
+        super().__setstate__(state)
+        self._make_buffers()
+
 
 class _GradientHook:
-    """Tells a DistributedDataParallel of each new gradient, for as long as that wrapper lives.
+    """Tells a DistributedDataParallel of each new gradient.
 
-    A parameter keeps its hooks, and Python cannot free a cycle that goes through one: with a weak
-    reference a wrapper that was dropped is freed, and its module too.
+    The reference is weak, as a parameter keeps its hooks: a wrapper that was dropped is freed, and
+    hears of no gradient when the module is wrapped anew.
     """
 
     def __init__(self, wrapper):
@@ -4316,18 +4395,6 @@ class _GradientHook:
         wrapper = self.wrapper()
         if wrapper is not None:
             wrapper._on_gradient(param)
-
-
-def _put_into_buffer(param):
-    """Make param.grad the view of the buffer again, if somebody has set it to None.
-
-    None means zero.  If backward came after that, it has made a new tensor.
-    """
-    if param.grad is None:
-        param.main_grad.zero_()
-    elif param.grad is not param.main_grad:
-        param.main_grad.copy_(param.grad)
-    param.grad = param.main_grad
 
 
 def finalize_model_grads(
@@ -4341,11 +4408,9 @@ def finalize_model_grads(
     num_tokens  None: the gradients stay the average over the ranks.  Else the loss is a sum over
                 tokens, and this is how many tokens of this rank count; an int on all ranks, or a
                 tensor on all.  The average over R ranks, multiplied by R / (tokens of all ranks),
-                is the gradient of the mean loss of a token.  With several pipeline stages each
-                gives the count of the last one, which has the loss mask: it is not sent here.
-    groups      None where the parts are averaged over dp-cp, as in the listing above.  Give it
-                where a part has a smaller group, as experts have: its gradients were divided by the
-                size of that group, and the tokens are still those of all dp-cp ranks
+                is the gradient of the mean loss of a token.  With several pipeline stages the
+                trainer brings the number from the last one, which has the loss mask, to all
+    groups      the tokens are summed over its dp-cp ranks.  None: over those of the part's group
 
     >>> model = DistributedDataParallel(torch.nn.Embedding(257, 1))    # a number for each token
     >>> model(torch.tensor([97, 97, 97, 98])).sum().backward()         # a a a b
@@ -4375,19 +4440,23 @@ def forward_backward_no_pipelining(
     model: torch.nn.Module | typing.Sequence[torch.nn.Module],
     num_microbatches: int,
     forward_only: bool = False,
+    seq_length: int | None = None,
+    micro_batch_size: int | None = None,
+    decoder_seq_length: int | None = None,
 ) -> list[typing.Any]:
     """Run the micro-batches of a step and finish the gradients.  Upstream: the same name.
 
     forward_step_func  (data_iterator, model) -> (output, loss_func).  loss_func(output) is
-                         (loss, report)   the gradients become those of the mean of the losses
-                         (sum of losses, num_tokens, report)   they become those of the mean loss of
-                                          a token
+                         (loss, report)                        gradient of the mean of the losses
+                         (sum of losses, num_tokens, report)   gradient of the mean loss of a token
                        over all micro-batches; where the model is a DistributedDataParallel, over
                        those of all ranks
     data_iterator      is passed on to forward_step_func
     model              a DistributedDataParallel, a plain module, or a list of one of these
     num_microbatches   how many to run, at least 1
     forward_only       no backward, and nothing is sent; call it under torch.no_grad()
+    seq_length, micro_batch_size, decoder_seq_length
+                       accepted, without effect
     Returns            the reports, one for each micro-batch
 
     A whole step on the toy corpus, in one process.  The model is a table: the row of a byte has a
@@ -4691,8 +4760,11 @@ def _find_arrays(stem, names, made_from, pair):
         raise DatasetFormatError(f"the pair was {note}, is {pair.fingerprint()}")
     arrays = [_open_array(f"{stem}-{name}.npy", manifest["files"][name]) for name in names]
     # Another job may have renamed its own files in meanwhile: it removes the manifest first.
-    if _read_manifest(stem) != text:
-        raise DatasetFormatError("another job is writing it")
+    text_now = _read_manifest(stem)
+    if text_now is None:
+        return None
+    if text_now != text:
+        raise DatasetFormatError("another job has written it meanwhile")
     return manifest["facts"], arrays
 
 
@@ -4792,13 +4864,6 @@ def _find_left_out(dataset, find_or_build):
         arrays = find_or_build(dataset)
         for name, values in zip(dataset.index_names, arrays, strict=True):
             vars(dataset).setdefault(name, values)
-
-
-def _md5(data):
-    """Hex digest of a text or bytes, for names and comparisons; it protects nothing."""
-    if isinstance(data, str):
-        data = data.encode()
-    return hashlib.md5(data, usedforsecurity=False).hexdigest()
 
 
 # ==============================================================================
@@ -5018,15 +5083,6 @@ def _fetch_index(url: str, stamp: dict, config: ObjectStorageConfig | None) -> s
         if remote.stamp() != stamp:
             raise _format_error(url, "object", "one that stays while it is copied", "another")
     return copied
-
-
-def _is_remote(path: str | os.PathLike) -> bool:
-    """Return True for a name such as s3://bucket/corpus, and False for a path.
-
-    >>> _is_remote("s3://bucket/corpus.idx"), _is_remote("data/corpus.idx")
-    (True, False)
-    """
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)) is not None
 
 
 def _refuse_passwords(names: typing.Any) -> None:
@@ -5543,18 +5599,6 @@ def build_pretraining_data_loader(
 _ENDS_OF_A_PROCESS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
-def _is_distributed() -> bool:
-    """Whether this process is a rank of a torch.distributed job."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _rank(group=None) -> int:
-    """This process's rank in the group, by default of the whole job; 0 without a job."""
-    if not _is_distributed():
-        return 0
-    return torch.distributed.get_rank(group)
-
-
 def _device_of_group(group=None) -> torch.device:
     """The device on which a tensor must be so that the group can send it."""
     # A group may have a backend for each kind of device, as in "cpu:gloo,cuda:nccl".
@@ -5939,17 +5983,20 @@ class NullTokenizer:
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
         """Return ids as numbers with spaces in between."""
-        return " ".join(str(token) for token in ids)
+        return " ".join(str(operator.index(token)) for token in ids)
 
 
 class HuggingFaceTokenizer:
     """A tokenizer.json, with the ids that the package tokenizers makes.
 
     path                the tokenizer.json, or a folder that holds it, as save_pretrained() makes it
-    eod_token           the text of the end-of-document token; default <|endoftext|>, or else </s>
+    eod_token           the text of the end-of-document token; default: the eos_token that the
+                        folder's tokenizer_config.json names, else <|endoftext|>, else </s>
     add_special_tokens  let the file's post-processor put its special tokens, such as the beginning
                         of a text (BOS), around each text; with False a text is its own tokens
                         alone
+
+    The text of a special token within a document becomes that token.
     """
 
     def __init__(
@@ -5960,16 +6007,18 @@ class HuggingFaceTokenizer:
     ) -> None:
         self.path = os.fspath(path)
         if os.path.isdir(self.path):
+            if not eod_token:
+                eod_token = _eos_token_of(self.path)
             self.path = os.path.join(self.path, "tokenizer.json")
-        tokenizers = _import_extra("tokenizers", "tools", self.path)
+        tokenizers = _import_extra("tokenizers", self.path)
+        content = pathlib.Path(self.path).read_bytes()
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(self.path)
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the package raises nothing more special
             raise ValueError(
                 f"{self.path}: wanted a tokenizer.json of the package tokenizers: {error}"
             ) from None
         self._add_special_tokens = add_special_tokens
-        self.vocab_size = self._tokenizer.get_vocab_size()
         names = [eod_token] if eod_token else ["<|endoftext|>", "</s>"]
         known = [name for name in names if self._tokenizer.token_to_id(name) is not None]
         if len(known) == 0:
@@ -5977,10 +6026,11 @@ class HuggingFaceTokenizer:
                 f"{self.path}: no token {' or '.join(names)}: give eod_token another one"
             )
         self.eod = self._tokenizer.token_to_id(known[0])
+        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1  # ids may have gaps
         self.unique_identifiers = {
             "class": "HuggingFaceTokenizer",
             "package": "tokenizers",
-            "tokenizer.json": _md5(self._tokenizer.to_str()),
+            "tokenizer.json": _md5(content),
             "eod": self.eod,
         }
         if add_special_tokens:
@@ -6002,7 +6052,25 @@ class HuggingFaceTokenizer:
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
         """Return the text of some ids, special tokens included."""
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        numbers_alone = [operator.index(token) for token in ids]
+        return self._tokenizer.decode(numbers_alone, skip_special_tokens=False)
+
+
+def _eos_token_of(folder):
+    """The text of the eos_token in a folder's tokenizer_config.json; None if it names none.
+
+    ValueError for a damaged file: without it another token would end the documents.
+    """
+    path = os.path.join(folder, "tokenizer_config.json")
+    if not os.path.exists(path):
+        return None
+    try:
+        token = json.loads(pathlib.Path(path).read_bytes()).get("eos_token")
+        if isinstance(token, dict):
+            token = token["content"]
+    except (ValueError, AttributeError, KeyError) as error:
+        raise ValueError(f"{path}: cannot read its eos_token: {_one_line(error)}") from None
+    return str(token) if token else None
 
 
 class _GigatokenTokenizer(HuggingFaceTokenizer):
@@ -6022,7 +6090,7 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
 
     def _start(self):
         """Make gigatoken's own tokenizer, which has seen no text yet."""
-        gigatoken = _import_extra("gigatoken", "tools", self.path)
+        gigatoken = _import_extra("gigatoken", self.path)
         try:
             self._gigatoken = gigatoken.Tokenizer.from_json(self._tokenizer.to_str())
         except Exception as error:  # each part of a file may be refused with an error of its own
@@ -6050,14 +6118,6 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
     def __getstate__(self):
         """Pickle all but what gigatoken has made, which cannot be pickled."""
         return self.__dict__ | {"_gigatoken": None}
-
-
-def _import_extra(module, extra, user):
-    """Import a module that the extra of megatron-min installs; user is what needs it."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ImportError(f'{user}: {error}: pip install "megatron-min[{extra}]"') from None
 
 
 def build_tokenizer(
@@ -6097,10 +6157,91 @@ def build_tokenizer(
     sys.path.insert(0, folder)
     try:
         found = pkgutil.resolve_name(name)
-        is_tokenizer = hasattr(found, "tokenize") and not isinstance(found, type)
-        return found if is_tokenizer else found()
+        is_object = hasattr(found, "tokenize") and not isinstance(found, type)
+        if callable(found) and not is_object:
+            found = found()
     finally:
         sys.path.remove(folder)
+    _check_tokenizer(found, ["vocab_size", "tokenize"])
+    return found
+
+
+# -- What a tokenizer is -----------------------------------------------------------------------
+
+_ATTRIBUTES = {  # those that are checked: of which class, and in words
+    "vocab_size": (typing.SupportsIndex, "a whole number"),
+    "eod": (typing.SupportsIndex, "an id"),
+    "tokenize": (collections.abc.Callable, "a method"),
+    "unique_identifiers": (dict, "a dict that says which tokenizer it is"),
+}
+
+
+def _check_tokenizer(tokenizer, names):
+    """Check that an object has these attributes; ValueError with its class and what it lacks."""
+    if isinstance(tokenizer, type):
+        raise ValueError(f"wanted a tokenizer, got a class: make an object of {tokenizer.__name__}")
+    for name in names:
+        kind, words = _ATTRIBUTES[name]
+        if not isinstance(_attribute(tokenizer, name), kind):
+            raise ValueError(
+                f"wanted a tokenizer, got {type(tokenizer).__name__}, which lacks {name}, {words}; "
+                "build_tokenizer() makes one of a name, a tokenizer.json or its folder"
+            )
+
+
+def _ids_of(tokenizer, text):
+    """The ids of a short text, to see what a tokenizer does; none where it refuses this text."""
+    try:
+        ids = np.asarray(tokenizer.tokenize(text))
+    except Exception:
+        return []
+    if ids.ndim != 1 or (len(ids) > 0 and ids.dtype.kind not in "iu"):
+        raise ValueError(
+            f"wanted a tokenizer, got {type(tokenizer).__name__}, whose tokenize() makes "
+            f"{ids.tolist()!r} of {text!r}, and no list of ids"
+        )
+    return ids.tolist()
+
+
+def _check_tokenizer_of_corpus(tokenizer, append_eod):
+    """Check what is going to make a corpus; a warning if documents would end in two eods."""
+    _check_tokenizer(tokenizer, ["vocab_size", "tokenize"])
+    ids = _ids_of(tokenizer, "a")
+    if append_eod:
+        _check_tokenizer(tokenizer, ["eod"])
+        # The empty text too: else eod may stand for a letter that is not known.
+        if _ids_of(tokenizer, "")[-1:] == ids[-1:] == [tokenizer.eod]:
+            warnings.warn(
+                "the tokenizer ends texts in eod by itself, and append_eod adds another eod",
+                stacklevel=3,
+            )
+
+
+def _find_pad_token_id(config):
+    """The id that fills short samples: the tokenizer's pad, or -1.
+
+    It is -1 if there is no pad.  It is -1 too if another special token has the same id, unless the
+    config says allow_ambiguous_pad_tokens: padding has no loss, so real tokens of that id would
+    have no loss either.  The special tokens are those of special_tokens_dict, {name: id}, which a
+    tokenizer may have as well; if it has none, they are eos and eod.
+    """
+    tokenizer = config.tokenizer
+    pad = _attribute(tokenizer, "pad")
+    if pad is None:
+        return -1
+    special = dict(_attribute(tokenizer, "special_tokens_dict") or {})
+    special.pop("pad_token", None)
+    if not special:
+        special = {name: _attribute(tokenizer, name) for name in ("eos", "eod")}
+    same = [name for name, token in special.items() if token == pad]
+    if same and not config.allow_ambiguous_pad_tokens:
+        warnings.warn(
+            f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding is -1, so "
+            "that real tokens keep their loss (see allow_ambiguous_pad_tokens)",
+            stacklevel=2,
+        )
+        return -1
+    return int(pad)
 
 
 # ==============================================================================
@@ -6209,6 +6350,7 @@ def preprocess(
         tokenizer = ByteTokenizer()
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = build_tokenizer(tokenizer)
+    _check_tokenizer_of_corpus(tokenizer, append_eod)
     if isinstance(json_keys, str):
         json_keys = [json_keys]
     if len(json_keys) == 0:
@@ -6369,7 +6511,7 @@ def _compression(path):
         if getattr(reader, "__name__", None) != "ZstdFile":
             raise ImportError(
                 f"{name} needs Python 3.14's compression.zstd, or the package "
-                'backports.zstd: pip install backports.zstd, or "megatron-min[tools]"'
+                "backports.zstd: pip install backports.zstd"
             )
     return compression
 
@@ -6564,7 +6706,7 @@ def _one_line(error):
 
 def _load_sentence_splitter():
     """Return nltk's Punkt for English; without its model, an untrained one, and a warning."""
-    punkt = _import_extra("nltk.tokenize.punkt", "tools", "--split-sentences")
+    punkt = _import_extra("nltk.tokenize.punkt", "--split-sentences")
     try:
         return punkt.PunktTokenizer("english")
     except LookupError:
@@ -6831,6 +6973,9 @@ def _warn_of_other_tokenizer(pair, tokenizer):
 # A row may hold several conversations: each "system" message begins a new one.  Attention stays
 # within a conversation: cu_seqlens says where each begins, as attention kernels for packed
 # sequences want it, and positions count from 0 in each.
+#
+# This template knows role and content, and learns what the role "assistant" says.  Whatever else a
+# message holds is refused, since it would be lost.
 
 _IGNORED = -100  # the target of a place where nothing is learned; torch's cross_entropy skips it
 
@@ -6852,7 +6997,7 @@ class SFTDataset(MegatronDataset):
       cu_seqlens       int32 (S+1,): where the conversations begin, and then S in all entries left
       max_seqlen       int32 (): the length of the longest conversation, with its padding
     ds[None] is sample 0 without any loss.  A row without messages that can be used is a ValueError
-    that names its file and its line.
+    that names its file and its line.  The first sample in which nothing is learned is a warning.
 
     The tokenizer may have tokenize_conversation(conversation, return_target=True,
     add_generation_prompt=False) -> tokens, targets, as upstream's tokenizers for fine-tuning have.
@@ -6895,14 +7040,17 @@ class SFTDataset(MegatronDataset):
                 f"{_name(self)}: {index_split.name} of split {config.split!r} holds no rows for "
                 f"{self.num_samples} samples: enlarge it"
             )
+        self._has_warned = False  # of a sample in which nothing is learned
         tokenizer = config.tokenizer
+        _check_tokenizer(tokenizer, ["tokenize", "eod"])
         self._tokenize_conversation = _attribute(tokenizer, "tokenize_conversation")
-        has_template = self._tokenize_conversation is not None
-        if not has_template and tokenizer.unique_identifiers.get("add_special_tokens"):
-            raise ValueError(
-                "SFTDataset wants a tokenizer that was made without add_special_tokens: this one "
-                "would put its special tokens around each piece of a conversation"
-            )
+        if self._tokenize_conversation is None:
+            added = _ids_of(tokenizer, "")
+            if len(added) > 0:
+                raise ValueError(
+                    "SFTDataset wants a tokenizer that was made without add_special_tokens: this "
+                    f"one would put {added} around each piece of a conversation"
+                )
         # Unlike the base class: None where there is no pad; a pad that is also eod stays the pad.
         self._pad_token_id = _attribute(tokenizer, "pad")
         self._fill_token_id = tokenizer.eod if self._pad_token_id is None else self._pad_token_id
@@ -6914,8 +7062,13 @@ class SFTDataset(MegatronDataset):
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> typing.Any:
         """Open a file of rows: Parquet if the name ends in .parquet, else JSON lines."""
         if os.fspath(dataset_path).endswith(".parquet"):
-            return _ParquetRows(dataset_path)
-        return _JsonlRows(dataset_path)
+            rows = _ParquetRows(dataset_path)
+        else:
+            rows = _JsonlRows(dataset_path)
+        if len(rows) > 0:  # a file of another kind is found out now
+            with _errors_that_name_row(dataset_path, rows, 0):
+                _split_conversations(rows[0]["messages"])
+        return rows
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: typing.Any) -> int:
@@ -6940,6 +7093,14 @@ class SFTDataset(MegatronDataset):
         is_learned = (labels != _IGNORED) & ~is_filled[1:]
         if self._pad_token_id is not None:
             is_learned &= labels != self._pad_token_id
+        if not is_learned.any() and not self._has_warned:
+            self._has_warned = True
+            place = _place_of_row(_name(self), self.dataset, row)
+            warnings.warn(
+                f"{place}: nothing is learned from this sample: in its first {S} tokens the role "
+                "assistant says nothing (other such samples are not named)",
+                stacklevel=2,
+            )
         cu_seqlens = np.full(S + 1, S, np.int32)
         cu_seqlens[: len(ends)] = ends[: S + 1]
         sample = {
@@ -6954,7 +7115,7 @@ class SFTDataset(MegatronDataset):
 
     def _encode_row(self, row):
         """Yield (tokens, targets), int64, of one conversation of a row after the other."""
-        try:
+        with _errors_that_name_row(_name(self), self.dataset, row):
             for conversation in _split_conversations(self.dataset[row]["messages"]):
                 if self._tokenize_conversation is None:
                     tokens, targets = _encode_conversation(conversation, self.config.tokenizer)
@@ -6965,14 +7126,25 @@ class SFTDataset(MegatronDataset):
                 if len(tokens) != len(targets):
                     raise ValueError(f"{len(tokens)} tokens have {len(targets)} targets")
                 yield np.asarray(tokens, np.int64), np.asarray(targets, np.int64)
-        except Exception as error:  # of many kinds, as rows and tokenizers are of many kinds
-            place = f"row {row + 1}"
-            if isinstance(self.dataset, _JsonlRows):
-                place = f"line {self.dataset.line_numbers[row]}"
-            raise ValueError(
-                f'{_name(self)}, {place}: cannot tokenize "messages", a list of '
-                f'{{"role": ..., "content": ...}}: {type(error).__name__}: {error}'
-            ) from error
+
+
+@contextlib.contextmanager
+def _errors_that_name_row(name, rows, row):
+    """Have an error, of whatever kind, name the row."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f'{_place_of_row(name, rows, row)}: wanted "messages", a list of '
+            f'{{"role": ..., "content": ...}}, that can be tokenized: {_one_line(error)}'
+        ) from error
+
+
+def _place_of_row(name, rows, row):
+    """What to call a row of a file, or of other rows with a name, in a message."""
+    if isinstance(rows, _JsonlRows):
+        return f"{name}, line {rows.line_numbers[row]}"
+    return f"{name}, row {row + 1}"
 
 
 def _split_conversations(messages):
@@ -6996,10 +7168,16 @@ def _encode_conversation(conversation, tokenizer):
     tokens = []
     targets = []
     for message in conversation:
+        for key, value in message.items():
+            if key not in ("role", "content") and value not in (None, "", [], {}):
+                raise ValueError(
+                    f"{key} of a message would be lost: the plain template knows role and content "
+                    "alone (a tokenizer with tokenize_conversation() has a template of its own)"
+                )
         role = message["role"]
         content = message["content"]
         if not isinstance(role, str) or not isinstance(content, str):  # such as JSON's null
-            raise TypeError(f"wanted texts, got {message}")
+            raise ValueError(f"wanted texts as role and content, got {message}")
         if role == "assistant":
             prompt = list(tokenizer.tokenize("assistant: "))
             answer = [*tokenizer.tokenize(content), tokenizer.eod]
@@ -7079,14 +7257,23 @@ class _JsonlRows:
         # An open file would have a position, which threads and forked processes could mix up.
         with open(self.path, "rb") as file:
             file.seek(self.starts[row])
-            return json.loads(file.readline())
+            return _read_object(file.readline())
+
+
+def _read_object(line):
+    """The object that a line of JSON is.  It is UTF-8, with or without a mark: json would guess."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(line.decode("utf-8-sig"))
+        if isinstance(found, dict):
+            return found
+    raise ValueError(f"wanted a JSON object on the line, which begins with {line[:40]}")
 
 
 class _ParquetRows:
     """The rows of a Parquet file, by number; its column "messages" is kept in memory."""
 
     def __init__(self, path):
-        parquet = _import_extra("pyarrow.parquet", "storage", path)
+        parquet = _import_extra("pyarrow.parquet", path)
         self._fingerprint = _fingerprint_of_rows(path)
         try:
             table = parquet.read_table(path, columns=["messages"])
@@ -7376,11 +7563,13 @@ def _make_parser():
 
 
 def _add_tokenizer(command):
-    """Add the options --tokenizer and --eod-token."""
+    """Add the options of build_tokenizer()."""
     text = "bytes, null:N, [gigatoken:]tokenizer.json, module:name"
     command.add_argument("--tokenizer", default="bytes", help=text, metavar="NAME")
     text = "end-of-document token of a tokenizer.json"
     command.add_argument("--eod-token", help=text, metavar="TEXT")
+    text = "put those of a tokenizer.json, such as BOS, around texts"
+    command.add_argument("--add-special-tokens", action="store_true", help=text)
 
 
 def _shard(text):
@@ -7393,7 +7582,7 @@ def _run_preprocess(options):
     prefixes = preprocess(
         options.input,
         options.output_prefix,
-        build_tokenizer(options.tokenizer, options.eod_token),
+        build_tokenizer(options.tokenizer, options.eod_token, options.add_special_tokens),
         append_eod=options.append_eod,
         json_keys=options.json_keys,
         split_sentences=options.split_sentences,
@@ -7422,7 +7611,7 @@ def _run_merge(options):
 
 
 def _run_inspect(options):
-    tokenizer = build_tokenizer(options.tokenizer, options.eod_token)
+    tokenizer = build_tokenizer(options.tokenizer, options.eod_token, options.add_special_tokens)
     dataset = IndexedDataset(options.prefix)
     _say(_counts(options.prefix, dataset))
     if len(dataset) == 0:
