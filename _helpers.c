@@ -11,24 +11,21 @@
  *
  * Where a function finds a value that it cannot use, it raises an error or returns False; then the
  * adapter calls the definition, which raises the error that users see.  All functions and their
- * arguments are listed in section 7 below.
+ * arguments are listed in section 6 below.
  *
  * Rules of this file
  *   - Python allocates every array.  C borrows it through the buffer protocol, without numpy's
  *     headers.
  *   - A function of the module is a loop and a wrapper around it.  The wrapper works in this order:
  *     parse, borrow, check, compute, report, release.  The loop touches no Python object and runs
- *     without the GIL.  It trusts what the wrapper has checked, and returns a status, never an
- *     exception.  Functions that check something return 1, or 0 with an exception set.
- *   - One exception: encode_tokens (section 2) reads lists of Python's ints too, with the GIL, and
- *     returns new bytes.
+ *     without the GIL.  It trusts what the wrapper has checked.
+ *   - As in CPython, 0 is success and -1 is failure.  A function that borrows or checks has set an
+ *     exception then; a loop, which may not, has met a number that it cannot use.
  *   - Arrays may lie at any address (the sizes in an .idx file start at byte 34).  So items are
  *     moved by memcpy, which compiles to one plain load or store.
- *   - A blend is computed in IEEE doubles, and each operation is rounded.  Build with
- *     -ffp-contract=off.
+ *   - A blend is computed in IEEE doubles, and each operation is rounded.
  *
- * Contents  1. Borrowed arrays  2. File pair  3. Sample index  4. Shuffle  5. Blending
- *           6. Samples  7. Module
+ * Contents  1. Borrowed arrays  2. Sample index  3. Shuffle  4. Blending  5. Samples  6. Module
  */
 #ifndef _WIN32
 #include <pyconfig.h>                /* tells whether this Python has a GIL; Windows has a flag */
@@ -44,8 +41,14 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__FAST_MATH__) || (defined(FLT_EVAL_METHOD) && FLT_EVAL_METHOD > 0)
-#error "blending needs plain IEEE doubles: no -ffast-math, no x87 registers"
+/* Flags that change doubles are refused, where the compiler tells of them.  It tells nothing of fused
+ * multiply-adds: setup.py builds with -ffp-contract=off, and clang has a pragma. */
+#if defined(__FAST_MATH__) || __FINITE_MATH_ONLY__ || FLT_EVAL_METHOD != 0 || \
+    (defined(__GCC_IEC_559) && __GCC_IEC_559 == 0)
+#error "blends need plain IEEE doubles: no -ffast-math or a flag of its kind, no x87 registers"
+#endif
+#ifdef __clang__
+#pragma STDC FP_CONTRACT OFF
 #endif
 
 #if defined(__GNUC__) || defined(__clang__)
@@ -89,22 +92,21 @@ static void dtype_of(const Py_buffer *view, char code[3])
     code[2] = '\0';
 }
 
-/* Borrows obj.  If obj is not what array describes: sets an exception, and the view stays empty. */
+/* Borrows obj.  On failure the view is empty, as before. */
 static int borrow(PyObject *obj, const Array *array, Py_buffer *view)
 {
     char code[3];
 
-    if (PyObject_CheckBuffer(obj) && PyObject_GetBuffer(obj, view, PyBUF_FULL_RO) == 0) {
-        dtype_of(view, code);
-        if (strstr(array->dtypes, code) && view->ndim == array->ndim &&
-            PyBuffer_IsContiguous(view, 'C') && !(array->use && view->readonly))
-            return 1;
-        PyBuffer_Release(view);
-    }
-    view->obj = NULL;
+    if (PyObject_GetBuffer(obj, view, PyBUF_FULL_RO) < 0)
+        return -1;                      /* with the error of obj */
+    dtype_of(view, code);
+    if (strstr(array->dtypes, code) && view->ndim == array->ndim &&
+        PyBuffer_IsContiguous(view, 'C') && !(array->use && view->readonly))
+        return 0;
+    PyBuffer_Release(view);
     PyErr_Format(PyExc_TypeError, "%s: wanted a C-contiguous array of dtype %s, %d axes%s",
                  array->name, array->dtypes, array->ndim, array->use ? ", writable" : "");
-    return 0;
+    return -1;
 }
 
 static int overlap(const Py_buffer *a, const Py_buffer *b)
@@ -120,16 +122,16 @@ static int borrow_all(PyObject *const objects[], const Array arrays[], Py_buffer
     for (int k = 0; k < count; k++) {
         if (objects[k] == Py_None && arrays[k].use == WRITE_OR_NONE)
             continue;
-        if (!borrow(objects[k], &arrays[k], &views[k]))
-            return 0;
+        if (borrow(objects[k], &arrays[k], &views[k]) < 0)
+            return -1;
         for (int j = 0; j < k; j++)
             if ((arrays[j].use || arrays[k].use) && overlap(&views[j], &views[k])) {
                 PyErr_Format(PyExc_ValueError, "%s and %s: wanted two arrays, found overlapping "
                              "memory", arrays[j].name, arrays[k].name);
-                return 0;
+                return -1;
             }
     }
-    return 1;
+    return 0;
 }
 
 static void release_all(Py_buffer views[], int count)
@@ -138,12 +140,12 @@ static void release_all(Py_buffer views[], int count)
         PyBuffer_Release(&views[k]);        /* does nothing to an empty view */
 }
 
-static int in_range(const char *name, long long value, long long low, long long high)
+static int check_range(const char *name, long long value, long long low, long long high)
 {
     if (value >= low && value <= high)
-        return 1;
+        return 0;
     PyErr_Format(PyExc_ValueError, "%s: wanted %lld to %lld, found %lld", name, low, high, value);
-    return 0;
+    return -1;
 }
 
 /* Returns item i of an array of int32 or int64; size is that of an item, in bytes. */
@@ -156,126 +158,13 @@ INLINE int64_t load(const char *base, int64_t i, Py_ssize_t size)
     return size == 8 ? wide : narrow;
 }
 
-/* ================================ 2. File pair ================================
- *
- * Definition: _encode_tokens in megatron_min.py.  Upstream: np.array(values, dtype).tobytes().
- *
- *     values   an array or a list     97 98 513
- *     bytes    of the file's dtype    61 00 62 00 01 02
- *
- * An id fits if it is the same number in both dtypes.
- *
- * The result is bytes, and no array that Python has allocated: most documents are short, and to
- * borrow one more array takes about as long as to convert some hundred ids.
- */
+/* Stores item i of an array of this type. */
 #define PUT(type, base, i, value) do { \
         const type put_ = (type)(value); \
         memcpy((base) + (i) * (int64_t)sizeof put_, &put_, sizeof put_); \
     } while (0)
 
-#define IS(code, dtype) ((code)[0] == (dtype)[0] && (code)[1] == (dtype)[1])
-
-/* These two make a loop for each pair of dtypes, and choose one. */
-#define CONVERT_FROM(dtype, type, to_type) \
-    if (IS(from_code, dtype)) \
-        for (int64_t i = 0; i < n; i++) { \
-            type item; \
-            memcpy(&item, from + i * (int64_t)sizeof item, sizeof item); \
-            PUT(to_type, to, i, item); \
-            changed |= (int64_t)item ^ (int64_t)(to_type)item; \
-        }
-#define CONVERT_TO(dtype, type) if (IS(to_code, dtype)) { \
-        CONVERT_FROM("u1", uint8_t, type) CONVERT_FROM("i1", int8_t, type) \
-        CONVERT_FROM("u2", uint16_t, type) CONVERT_FROM("i2", int16_t, type) \
-        CONVERT_FROM("u4", uint32_t, type) CONVERT_FROM("i4", int32_t, type) \
-        CONVERT_FROM("i8", int64_t, type) \
-    }
-
-/* Stores n items of one dtype as items of another.  Returns whether all of them fit. */
-static int convert(char *to, const char to_code[3], const char *from, const char from_code[3],
-                   int64_t n)
-{
-    int64_t changed = 0;    /* the bits in which an item differs from what was stored for it */
-
-    CONVERT_TO("u1", uint8_t) CONVERT_TO("i1", int8_t) CONVERT_TO("u2", uint16_t)
-    CONVERT_TO("i2", int16_t) CONVERT_TO("i4", int32_t) CONVERT_TO("i8", int64_t)
-    return changed == 0;
-}
-
-enum { BLOCK = 512 };   /* ids of a list that are converted together: they stay in the cache */
-
-/* The same for a list.  An item that is not a plain int does not fit: to convert it could run code
- * that changes the list. */
-static int convert_list(char *to, const char to_code[3], PyObject *list, int64_t n)
-{
-    const int64_t width = to_code[1] - '0';
-    int64_t block[BLOCK];
-    int fits = 1;
-
-    for (int64_t i = 0; fits && i < n; i += BLOCK) {
-        const int64_t count = n - i < BLOCK ? n - i : BLOCK;
-
-        for (int64_t j = 0; fits && j < count; j++) {
-            PyObject *item = PyList_GetItem(list, (Py_ssize_t)(i + j));
-            int too_large = 0;
-
-            fits = PyLong_CheckExact(item);
-            block[j] = fits ? PyLong_AsLongLongAndOverflow(item, &too_large) : 0;
-            fits &= !too_large;
-        }
-        fits = fits && convert(to + i * width, to_code, (const char *)block, "i8", count);
-    }
-    return fits;
-}
-
-static PyObject *encode_tokens(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    static const Array ids = {"values", "u1 i1 u2 i2 u4 i4 i8", 1, READ};
-    PyObject *values, *result = NULL;
-    Py_buffer view = {0};
-    char code[3] = "??", from_code[3], *to;
-    int kind, width, is_list, fits;
-    Py_ssize_t n;
-
-    if (!PyArg_ParseTuple(args, "OCi:encode_tokens", &values, &kind, &width))
-        return NULL;
-    if (!in_range("itemsize", width, 1, 8))
-        return NULL;
-    code[0] = kind == 'u' || kind == 'i' ? (char)kind : '?';
-    code[1] = (char)('0' + width);
-    if (!strstr("u1 i1 u2 i2 i4 i8", code)) {
-        PyErr_Format(PyExc_ValueError, "dtype: wanted u1, i1, u2, i2, i4 or i8, found %s", code);
-        return NULL;
-    }
-    is_list = PyList_CheckExact(values);
-    if (!is_list && !borrow(values, &ids, &view))
-        return NULL;
-    n = is_list ? PyList_Size(values) : view.shape[0];
-    if (!in_range("items of values", n, 0, PY_SSIZE_T_MAX / 8))
-        goto exit;
-    result = PyBytes_FromStringAndSize(NULL, n * width);
-    if (!result)
-        goto exit;
-    to = PyBytes_AsString(result);
-    if (is_list)
-        fits = convert_list(to, code, values, n);
-    else {
-        Py_BEGIN_ALLOW_THREADS
-        dtype_of(&view, from_code);
-        fits = convert(to, code, view.buf, from_code, n);
-        Py_END_ALLOW_THREADS
-    }
-    if (!fits) {
-        PyErr_Format(PyExc_ValueError, "values: wanted integers that fit %s", code);
-        Py_DECREF(result);
-        result = NULL;
-    }
-exit:
-    PyBuffer_Release(&view);
-    return result;
-}
-
-/* ============================== 3. Sample index ===============================
+/* ============================== 2. Sample index ===============================
  *
  * Definition: build_sample_idx in megatron_min.py.  Upstream: helpers.build_sample_idx.
  *
@@ -321,7 +210,7 @@ INLINE int64_t target_of(const Stream *s, int64_t k)
          : k == s->num_samples ? s->last_token : INT64_MAX;
 }
 
-/* Writes all rows.  Returns whether every document is there, and they hold the tokens of all rows. */
+/* Writes all rows.  Fails if a document is not there, or they hold too few tokens for the rows. */
 static int walk_documents(const Stream s)
 {
     int64_t k = 1, before = 0, target = target_of(&s, k);
@@ -334,15 +223,15 @@ static int walk_documents(const Stream s)
         if (d + AHEAD < s.num_documents)    /* this id is not checked yet: compute no pointer */
             PREFETCH((uintptr_t)s.sizes + 4 * (uintptr_t)load(s.documents, d + AHEAD, 4));
         if (id < 0 || id >= s.num_sizes)
-            return 0;
+            return -1;
         size = load(s.sizes, id, 4);
         if (size < 0)
-            return 0;
+            return -1;
         for (end = before + size; end >= target; target = target_of(&s, ++k))
             store_row(&s, k, d, target - s.extra - before);
         before = end;
     }
-    return k > s.num_samples;
+    return k > s.num_samples ? 0 : -1;
 }
 
 /* Checks that targets are in order, and that no sum reaches 2^63. */
@@ -351,11 +240,14 @@ static int check_targets(const Stream *s)
     const int64_t limit = INT64_MAX - INT32_MAX - 1, N = s->num_samples;
     const int64_t most = s->itemsize == 4 ? INT32_MAX : limit / INT32_MAX;
 
-    return in_range("add_extra_token", s->extra, 0, 1) &&
-           in_range("items of document_index", s->num_documents, 0, most) &&
-           in_range("sequence_length", s->sequence, 1, N > 0 ? limit / N : limit) &&
-           (N == 0 || in_range("last_token", s->last_token, (N - 1) * s->sequence + s->extra + 1,
-                               N * s->sequence + s->extra));
+    if (check_range("add_extra_token", s->extra, 0, 1) < 0 ||
+        check_range("items of document_index", s->num_documents, 0, most) < 0 ||
+        check_range("sequence_length", s->sequence, 1, N > 0 ? limit / N : limit) < 0)
+        return -1;
+    if (N == 0)
+        return 0;
+    return check_range("last_token", s->last_token, (N - 1) * s->sequence + s->extra + 1,
+                       N * s->sequence + s->extra);
 }
 
 static PyObject *build_sample_idx(PyObject *Py_UNUSED(module), PyObject *args)
@@ -366,32 +258,32 @@ static PyObject *build_sample_idx(PyObject *Py_UNUSED(module), PyObject *args)
     PyObject *o[3], *result = NULL;
     long long sequence, extra, last_token;
     Stream s;
-    int found;
+    int status;
 
     if (!PyArg_ParseTuple(args, "OOOLLL:build_sample_idx", o, o + 1, o + 2, &sequence, &extra,
                           &last_token))
         return NULL;
-    if (!borrow_all(o, arrays, view, 3) ||
-        !in_range("rows of sample_index", rows->shape[0], 1, LLONG_MAX) ||
-        !in_range("columns of sample_index", rows->shape[1], 2, 2))
+    if (borrow_all(o, arrays, view, 3) < 0 ||
+        check_range("rows of sample_index", rows->shape[0], 1, LLONG_MAX) < 0 ||
+        check_range("columns of sample_index", rows->shape[1], 2, 2) < 0)
         goto exit;
     s = (Stream){rows->buf, view[1].buf, view[2].buf, rows->shape[0] - 1, view[1].shape[0],
                  view[2].shape[0], sequence, extra, last_token, rows->itemsize};
-    if (!check_targets(&s))
+    if (check_targets(&s) < 0)
         goto exit;
     Py_BEGIN_ALLOW_THREADS
-    found = walk_documents(s);
+    status = walk_documents(s);
     Py_END_ALLOW_THREADS
-    if (found)
-        result = Py_NewRef(Py_None);
-    else
+    if (status < 0)
         PyErr_SetString(PyExc_ValueError, "document_index: wanted documents that hold the tokens");
+    else
+        result = Py_NewRef(Py_None);
 exit:
     release_all(view, 3);
     return result;
 }
 
-/* ================================= 4. Shuffle =================================
+/* ================================= 3. Shuffle =================================
  *
  * Definition: shuffle in megatron_min.py, which is numpy.random.RandomState.shuffle of a 1-D array.
  *
@@ -501,10 +393,10 @@ static PyObject *shuffle(PyObject *Py_UNUSED(module), PyObject *args)
 
     if (!PyArg_ParseTuple(args, "OOi:shuffle", o, o + 1, &g.pos))
         return NULL;
-    if (!borrow_all(o, arrays, view, 2) ||
-        !in_range("items of array", array->shape[0], 0, 1LL << 32) ||
-        !in_range("items of key", key->shape[0], MT_WORDS, MT_WORDS) ||
-        !in_range("pos", g.pos, 0, MT_WORDS))
+    if (borrow_all(o, arrays, view, 2) < 0 ||
+        check_range("items of array", array->shape[0], 0, 1LL << 32) < 0 ||
+        check_range("items of key", key->shape[0], MT_WORDS, MT_WORDS) < 0 ||
+        check_range("pos", g.pos, 0, MT_WORDS) < 0)
         goto exit;
     Py_BEGIN_ALLOW_THREADS
     memcpy(g.key, key->buf, sizeof g.key);
@@ -521,7 +413,7 @@ exit:
     return result;
 }
 
-/* ================================= 5. Blending ================================
+/* ================================= 4. Blending ================================
  *
  * Definitions: build_blending_indices and build_exhaustive_blending_indices in megatron_min.py.
  * Upstream: the functions of the same names in its helpers.
@@ -578,8 +470,7 @@ typedef struct {
 } Blend;
 
 /* Sets *top to the largest lag, and returns the first place that has it.  One running maximum would
- * wait for each comparison in turn, so there are LANES of them side by side: none waits for another.
- */
+ * wait for each comparison in turn, so there are LANES of them, and none waits for another. */
 INLINE Py_ssize_t find_top(const Datasets *some, double step, double *top)
 {
     const double *weight = some->weight, *taken = some->taken;
@@ -596,8 +487,8 @@ INLINE Py_ssize_t find_top(const Datasets *some, double step, double *top)
     *top = best[0];
     for (int k = 1; k < LANES; k++)
         *top = best[k] > *top ? best[k] : *top;
-    for (d = 0; weight[d] * step - taken[d] < *top; d++)
-        ;
+    for (d = 0; d < some->count - 1 && weight[d] * step - taken[d] < *top; d++)
+        ;       /* if no other has it, the last one has: nothing behind it is read */
     return d;
 }
 
@@ -661,7 +552,7 @@ static void blend(Blend *b)
     }
 }
 
-/* Checks the datasets: no lag is NaN, and they have samples enough, so that the blend has an end. */
+/* Checks the datasets: no lag is NaN, and they have samples enough, so the blend has an end. */
 static int check_datasets(Blend *b)
 {
     double room = 0.0;
@@ -671,15 +562,15 @@ static int check_datasets(Blend *b)
 
         if (!(weight >= 0.0 && weight <= 1e288)) {      /* times a step it stays finite */
             PyErr_Format(PyExc_ValueError, "weights[%zd]: wanted a finite number, at least 0", d);
-            return 0;
+            return -1;
         }
         b->all.taken[d] = b->limit[d] > 0.0 ? 0.0 : INFINITY;
         room += b->limit[d];
     }
     if (room >= (double)b->size)
-        return 1;
+        return 0;
     PyErr_SetString(PyExc_ValueError, "limits: wanted a sum of at least size");
-    return 0;
+    return -1;
 }
 
 static PyObject *build_blend(PyObject *Py_UNUSED(module), PyObject *args)
@@ -696,25 +587,27 @@ static PyObject *build_blend(PyObject *Py_UNUSED(module), PyObject *args)
 
     if (!PyArg_ParseTuple(args, "OOOOn:build_blend", o, o + 1, o + 2, o + 3, &size))
         return NULL;
-    if (!borrow_all(o, arrays, view, 4))
+    if (borrow_all(o, arrays, view, 4) < 0)
         goto exit;
     count = weights->shape[0];
-    if (!in_range("items of weights", count, 1, INT16_MAX - 1) ||
-        !in_range("items of limits", limits->shape[0], count, count) ||
-        !in_range("size", size, 0, LLONG_MAX) ||
-        !in_range("items of dataset_index", view[0].shape[0], size, LLONG_MAX) ||
-        !in_range("items of dataset_sample_index", view[1].shape[0], size, LLONG_MAX))
+    if (check_range("items of weights", count, 1, INT16_MAX - 1) < 0 ||
+        check_range("items of limits", limits->shape[0], count, count) < 0 ||
+        check_range("size", size, 0, LLONG_MAX) < 0 ||
+        check_range("items of dataset_index", view[0].shape[0], size, LLONG_MAX) < 0 ||
+        check_range("items of dataset_sample_index", view[1].shape[0], size, LLONG_MAX) < 0)
         goto exit;
     places = count + LANES;
     memory = PyMem_Calloc((size_t)places, 5 * sizeof(double) + sizeof(int16_t));
-    if (!memory && !PyErr_NoMemory())
+    if (!memory) {
+        PyErr_NoMemory();
         goto exit;
+    }
     b = (Blend){{count, memory, memory + places}, {0, memory + 2 * places, memory + 3 * places},
                 memory + 4 * places, (int16_t *)(memory + 5 * places), view[0].buf, view[1].buf,
                 size};
     memcpy(b.all.weight, weights->buf, (size_t)weights->len);
     memcpy(b.limit, limits->buf, (size_t)limits->len);
-    if (!check_datasets(&b))
+    if (check_datasets(&b) < 0)
         goto exit;
     Py_BEGIN_ALLOW_THREADS
     blend(&b);
@@ -726,9 +619,9 @@ exit:
     return result;
 }
 
-/* ================================= 6. Samples =================================
+/* ================================= 5. Samples =================================
  *
- * Definition: GPTDataset.__getitem__ in megatron_min.py; batch() stacks its samples.
+ * Definition: GPTDataset.__getitem__ in megatron_min.py; a batch is its samples, stacked.
  * Upstream: GPTDataset.__getitem__, and the collation of a batch.
  *
  *     stream          a a a a b b b c c c c c c      S = 4, x = 1
@@ -770,6 +663,22 @@ typedef struct {
 
 #define item_of(view, i) load((view)->buf, i, (view)->itemsize)
 
+/* A loop for one dtype. */
+#define WIDEN_FROM(dtype, type) \
+    if (code[0] == (dtype)[0] && code[1] == (dtype)[1]) \
+        for (int64_t i = 0; i < n; i++) { \
+            type item; \
+            memcpy(&item, from + i * (int64_t)sizeof item, sizeof item); \
+            PUT(int64_t, to, i, item); \
+        }
+
+/* Stores n tokens of a corpus, whose dtype is code, as int64. */
+static void widen(char *to, const char *from, const char code[3], int64_t n)
+{
+    WIDEN_FROM("u1", uint8_t) WIDEN_FROM("i1", int8_t) WIDEN_FROM("u2", uint16_t)
+    WIDEN_FROM("i2", int16_t) WIDEN_FROM("i4", int32_t) WIDEN_FROM("i8", int64_t)
+}
+
 /* Writes first, first + step, ... at the places start .. end - 1. */
 INLINE void count_up(char *to, int64_t start, int64_t end, int64_t first, int64_t step)
 {
@@ -808,9 +717,9 @@ static int64_t read_pieces(const Batch *b, char *const row[], int64_t j)
         if (n == 0)
             continue;
         from = (const char *)items->buf + pointer + begin * width;
-        convert(row[TOKENS] + 8 * at, "i8", from, b->code, n < room ? n : room);
+        widen(row[TOKENS] + 8 * at, from, b->code, n < room ? n : room);
         if (n > room)                                       /* the extra token is no input */
-            convert(row[LABELS] + 8 * (length - 1), "i8", from + room * width, b->code, 1);
+            widen(row[LABELS] + 8 * (length - 1), from + room * width, b->code, 1);
         if (b->by_document && at > 0 && at < length) {
             PUT(int32_t, row[CU_SEQLENS], documents++, start);
             count_up(row[POSITIONS], start, at, 0, 1);
@@ -861,7 +770,7 @@ static void look_again(const Batch *b, char *const row[])
         count_up(row[POSITIONS], start, length, 0, 1);
 }
 
-/* Writes all samples that are wanted.  Returns whether each number leads to a place. */
+/* Writes all samples that are wanted.  Fails if a number leads to no place. */
 static int read_batch(const Batch *b)
 {
     const Py_buffer *array = b->array, *shuffle = &array[SHUFFLE];
@@ -874,13 +783,16 @@ static int read_batch(const Batch *b)
         int64_t j, size;
 
         if (place < 0 || place >= b->batch || k < 0 || k >= samples)
-            return 0;
+            return -1;
         for (int a = 0; a < PLACES; a++)
             if (array[a].obj)
                 row[a] = (char *)array[a].buf + place * (array[a].len / b->batch);
         j = shuffle->itemsize == 4 ? (uint32_t)item_of(shuffle, k) : item_of(shuffle, k);
-        if (j < 0 || j >= array[ROWS].shape[0] - 1 || (size = read_pieces(b, row, j)) < 0)
-            return 0;
+        if (j < 0 || j >= array[ROWS].shape[0] - 1)
+            return -1;
+        size = read_pieces(b, row, j);
+        if (size < 0)
+            return -1;
         count_up(row[TOKENS], size, length, b->pad, 0);
         memcpy(row[LABELS], row[TOKENS] + 8, 8 * (size_t)(length - 1));
         if (size <= length)
@@ -892,7 +804,7 @@ static int read_batch(const Batch *b)
         if (b->look || size <= length)
             look_again(b, row);
     }
-    return 1;
+    return 0;
 }
 
 static int check_batch(const Batch *b)
@@ -902,31 +814,34 @@ static int check_batch(const Batch *b)
 
     for (int k = 0; k < PLACES; k++)
         if (array[k].obj &&
-            (!in_range(batch_arrays[k].name, array[k].shape[0], B, B) ||
-             (B && !in_range(batch_arrays[k].name, array[k].len / array[k].itemsize / B,
-                             items[k], items[k]))))
-            return 0;
-    return in_range("add_extra_token", b->extra, 0, 1) &&
-           in_range("arrays for max_seqlen", !!array[MAX_SEQLEN].obj, b->by_document,
-                    b->by_document) &&
-           in_range("items of places", array[PLACES].shape[0], array[WANTED].shape[0], LLONG_MAX) &&
-           in_range("items of pointers", array[POINTERS].shape[0], array[LENGTHS].shape[0],
-                    LLONG_MAX) &&
-           in_range("columns of sample_index", array[ROWS].shape[1], 2, 2);
+            (check_range(batch_arrays[k].name, array[k].shape[0], B, B) < 0 ||
+             (B && check_range(batch_arrays[k].name, array[k].len / array[k].itemsize / B,
+                               items[k], items[k]) < 0)))
+            return -1;
+    if (check_range("add_extra_token", b->extra, 0, 1) < 0 ||
+        check_range("arrays for max_seqlen", array[MAX_SEQLEN].obj != NULL, b->by_document,
+                    b->by_document) < 0 ||
+        check_range("items of places", array[PLACES].shape[0], array[WANTED].shape[0],
+                    array[WANTED].shape[0]) < 0 ||
+        check_range("items of pointers", array[POINTERS].shape[0], array[LENGTHS].shape[0],
+                    LLONG_MAX) < 0 ||
+        check_range("columns of sample_index", array[ROWS].shape[1], 2, 2) < 0)
+        return -1;
+    return 0;
 }
 
 static PyObject *read_samples(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *o[ARRAYS], *result = NULL;
     Batch b = {0};
-    int found;
+    int status;
 
     if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOOOLLLppp:read_samples", o, o + 1, o + 2, o + 3, o + 4,
                           o + 5, o + 6, o + 7, o + 8, o + 9, o + 10, o + 11, o + 12, o + 13,
                           o + 14, &b.extra, &b.pad, &b.eod, &b.by_eod, &b.mask_loss,
                           &b.reset_mask))
         return NULL;
-    if (!borrow_all(o, batch_arrays, b.array, ARRAYS))
+    if (borrow_all(o, batch_arrays, b.array, ARRAYS) < 0)
         goto exit;
     b.batch = b.array[TOKENS].shape[0];
     b.length = b.array[TOKENS].shape[1];
@@ -935,35 +850,40 @@ static PyObject *read_samples(PyObject *Py_UNUSED(module), PyObject *args)
     dtype_of(&b.array[ITEMS], b.code);
     b.look = b.by_eod || b.mask_loss || b.array[MASK].obj || b.code[0] == 'i' ||
              (b.pad >= 0 && b.pad >> 8 * b.array[ITEMS].itemsize == 0);
-    if (!in_range("sequence_length", b.length, 1, INT32_MAX - 1) || !check_batch(&b))
+    if (check_range("sequence_length", b.length, 1, INT32_MAX - 1) < 0 || check_batch(&b) < 0)
         goto exit;
     Py_BEGIN_ALLOW_THREADS
-    found = read_batch(&b);
+    status = read_batch(&b);
     Py_END_ALLOW_THREADS
-    result = PyBool_FromLong(found);
+    result = PyBool_FromLong(status == 0);
 exit:
     release_all(b.array, ARRAYS);
     return result;
 }
 
-/* ================================== 7. Module ================================= */
+/* ================================== 6. Module ================================= */
 
 /* megatron_min.py wants this number (_VERSION_OF_C in its section 16), and else goes without C.
  * Change both when a function comes or goes, or its arguments or its results change. */
 enum { VERSION = 1 };
 
 static PyMethodDef methods[] = {
-    {"encode_tokens", encode_tokens, METH_VARARGS,
-     "(values, kind, itemsize) -> bytes; values is an array or a list, the rest of its dtype"},
     {"build_sample_idx", build_sample_idx, METH_VARARGS,
-     "(sample_index, sizes, document_index, sequence_length, add_extra_token, last_token)"},
-    {"shuffle", shuffle, METH_VARARGS, "(array, key, pos) -> pos"},
+     "build_sample_idx($module, sample_index, sizes, document_index, sequence_length,\n"
+     "                 add_extra_token, last_token, /)\n--\n\n"
+     "Fill in sample_index; the last sample ends before token last_token of the stream."},
+    {"shuffle", shuffle, METH_VARARGS,
+     "shuffle($module, array, key, pos, /)\n--\n\n"
+     "Shuffle array as a RandomState of this key and pos does; change key, return the new pos."},
     {"build_blend", build_blend, METH_VARARGS,
-     "(dataset_index, dataset_sample_index, weights, limits, size)"},
+     "build_blend($module, dataset_index, dataset_sample_index, weights, limits, size, /)\n--\n\n"
+     "Fill in two arrays; dataset d has limits[d] samples."},
     {"read_samples", read_samples, METH_VARARGS,
-     "(tokens, labels, loss_mask, position_ids, cu_seqlens, max_seqlen, attention_mask, places, "
-     "wanted, items, pointers, lengths, document_index, sample_index, shuffle_index, extra, pad, "
-     "eod, by_eod, mask_loss, reset_mask) -> whether all places are there"},
+     "read_samples($module, tokens, labels, loss_mask, position_ids, cu_seqlens, max_seqlen,\n"
+     "             attention_mask, places, wanted, items, pointers, lengths, document_index,\n"
+     "             sample_index, shuffle_index, extra, pad, eod, by_eod, mask_loss,\n"
+     "             reset_mask, /)\n--\n\n"
+     "Fill in the first seven arrays; return whether each number led to a place."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -975,8 +895,8 @@ static int add_version(PyObject *module)
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, add_version}, {0, NULL}};
 
 static struct PyModuleDef definition = {
-    .m_base = PyModuleDef_HEAD_INIT, .m_name = "_megatron_min", .m_methods = methods,
-    .m_slots = slots,
+    .m_base = PyModuleDef_HEAD_INIT, .m_name = "_megatron_min",
+    .m_doc = "The slow loops of megatron_min.py, in C.", .m_methods = methods, .m_slots = slots,
 };      /* no Py_mod_gil: not yet run on a free-threaded Python, which then turns its GIL on */
 
 PyMODINIT_FUNC PyInit__megatron_min(void)

@@ -302,7 +302,7 @@ def mixture(mm, n, documents, is_new):
 
 
 def add_documents(mm, n):
-    """Documents that are added one by one, as int32 arrays, to a pair of uint16."""
+    """Documents that are added one by one, as int32 arrays, to a pair of uint16; no C in it."""
     documents = [np.arange(length, dtype=np.int32) for length in random_documents(1000)[0]]
     paths = [f"{HOME}/pair.bin", f"{HOME}/pair.idx"]
     builder = mm.IndexedDatasetBuilder(paths[0], dtype=np.uint16)

@@ -22,8 +22,8 @@ Words       token        an integer that stands for a piece of text
                          stored as one sequence, or as several, one for each of its sentences.
             corpus       a pair of files, .bin and .idx, that holds many sequences
             split        the part of a corpus that is for training, validation or testing
-            epoch        one pass over all sequences of a split
-            sample       S tokens that the model reads in one row, with labels and masks
+            epoch        once through all sequences of a split
+            sample       S inputs that the model reads in one row, with labels and masks
             stream       the sequences of all epochs, laid end to end; samples are cut from it
             micro-batch  the samples that one rank reads at once
             global batch the samples of all data-parallel ranks in one step: one round or several,
@@ -39,8 +39,7 @@ Words       token        an integer that stands for a piece of text
   |                                                                                              |
   | From section 3 on, a document is a sequence of the .idx file: upstream uses the word so too, |
   | as nearly always a text is one sequence.  document_index, an array of section 4, is the      |
-  | order in which sequences are read.  It has nothing to do with document_indices (although one |
-  | argument of a function of upstream's, in section 4, has that name).                          |
+  | order in which sequences are read.  It has nothing to do with document_indices.              |
   +----------------------------------------------------------------------------------------------+
 
 Notation    S  tokens in a sample (sequence_length)     D  sequences in a split
@@ -48,6 +47,7 @@ Notation    S  tokens in a sample (sequence_length)     D  sequences in a split
             N  samples in a dataset                     x  1: a sample is S + 1 tokens, so that
                                                            each input has a label; else 0
             j  a sample's number in the stream          k  its number in the dataset
+            d  a document's number in the stream; in section 6, a dataset's number in a blend
             sequence_length is upstream's name for S, the length of a sample; the lengths of
             sequences are sequence_lengths
 Examples    read toy_corpus(): the three documents aaaa bbb cccccc, with S = 4
@@ -391,8 +391,8 @@ def _map_file(path: str | os.PathLike) -> np.ndarray:
         return np.asarray(np.memmap(path, np.uint8, "r"))
 
 
-# A mapping holds a file descriptor, and one of the system's 65,530 maps.  Hundreds of corpora would
-# use them up, so a file of so few bytes is read instead.
+# A mapping holds a file descriptor, of which a process may have few.  With hundreds of corpora they
+# would run out, so a file of so few bytes is read instead.
 _FEW_BYTES = 64 << 10
 
 
@@ -407,7 +407,7 @@ def _read_or_map_file(path: str) -> np.ndarray:
 # A file may be damaged, cut short or forged, so nothing of it is used unchecked:
 #
 #   what              when                              what is checked
-#   header and sizes  at every open, in O(1)            the table above, the size of the .bin
+#   header and size   at every open, in O(1)            the table above
 #   first and last    at every open, in O(1)            documents run from 0 to n, and the last
 #   entries                                             sequence ends where the .bin ends
 #   all entries       in verify(), with check=True,     lengths are >= 0, each pointer is the sum
@@ -454,7 +454,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.check = check
         self._verified = False
         self._fingerprint = None  # made when it is asked for
-        self.is_record_compared = False  # with the tokenizer of a config, see section 18
+        self.is_record_compared = False  # section 18
         self.absolute_prefix = _absolute(self.path_prefix)
         self._idx_path = get_idx_path(self.absolute_prefix)
         self._bin_path = get_bin_path(self.absolute_prefix)
@@ -527,8 +527,7 @@ class IndexedDataset(torch.utils.data.Dataset):
             tokens = _MappedTokens(self._bin_path, self.dtype)
         else:
             tokens = _FileTokens(self._bin_path, self.dtype)
-        # Another process may replace the pair meanwhile.  The order in which it does (section 11)
-        # makes this enough: the .idx is the same before and after the .bin was opened.
+        # Another process may replace the pair meanwhile; section 11 says why this is enough.
         if _file_stamp(self._idx_path) != self._idx_stamp:
             wanted = "one that stays while it is opened"
             raise _format_error(self._idx_path, "file", wanted, "another")
@@ -642,6 +641,8 @@ class IndexedDataset(torch.utils.data.Dataset):
         """Return document_indices, under upstream's name."""
         return self.document_indices
 
+    # ---- how caches (section 12), states (section 14) and pickles know the pair again
+
     def fingerprint(self) -> dict:
         """Return what tells these data from others, wherever the files lie and whenever they came.
 
@@ -659,8 +660,6 @@ class IndexedDataset(torch.utils.data.Dataset):
                 "bin_ends_crc32": zlib.crc32(np.concatenate(ends)),
             }
         return self._fingerprint
-
-    # ---- how a manifest (section 12) and a pickle know the pair again
 
     def note(self) -> dict:
         """Return what may be noted of these data: their fingerprint, and which .idx has it."""
@@ -734,7 +733,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
         Sequences that add_item() added since the last end belong to the document too.
         """
-        self._append(_encode_tokens(tensor, self._token_dtype), lengths, modes)
+        self.add_sequences(_encode_tokens(tensor, self._token_dtype), lengths, modes)
         self.end_document()
 
     def add_item(self, tensor: typing.Any, mode: int = 0) -> None:
@@ -744,7 +743,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         """
         content = _encode_tokens(tensor, self._token_dtype)
         num_tokens = len(content) // self._token_dtype.itemsize
-        self._append(content, [num_tokens], [mode])
+        self.add_sequences(content, [num_tokens], [mode])
 
     def end_document(self) -> None:
         """End the document of the sequences that were added since the last end."""
@@ -819,16 +818,10 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
     # ---- The rest is what these methods share, and what section 18 calls.
 
-    def _append(self, content, lengths, modes=None, ends=()):
-        """Append sequences, and end documents.
-
-        content  the bytes of the sequences, laid end to end, as _encode_tokens() makes them
-        lengths  of the sequences
-        modes    of the sequences; None: 0
-        ends     one number for each document that ends here: how many sequences of this call come
-                 before its end.  With lengths [2, 1, 3] and ends [0, 2, 3], a document of no
-                 sequence ends first, then one of two sequences, then one of one.
-        """
+    def add_sequences(
+        self, content: bytes, lengths: typing.Iterable[int], modes: typing.Any = None
+    ) -> None:
+        """Append sequences, laid end to end in bytes as _encode_tokens() makes them."""
         path = self._bin.path
         try:
             lengths = array.array("i", lengths)
@@ -849,12 +842,13 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
                 f"got {len(modes)} modes"
             )
         self._write(content)
-        first = len(self.sequence_lengths)
         self.sequence_lengths.extend(lengths)
         if self.multimodal:
             self.sequence_modes.extend(modes)
-        for end in ends:
-            self.document_indices.append(first + int(end))
+
+    def sync(self) -> None:
+        """Have the disk hold all tokens so far; OSError if it is full."""
+        self._bin.sync()
 
     def _write(self, content):
         """Write to the .bin file.  If a write fails, the file is given up: a part may be in it."""
@@ -869,24 +863,24 @@ def _encode_tokens(values, dtype):
     """Tensor, array or list -> bytes: these ids as a .bin file of this dtype has them.
 
     ValueError at the first id that does not fit, where upstream may wrap it.  Tokens of a
-    floating-point dtype, which the format knows too, are converted as numpy does.
+    floating-point dtype, which the format knows too, are rounded.
     """
     if isinstance(values, torch.Tensor):
         values = values.numpy(force=True)  # from any device
     if isinstance(values, list):
-        # For integers that fit this is faster than np.asarray(), which looks for their least common
-        # dtype first.  A list of anything else falls through.
-        with contextlib.suppress(TypeError, OverflowError):
-            return array.array(dtype.char, values).tobytes()
-    ids = np.asarray(values).reshape(-1)
-    if ids.dtype == dtype or dtype.kind == "f" or len(ids) == 0:
-        return ids.astype(dtype, copy=False).tobytes()
+        try:  # for integers that fit, in half the time that numpy takes
+            return struct.pack(f"{len(values)}{dtype.char}", *values)
+        except (struct.error, TypeError, OverflowError):
+            pass
+    ids = np.asarray(values).ravel()
+    if dtype.kind == "f" or len(ids) == 0:
+        return ids.astype(dtype).tobytes()
     if ids.dtype.kind == "U":  # decimal strings
         ids = np.array([int(text) for text in ids])
     if ids.dtype.kind not in "biu":  # bool, signed, unsigned
-        raise ValueError(f"{dtype} tokens must be integers, got {ids.dtype}")
+        raise ValueError(f"{dtype} tokens must be integers, below 2**63, got {values!s:.60}")
     tokens = ids.astype(dtype)
-    misfits = np.flatnonzero(tokens != ids)
+    misfits = (tokens != ids).nonzero()[0]
     if len(misfits):
         at = misfits[0]
         raise ValueError(f"token {ids[at]} at {at} does not fit {dtype}: choose a larger dtype")
@@ -1006,8 +1000,12 @@ def encode_document(
 
 
 def _sentences(text):
-    """The sentences of a text; a text that is no list of them is one."""
-    return [text] if isinstance(text, str) else text
+    """The sentences of a document: a str is one, a list has several; ValueError for all else."""
+    sentences = [text] if isinstance(text, str) else text
+    is_list = isinstance(sentences, list)
+    if not is_list or not all(isinstance(sentence, str) for sentence in sentences):
+        raise ValueError("wanted a text, or a list of sentences")
+    return sentences
 
 
 def encode_jsonl(
@@ -1024,7 +1022,7 @@ def encode_jsonl(
     tokenizer     an object as described above; default ByteTokenizer()
     json_key      the text of a document is found in its object under this key
     append_eod    put tokenizer.eod after each document that has tokens
-    Raises        an error at a line that holds no such object; then no pair appears
+    Raises        ValueError or KeyError at a line that holds no such object; no pair appears then
 
     This is the definition of preprocess() in section 18, which writes the same bytes, uses all
     cores of a machine, and names the file and the line of an error.
@@ -1049,7 +1047,7 @@ def encode_jsonl(
             for line in file:
                 if line.isspace():
                     continue
-                text = json.loads(line)[json_key]
+                text = json.loads(line.decode("utf-8-sig"))[json_key]  # with or without a BOM
                 sequences = encode_document(text, tokenizer, append_eod)
                 for tokens in sequences:
                     builder.add_item(tokens)
@@ -1142,7 +1140,7 @@ def convert_split_vector_to_split_matrix(
 def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, int]:
     """Turn fractions of a corpus into (first sequence, end), where end is no part of the split.
 
-    Both are rounded to the nearest whole number, and a half to the even one of its neighbours.
+    Both are rounded to whole numbers, halves to even ones, as round() does.
 
     >>> split_range((0, 0.75), 3), split_range((0.75, 1.0), 3)
     ((0, 2), (2, 3))
@@ -1164,7 +1162,7 @@ class BlendedMegatronDatasetConfig:
     blend                       ([prefix, ...], [weight, ...] or None)
     blend_per_split             a list of three: for each split such a blend, or None
     multiple_validation_sets    for a loss of each corpus: valid becomes a list with a dataset for
-                                each of its corpora (needs blend_per_split)
+                                each of its corpora, where it has several (needs blend_per_split)
     split                       shares of train, valid, test, such as "98,1,1"
     split_matrix                made from split: the (begin, end) of each, as fractions of a corpus
     num_dataset_builder_threads how many corpora are built side by side
@@ -1183,9 +1181,9 @@ class BlendedMegatronDatasetConfig:
     blend_phases                not of upstream: weights that change during training, such as for
                                 more code at its end (section 6).  [(samples, weights), ...] instead
                                 of the weights of the training blend
-    Accepted, without effect    fast_cache_load, defer_npy_index_mmap; and full_validation, but with
-                                multiple_validation_sets it demands that the size of valid, in
-                                section 7, is None: all samples
+    full_validation             with multiple_validation_sets the size of valid, in section 7, must
+                                be None: all samples.  Else without effect
+    Accepted, without effect    fast_cache_load, defer_npy_index_mmap
 
     ValueError for a field that is wrong, and for fields that do not go together.
 
@@ -1298,7 +1296,7 @@ def _read_weights(weights, names):
 
 
 def _drop_zero_weights(items, weights, names):
-    """The items of these names whose weights are not 0, and these weights; the others are noted."""
+    """The items whose weights are not 0, and these weights; a warning names the others."""
     dropped = [str(name) for name, weight in zip(names, weights, strict=True) if not weight]
     if dropped:
         log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
@@ -1326,7 +1324,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
                              is 0 3 4 4 4 (always S + 1 entries), and max_seqlen, the length of the
                              longest, is 3.  Keyword only: upstream 0.16.1 does not have it
     stable_order             not of upstream: shuffle each epoch by itself, so that a longer dataset
-                             begins with the shorter one (section 4)
+                             begins with the shorter one, but for a short last sample (section 4)
     context_parallel_size    for SFTDataset alone (section 19)
     Accepted, without effect data_parallel_size, sequence_parallel_size, sequences_per_dataset,
                              token_dtype_code (always None); hybrid_context_parallel (but True is
@@ -1429,8 +1427,8 @@ def get_blend_from_list(
 #                                          sample 2 = c c c c c    inputs c c c c   labels c c c c
 #
 # With S = 4 and x = 1 a sample is five tokens: four inputs, and one token more, so that the last
-# input has a label too.  The next sample begins with that token, so no token is a label twice, and
-# of the tokens in samples only the first one of the stream is never a label.
+# input has a label too.  The next sample begins with that token, so no token is a label twice.
+# Only the first token of the stream is never a label.
 #
 # The shuffles (1) and (3) exist in two kinds.  Upstream's kind shuffles all epochs as one pile;
 # where little of the last epoch is wanted (plan_epochs() says when), that epoch is a second pile.
@@ -1599,8 +1597,9 @@ def build_sample_idx(
     Returns           int32 (N+1, 2); int64 from E*D = 2**31 on.  Row j is (d, offset): sample j
                       starts at token offset of the d-th document.  Row N is where sample N would
                       start.
-    Raises            TypeError for another dtype; ValueError for S < 1, or too few tokens in the
-                      documents; IndexError for a document that is no sequence
+    Raises            TypeError for another dtype, or a number that is no integer; ValueError for
+                      S < 1, or too few tokens in the documents; IndexError for a document that is
+                      no sequence
     Cost              O(N log(E*D) + E*D) time; in C O(N + E*D), and 8 bytes for each row
     Upstream          helpers.build_sample_idx.  Two things differ, both where a last, short sample
                       is kept: upstream computes N in float32; and with x = 1, where the last
@@ -1610,22 +1609,19 @@ def build_sample_idx(
     >>> build_sample_idx(sizes, np.arange(3, dtype=np.int32), 4, 1, 13).tolist()
     [[0, 0], [1, 0], [2, 1], [2, 5]]
     """
-    S = sequence_length
+    S = operator.index(sequence_length)
     x = int(add_extra_token_to_sequence)
-    tokens = int(num_epochs) * int(tokens_per_epoch)
+    tokens = operator.index(num_epochs) * operator.index(tokens_per_epoch)
     document_index = document_indices  # upstream's name means another array in section 1
-    _check_array(sizes, "sizes", np.int32)
-    _check_array(document_index, "document_indices", np.int32)
-    _check_length_of_stream(len(document_index), S, tokens)
+    _check_stream(sizes, document_index, S, tokens)
     wrong = np.flatnonzero((document_index < 0) | (document_index >= len(sizes)))
     if len(wrong):
         d = wrong[0]  # numpy would take a -1
         raise IndexError(f"document_indices[{d}] is {document_index[d]} of {len(sizes)} sequences")
     N = count_samples(tokens, S, drop_last_partial_sequence, x)
 
-    # Row 0 is (0, 0).  Row j is found from where sample j - 1 ends, j*S + x tokens into the stream:
-    # so with x = 0 a sample that starts with a document is written, as in upstream, as the end of
-    # the document before it, (d, length of d).  A last, short sample ends where the stream ends.
+    # Row 0 is (0, 0).  Row j is found from where sample j - 1 ends: j*S + x tokens into the stream,
+    # or, if it is a last, short one, where the stream ends.
     tokens_read = np.minimum(np.arange(1, N + 1) * S + x, tokens)
     lengths = sizes[document_index]
     if len(lengths) and lengths.min() < 0:
@@ -1640,26 +1636,30 @@ def build_sample_idx(
     rows = np.zeros((N + 1, 2), _sample_index_dtype(len(document_index)))
     rows[1:, 0] = d
     rows[1:, 1] = tokens_read - x - starts[d]  # sample j begins x tokens before sample j - 1 ends
-    if x == 0 and N * S > tokens:  # upstream's last row of a short sample
+    # As in upstream, with x = 0 a sample that starts with a document is the end of the one before,
+    # (d, length of d), and a last, short sample ends with the last document, even an empty one.
+    if x == 0 and N * S > tokens:
         rows[-1] = len(lengths) - 1, lengths[-1]
     return rows
 
 
 def _check_array(values, name, dtype):
     """A 1-D array of this dtype; TypeError or ValueError."""
-    found = getattr(values, "dtype", type(values).__name__)
-    if found != dtype:
+    if not isinstance(values, np.ndarray) or values.dtype != dtype:
+        found = getattr(values, "dtype", type(values).__name__)
         raise TypeError(f"{name} must be an array of {np.dtype(dtype)}, got {found}")
     if values.ndim != 1:
         raise ValueError(f"{name} must be 1-D, got shape {values.shape}")
 
 
-def _check_length_of_stream(num_documents, S, tokens):
-    """So many documents may hold so many tokens: asked before arrays of that length are made."""
-    if not 1 <= operator.index(S) < 2**32:
+def _check_stream(sizes, document_index, S, tokens):
+    """Arrays of documents that may hold so many tokens: asked before larger arrays are made."""
+    _check_array(sizes, "sizes", np.int32)
+    _check_array(document_index, "document_indices", np.int32)
+    if not 1 <= S < 2**32:
         raise ValueError(f"sequence_length must be 1 to 2**32 - 1, got {S}")
-    if not 0 <= tokens <= num_documents * 2**31:
-        raise ValueError(f"{num_documents} documents cannot hold {tokens} tokens")
+    if not 0 <= tokens <= len(document_index) * 2**31:
+        raise ValueError(f"{len(document_index)} documents cannot hold {tokens} tokens")
 
 
 def _sample_index_dtype(num_documents):
@@ -1781,7 +1781,7 @@ def _count_samples_of_epochs(
 # on nothing else.  So they are built once and kept in files (section 12), which every rank reads,
 # and every later job.
 #
-# Python wants base classes first.  A first reading may begin at GPTDataset.
+# Python wants base classes first.
 
 
 class _Identified(torch.utils.data.Dataset):
@@ -1808,7 +1808,7 @@ class MegatronDataset(abc.ABC, _Identified):
 
     dataset        what build_low_level_dataset() returned
     dataset_path   the path it was opened from; may be None
-    indices        which documents of dataset belong to this split: an int32 array, or a range
+    indices        ints (D,), which documents of dataset belong to this split; or a range
     num_samples    how many samples are wanted; None: those of one epoch
     index_split    Split
     config         BlendedMegatronDatasetConfig
@@ -1830,9 +1830,7 @@ class MegatronDataset(abc.ABC, _Identified):
     ) -> None:
         self.dataset = dataset
         self.dataset_path = None if dataset_path is None else os.fspath(dataset_path)
-        # Nearly always a range, which takes no memory.  The builder gives one, as to find out that
-        # 2,000,000 numbers are a range takes 4 ms at each start.
-        self._documents = _as_range(indices)
+        self._documents = _as_range(indices)  # nearly always a range, which takes no memory
         self.num_samples = None if num_samples is None else int(num_samples)
         self.index_split = index_split
         self.config = config
@@ -1855,7 +1853,7 @@ class MegatronDataset(abc.ABC, _Identified):
 
     @functools.cached_property
     def indices(self) -> np.ndarray:
-        """int32: which documents of dataset belong to this split; made when it is asked for."""
+        """Which documents of dataset belong to this split; of a range int32, else as given."""
         return _as_documents(self._documents)
 
     @staticmethod
@@ -1876,35 +1874,12 @@ class MegatronDataset(abc.ABC, _Identified):
         return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
 
 
-def _as_range(documents):
-    """Numbers of documents as a range, if they follow each other, else as an array."""
-    if isinstance(documents, range) and documents.step == 1:
-        return documents
-    documents = np.asarray(documents)
-    if len(documents) and np.array_equal(documents, documents[0] + np.arange(len(documents))):
-        return range(int(documents[0]), int(documents[-1]) + 1)
-    return documents
-
-
-def _as_documents(documents):
-    """Numbers of documents, in a range or an array, as an array: int32 if they are a range."""
-    if isinstance(documents, range):
-        return np.arange(documents.start, documents.stop, dtype=np.int32)
-    return documents
-
-
-def _name(dataset):
-    """What to call a dataset in a message: its path, or its class."""
-    path = getattr(dataset, "dataset_path", None)
-    return type(dataset).__name__ if path is None else str(path)
-
-
 class GPTDataset(MegatronDataset):
     """Samples of S tokens, cut from the shuffled documents laid end to end.  Upstream: GPTDataset.
 
     indexed_dataset   IndexedDataset
     dataset_path      its path prefix, which is part of the name of the cache files
-    indexed_indices   int32 (D,), the sequences of this split
+    indexed_indices   ints (D,), or a range: the sequences of this split
     num_samples       at least so many; None: those of one epoch
 
     ds[k] is a dict of new tensors:
@@ -1952,7 +1927,7 @@ class GPTDataset(MegatronDataset):
         self,
         indexed_dataset: IndexedDataset,
         dataset_path: str | os.PathLike | None,
-        indexed_indices: np.ndarray,
+        indexed_indices: np.ndarray | range,
         num_samples: int | None,
         index_split: Split,
         config: GPTDatasetConfig,
@@ -1961,7 +1936,8 @@ class GPTDataset(MegatronDataset):
             indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
         )
         self._extra = int(config.add_extra_token_to_sequence)  # x
-        self._pad_token_id = _find_pad_token_id(config)
+        # the tokenizer's pad; -1 where it has none, or one that is another special token's too
+        self._pad_token_id = _find_pad_token_id(config)  # section 17
         self._keeps_short = (
             index_split is Split.valid and not config.drop_last_partial_validation_sequence
         )
@@ -2176,7 +2152,7 @@ class GPTDataset(MegatronDataset):
             )
         else:
             # one generator draws the order of the documents first, then that of the samples
-            random_state = _random_state(config.random_seed)
+            random_state = _random_state(config.random_seed)  # np.random.RandomState(), section 16
             document_index = build_document_index(
                 documents, plan.num_epochs, random_state, plan.separate_final_epoch
             )
@@ -2268,6 +2244,25 @@ class GPTDataset(MegatronDataset):
         return len(low_level_dataset)
 
 
+def _as_range(documents):
+    """Numbers of documents as a range, if they follow each other, else as an array."""
+    if isinstance(documents, range) and documents.step == 1:
+        return documents
+    documents = np.asarray(documents)
+    if len(documents) == 0:
+        return range(0)
+    if np.array_equal(documents, documents[0] + np.arange(len(documents))):
+        return range(int(documents[0]), int(documents[-1]) + 1)
+    return documents
+
+
+def _as_documents(documents):
+    """Numbers of documents, in a range or an array, as an array: int32 if they are a range."""
+    if isinstance(documents, range):
+        return np.arange(documents.start, documents.stop, dtype=np.int32)
+    return documents
+
+
 def _read_pieces(reader: typing.Any, pieces_of_samples: list[list]) -> list[list[np.ndarray]]:
     """Return the tokens of the pieces of several samples; on object storage they are read at once.
 
@@ -2279,21 +2274,6 @@ def _read_pieces(reader: typing.Any, pieces_of_samples: list[list]) -> list[list
     else:
         parts = iter([reader.get(*piece) for piece in all_pieces])
     return [[next(parts) for _ in pieces] for pieces in pieces_of_samples]
-
-
-_generators = threading.local()  # one of each thread that builds
-
-
-def _random_state(seed: int) -> np.random.RandomState:
-    """Return np.random.RandomState(seed), which is good until the next call in this thread.
-
-    To make one takes numpy 0.1 ms, as long as all else for a small corpus: it draws a seed of its
-    own first.  So one is made, and seeded anew for each dataset.
-    """
-    if not hasattr(_generators, "random_state"):
-        _generators.random_state = np.random.RandomState()
-    _generators.random_state.seed(seed)
-    return _generators.random_state
 
 
 def causal_mask(starts: typing.Sequence[int], sequence_length: int) -> np.ndarray:
@@ -2427,7 +2407,7 @@ class MockGPTDataset(GPTDataset):
 #   dataset_sample_index  0  0  1  2        1  3  2  4
 #
 # So phases that are added, or changed, leave those before them as they are.  (A phase that is added
-# takes more samples of each corpus: with stable_order of section 4 its earlier samples stay.)
+# takes more samples of each corpus, which without stable_order then come in another order.)
 
 
 def build_blending_indices(
@@ -2457,7 +2437,7 @@ def build_blending_indices(
     """
     weights = np.array(weights[:num_datasets], np.float64)
     _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, size)
-    taken = np.zeros(num_datasets)  # float64, as the lag is computed in doubles
+    taken = np.zeros(len(weights))  # float64, as the lag is computed in doubles
     for i in range(size):
         d = np.argmax(weights * max(i, 1) - taken)
         dataset_index[i] = d
@@ -2488,7 +2468,7 @@ def build_exhaustive_blending_indices(
     size = sum(sizes.tolist())  # of Python's integers: a sum in int64 might overflow
     _check_blending(dataset_index, dataset_sample_index, sizes, num_datasets, size)
     weights = sizes / np.float64(max(size, 1))
-    taken = np.zeros(num_datasets)
+    taken = np.zeros(len(sizes))
     for i in range(size):
         lag = weights * max(i, 1) - taken
         d = np.argmax(np.where(taken < sizes, lag, -np.inf))
@@ -2598,7 +2578,7 @@ class BlendedDataset(_Identified):
     """Several datasets as one, mixed by weights.  Upstream: BlendedDataset.
 
     datasets   MegatronDatasets of one split, fewer than 32767
-    weights    finite numbers >= 0; a dataset of weight 0 is dropped, with a note
+    weights    finite numbers >= 0; a dataset of weight 0 is dropped, with a warning
     size       number of samples; None: weights are counts, and dataset d gives exactly weights[d]
     config     BlendedMegatronDatasetConfig
     phases     [(samples, weights), ...] instead of weights and size, which must be None.  Every
@@ -2850,7 +2830,7 @@ class _Entry(typing.NamedTuple):
         """Is it a corpus alone, which is not blended?"""
         return len(self.prefixes) == 1 and self.weights is None and self.phases is None
 
-    def sizes(self, surplus: float) -> list[int | None]:
+    def samples_of_corpora(self, surplus: float) -> list[int | None]:
         """Return how many samples each corpus is built for; None: one epoch."""
         if self.is_one_corpus:
             return [self.size]
@@ -2966,13 +2946,14 @@ class BlendedMegatronDatasetBuilder:
         if not _is_distributed():
             return self._build_splits()
         # _on_every_rank() runs a function here, waits for the other ranks, and raises an error that
-        # one of them met on all of them (section 15)
+        # one of them met on all of them (section 15).  Rank 0 builds, while the others wait; then
+        # they build, while it waits.
         is_wanted = _on_every_rank(self.is_built_on_rank)
         if _rank() == 0:
             datasets = _on_every_rank(self._build_splits)
-            _on_every_rank(_do_nothing)  # while the others build
+            _on_every_rank(_do_nothing)
         else:
-            _on_every_rank(_do_nothing)  # while rank 0 builds
+            _on_every_rank(_do_nothing)
             datasets = _on_every_rank(self._build_splits if is_wanted else _do_nothing)
         return datasets if is_wanted else [None] * len(Split)
 
@@ -2981,7 +2962,7 @@ class BlendedMegatronDatasetBuilder:
         opened = self._open_all()
         found = {split: [] for split in Split}
         for entry in self._entries:
-            sizes = entry.sizes(self.config.mid_level_dataset_surplus)
+            sizes = entry.samples_of_corpora(self.config.mid_level_dataset_surplus)
             build_part = functools.partial(self._build_part, entry, opened)
             parts = self._for_each(build_part, entry.prefixes, sizes)
             dataset = parts[0] if entry.is_one_corpus else self._mix(entry, opened, parts)
@@ -3085,7 +3066,7 @@ def _allow_open_files():
 # micro-batches; batches_of() makes the batches.  The micro-batches that all ranks read at the same
 # time are called a round here.  A training step, which changes the model once, takes one round or
 # several: M = global batch size / (micro_batch_size * data_parallel_size), which section 10 calls
-# num_microbatches.  So step t reads the rounds t*M .. t*M + M - 1.
+# num_microbatches.  So where M is constant, step t reads the rounds t*M .. t*M + M - 1.
 #
 # All ranks have one order of samples, and it is dealt to them round by round.  The sampler "single"
 # deals it in runs, the sampler "cyclic" sample by sample.  With micro_batch_size 2 and
@@ -3100,9 +3081,9 @@ def _allow_open_files():
 #   rank                   0  1  0  1     0  1  0  1
 #
 # A turn is once through all samples of the dataset; a rest that fills no whole round is left out,
-# unless drop_last is False.  (An epoch, of section 4, is once through its documents, and a dataset
-# may hold several.)  In "cyclic" with data_sharding each rank shuffles a part of its own, so that
-# it always reads the same samples: of eight, rank 0 reads 0 .. 3 and rank 1 reads 4 .. 7.
+# unless "single" has drop_last=False.  (An epoch, of section 4, is once through its documents, and
+# a dataset may hold several.)  In "cyclic" with data_sharding each rank shuffles a part of its own,
+# so that it always reads the same samples: of eight, rank 0 reads 0 .. 3 and rank 1 reads 4 .. 7.
 #
 # One iteration over a sampler is called a pass.  It goes from a given place to the end of the turn,
 # so the first pass after a stop may be only the rest of a turn.
@@ -3763,8 +3744,8 @@ def get_batch_on_this_tp_rank(
                            only if packed or with mtp
     micro_batch_size       B, rows of a batch
     sequence_length        S, tokens of a row
-    create_attention_mask  the first and the last stage need the dense mask too.  Give it the value
-                           that the config has, whose default is upstream's, True
+    create_attention_mask  the first and the last stage need the dense mask too: give it
+                           config.has_dense_mask
     mtp                    this stage, whichever it is, predicts several tokens ahead (multi-token
                            prediction): it needs tokens, position_ids, labels and loss_mask
     packed                 the batches have cu_seqlens and max_seqlen, and every stage needs them
@@ -5677,7 +5658,6 @@ def _error_of_class(pickled, name, sentence):
 # Question answered here: where is each loop made fast, and how is C switched on and off?
 #
 #   definition, above                   adapter, below                 loop, in _helpers.c
-#   _encode_tokens                      _c_encode_tokens               encode_tokens
 #   build_sample_idx                    _c_build_sample_idx            build_sample_idx
 #   shuffle                             _c_shuffle                     shuffle
 #   build_blending_indices              _c_build_blending_indices      build_blend
@@ -5685,10 +5665,11 @@ def _error_of_class(pickled, name, sentence):
 #   _make_batch                         _c_make_batch                  read_samples
 #   GPTDataset.__getitem__              _c_getitem                     read_samples
 #
-# An adapter takes the arguments of its definition and gives the same result.  functools.wraps()
-# gives it the docstring of the definition, and keeps the definition as adapter.__wrapped__.  A loop
-# that finds a place it cannot trust stops and says so; then the definition runs, and raises the
-# error with its sentence.
+# An adapter takes the arguments of its definition and gives the same result, or the same error.
+# functools.wraps() gives it the docstring of the definition, and keeps the definition as
+# adapter.__wrapped__.  It begins with the checks of the definition.  What a loop then refuses, an
+# array with gaps or a place that it cannot trust, is left to the definition, which can use it, or
+# raises the error with its sentence.
 #
 # _helpers.c is built as the extension module _megatron_min.  MEGATRON_MIN_C=0 leaves the module
 # out, =1 makes it an error that it cannot be used, unset takes it if it is there.  One of another
@@ -5720,16 +5701,6 @@ if os.environ.get("MEGATRON_MIN_C") != "0":
             warnings.warn(f"the C kernels are there, and cannot be used: {error}", stacklevel=2)
 
 
-@functools.wraps(_encode_tokens)
-def _c_encode_tokens(values, dtype):
-    if isinstance(values, torch.Tensor):
-        values = values.numpy(force=True)  # from any device
-    try:
-        return _megatron_min.encode_tokens(values, dtype.kind, dtype.itemsize)
-    except (TypeError, ValueError):
-        return _c_encode_tokens.__wrapped__(values, dtype)
-
-
 @functools.wraps(build_sample_idx)
 def _c_build_sample_idx(
     sizes,
@@ -5741,23 +5712,35 @@ def _c_build_sample_idx(
     add_extra_token_to_sequence=True,
 ):
     flags = drop_last_partial_sequence, add_extra_token_to_sequence
-    try:
-        x = int(add_extra_token_to_sequence)
-        S = operator.index(sequence_length)
-        tokens = int(num_epochs) * int(tokens_per_epoch)
-        lengths = np.ascontiguousarray(sizes)
-        documents = np.ascontiguousarray(document_indices)
-        _check_length_of_stream(len(documents), S, tokens)
-        num_samples = count_samples(tokens, S, *flags)
-        rows = np.empty((num_samples + 1, 2), _sample_index_dtype(len(documents)))
-        tokens_read = min(tokens, num_samples * S + x)  # where the last sample ends
-        _megatron_min.build_sample_idx(rows, lengths, documents, S, x, tokens_read)
+    S = operator.index(sequence_length)
+    x = int(add_extra_token_to_sequence)
+    tokens = operator.index(num_epochs) * operator.index(tokens_per_epoch)
+    _check_stream(sizes, document_indices, S, tokens)
+    num_samples = count_samples(tokens, S, *flags)
+    tokens_read = min(tokens, num_samples * S + x)  # where the last sample ends
+    with contextlib.suppress(MemoryError, OverflowError, TypeError, ValueError):
+        rows = np.empty((num_samples + 1, 2), _sample_index_dtype(len(document_indices)))
+        _megatron_min.build_sample_idx(rows, sizes, document_indices, S, x, tokens_read)
         if x == 0 and tokens_read < num_samples * S:  # a short last sample, as in the definition
-            rows[-1] = len(documents) - 1, lengths[documents[-1]]
+            rows[-1] = len(document_indices) - 1, sizes[document_indices[-1]]
         return rows
-    except (IndexError, TypeError, ValueError):
-        arguments = sizes, document_indices, sequence_length, num_epochs, tokens_per_epoch
-        return _c_build_sample_idx.__wrapped__(*arguments, *flags)
+    arguments = sizes, document_indices, sequence_length, num_epochs, tokens_per_epoch
+    return _c_build_sample_idx.__wrapped__(*arguments, *flags)
+
+
+_generators = threading.local()  # one of each thread that builds
+
+
+def _random_state(seed: int) -> np.random.RandomState:
+    """Return np.random.RandomState(seed), which is good until the next call in this thread.
+
+    To make one takes numpy 0.1 ms, as long as all else for a small corpus: it draws a seed of its
+    own first.  So one is made, and seeded anew for each dataset.
+    """
+    if not hasattr(_generators, "random_state"):
+        _generators.random_state = np.random.RandomState()
+    _generators.random_state.seed(seed)
+    return _generators.random_state
 
 
 _FEW_ITEMS = 4096  # fewer are shuffled by numpy before C has got the generator's state
@@ -5766,7 +5749,7 @@ _FEW_ITEMS = 4096  # fewer are shuffled by numpy before C has got the generator'
 @functools.wraps(shuffle)
 def _c_shuffle(items, random_state):
     is_plain = type(items) is np.ndarray and type(random_state) is np.random.RandomState
-    if is_plain and len(items) >= _FEW_ITEMS:
+    if is_plain and items.size >= _FEW_ITEMS:
         state = random_state.get_state(legacy=False)  # a copy
         if state["bit_generator"] == "MT19937":
             generator = state["state"]
@@ -5782,30 +5765,29 @@ def _c_shuffle(items, random_state):
 def _c_build_blending_indices(
     dataset_index, dataset_sample_index, weights, num_datasets, size, verbose=False
 ):
-    arguments = dataset_index, dataset_sample_index, weights, num_datasets, size
-    try:
-        shares = np.array(weights[:num_datasets], np.float64)
-        if len(shares) != num_datasets:
-            raise ValueError("the definition says it in a sentence")
-        limits = np.full(len(shares), np.inf)
+    shares = np.array(weights[:num_datasets], np.float64)
+    _check_blending(dataset_index, dataset_sample_index, shares, num_datasets, size)
+    limits = np.full(len(shares), np.inf)
+    with contextlib.suppress(TypeError, ValueError):
         _megatron_min.build_blend(dataset_index, dataset_sample_index, shares, limits, size)
-    except (TypeError, ValueError, OverflowError):
-        _c_build_blending_indices.__wrapped__(*arguments)
+        return
+    arguments = dataset_index, dataset_sample_index, weights, num_datasets, size
+    _c_build_blending_indices.__wrapped__(*arguments)
 
 
 @functools.wraps(build_exhaustive_blending_indices)
 def _c_build_exhaustive_blending_indices(dataset_index, dataset_sample_index, sizes, num_datasets):
-    arguments = dataset_index, dataset_sample_index, sizes, num_datasets
-    try:
-        counts = _as_counts(sizes, num_datasets)
-        if len(counts) != num_datasets:
-            raise ValueError("the definition says it in a sentence")
-        size = sum(counts.tolist())
-        shares = counts / np.float64(max(size, 1))
-        limits = counts.astype(np.float64)
+    counts = _as_counts(sizes, num_datasets)
+    size = sum(counts.tolist())
+    _check_blending(dataset_index, dataset_sample_index, counts, num_datasets, size)
+    shares = counts / np.float64(max(size, 1))
+    limits = counts.astype(np.float64)
+    with contextlib.suppress(TypeError, ValueError):
         _megatron_min.build_blend(dataset_index, dataset_sample_index, shares, limits, size)
-    except (TypeError, ValueError, OverflowError):
-        _c_build_exhaustive_blending_indices.__wrapped__(*arguments)
+        return
+    _c_build_exhaustive_blending_indices.__wrapped__(
+        dataset_index, dataset_sample_index, sizes, num_datasets
+    )
 
 
 _NO_EOD = -(2**63)  # an id that no token has
@@ -5858,8 +5840,9 @@ def _read_columns(dataset, indices):
         is_served = type(part) is GPTDataset and part.config is dataset.config
         if not is_served or not _read_samples(part, columns, rows, ks):
             return None
-    padding = [row for row, idx in enumerate(indices) if idx is None]
-    columns["loss_mask"][padding] = 0
+    for row, idx in enumerate(indices):
+        if idx is None:  # it fills up the batch
+            columns["loss_mask"][row] = 0
     return columns
 
 
@@ -5931,7 +5914,6 @@ def _log_once(sentence):
 
 
 if IMPLEMENTATION == "c":
-    _encode_tokens = _c_encode_tokens
     build_sample_idx = _c_build_sample_idx
     shuffle = _c_shuffle
     build_blending_indices = _c_build_blending_indices
@@ -6263,6 +6245,18 @@ def _find_pad_token_id(config):
 # each JSON key.  A worker has one block at a time, so nothing fills up; and a worker that dies is
 # the end of its pipe, which is an error.  With one worker this process does its work.
 #
+#   the loop of encode_jsonl()                  here, a block of lines at a time
+#
+#   for line in file                            _lines_of_input(), _cut_blocks()
+#       if line.isspace(): continue             _Encoder.encode()
+#       text = json.loads(...)[json_key]        _Encoder._read_texts()
+#       sequences = encode_document(text, ...)  _Encoder._encode_documents()
+#       builder.add_item(), .end_document()     _append_documents()
+#
+# A line is bad for what it is itself: no JSON object in UTF-8, one without text under a key, or one
+# at which the tokenizer raises an error.  But a MemoryError or an OSError is not the line's fault:
+# it ends the job.
+#
 # Many machines share the work as shards: n jobs, of which job i reads its share of the bytes of all
 # inputs, laid end to end, and no others.  A line belongs to the shard in which it begins:
 #
@@ -6285,11 +6279,12 @@ def _find_pad_token_id(config):
 # Here documents 0 to 2 of the pair are those of books-01.jsonl, and documents 3 and 4 are the first
 # two of books-02.jsonl.  (Shard 0/3 has read books-00.jsonl, as a whole.)  Shard 2/3 goes on there:
 # its record begins with ["books-02.jsonl from byte 250 on", 4].  merge() puts the lists of its
-# pairs one after the other.  What a shard reads of an input is called a part in this section.
+# pairs one after the other.
 
 # How much text a worker gets at a time.  Smaller blocks cost more messages; larger ones more
 # memory, and more time until the death of a worker is noticed: the workers before it come first.
 _BLOCK_BYTES = 1 << 19
+_LONGEST_LINE = 2**31 - 1  # bytes; no sequence may have more tokens
 
 
 def preprocess(
@@ -6313,17 +6308,19 @@ def preprocess(
     input         a path, URL or pattern such as s3://bucket/*.jsonl, or a list of these, which are
                   read in this order; the files of a pattern are read in sorted order.  They are
                   compressed if their names end in .gz, .bz2, .xz or .zst.  "-" is standard input.
-    texts         in the place of input: an iterable of texts, or of dicts with the JSON keys
+    texts         in the place of input: an iterable of texts, or of dicts with the JSON keys; its
+                  rows count as lines
     tokenizer     an object as described in section 2, or its name as in section 17; default bytes
     append_eod    put tokenizer.eod after each document that has tokens
     json_keys     each key of these becomes a pair of its own
     split_sentences  each sentence becomes a sequence, as nltk finds sentences; the names end in
                   _sentence instead of _document
     workers       how many processes tokenize; the files are the same for any number
-    shard         (i, n), 0 <= i < n: read the i-th of n parts of the inputs, and add its number to
+    shard         (i, n), 0 <= i < n: read the i-th of n shares of the inputs, and add its number to
                   the names, as in _00001_of_00016
     on_error      "stop": the first bad line is an error; "skip": bad lines are left out, and a
-                  warning at the end gives their number and what was wrong with the first one
+                  warning at the end gives their number and what is wrong with the first one; if
+                  all lines are bad, it is an error
     verbose       show a bar, where tqdm is installed, and at the end one line on stderr
     Returns       {key: path prefix of its pair}
     Raises        ValueError that names file, line and reason, or another error; then no pair
@@ -6341,6 +6338,8 @@ def preprocess(
         raise ValueError(f"on_error must be stop or skip, got {on_error!r}")
     if workers < 1:
         raise ValueError(f"workers must be >= 1, got {workers}")
+    if workers > 1 and multiprocessing.current_process().daemon:
+        raise ValueError("a daemonic process, as this one is, may start no other: use workers=1")
     index, count = shard
     if not 0 <= index < count:
         raise ValueError(f"wanted a shard i/n with 0 <= i < n, got {index}/{count}")
@@ -6361,19 +6360,20 @@ def preprocess(
     prefixes = {key: f"{os.fspath(output_prefix)}_{key}{suffix}" for key in json_keys}
 
     if texts is None:
-        parts = _cut_inputs(_find_inputs(input), shard)
-        sources = [(part, _lines_of_part(path, part)) for path, part in parts]
-    elif count > 1 or isinstance(texts, str):
-        raise ValueError(
-            "texts must be an iterable of texts, without a shard: give each job its own"
-        )
+        inputs = _cut_inputs(_find_inputs(input), shard)
+        sources = [(each, _lines_of_input(each)) for each in inputs]
     else:
-        part = {"name": "texts", "size": None, "begin": 0, "end": None, "documents": 0}
-        sources = [(part, _lines_of_texts(texts, json_keys))]
-    inputs = [part for part, _ in sources]
+        is_table = isinstance(texts, collections.abc.Mapping) or hasattr(texts, "columns")
+        if count > 1 or is_table or isinstance(texts, (str, bytes)):
+            raise ValueError(
+                "texts must be an iterable of texts or of dicts, such as a column or the rows of a "
+                "table, without a shard: give each job its own"
+            )
+        inputs = [_Input("texts", size=None)]
+        sources = [(inputs[0], (_line_of_row(row, json_keys) for row in texts))]
     encoder = _Encoder(tokenizer, json_keys, append_eod, split_sentences)
     num_bytes = 0
-    faults = []
+    num_bad = 0
     started = time.perf_counter()
     with contextlib.ExitStack() as stack:
         builders = {}
@@ -6384,38 +6384,43 @@ def preprocess(
         # Closed even where an exception ends the loop, so that workers never outlive the job.
         encoded_blocks = _encode_blocks(encoder, _cut_blocks(sources), workers)
         stack.enter_context(contextlib.closing(encoded_blocks))
-        for (part, first, lines), encoded, block_faults in encoded_blocks:
-            for number, reason in block_faults:
-                faults.append(f"{part['name']}: line {first + number}: {reason}")
-            if on_error == "stop" and len(faults) > 0:
-                raise ValueError(f"{faults[0]} (--on-error skip leaves such lines out)")
-            for columns in encoded:
-                for key, (tokens, lengths, ends) in columns.items():
-                    builders[key]._append(tokens, lengths, ends=ends)
-                part["documents"] += len(ends)  # equal for all keys
+        for (source, first, lines), encoded, faults in encoded_blocks:
+            if len(faults) > 0 and num_bad == 0:
+                number, reason = faults[0]
+                first_bad = f"{source.name}: line {first + number}: {reason}"
+                if on_error == "stop":
+                    raise ValueError(f"{first_bad} (--on-error skip leaves such lines out)")
+            num_bad += len(faults)
+            for documents in encoded:
+                for key, builder in builders.items():
+                    _append_documents(builder, *documents[key])
+                _, _, ends = documents[json_keys[0]]
+                source.documents += len(ends)
             block_bytes = sum(map(len, lines))
             num_bytes += block_bytes
             if bar is not None:
                 bar.update(block_bytes)
+        num_documents = sum(each.documents for each in inputs)
+        if num_bad > 0 and num_documents == 0:
+            raise ValueError(f"all {num_bad:,} lines are bad; the first: {first_bad}")
         for builder in builders.values():
-            builder._bin.sync()  # a disk too full for a .bin shows here, before a pair has its name
-    counts = [[part["name"], part["documents"]] for part in inputs]
+            builder.sync()  # a disk too full for a .bin shows here, before a pair has its name
+    counts = [[each.name, each.documents] for each in inputs]
     for prefix in prefixes.values():
         _write_record(prefix, _identity_of_tokenizer(tokenizer), counts)
     if verbose:
-        documents = sum(part["documents"] for part in inputs)
         rate = num_bytes / 1e6 / (time.perf_counter() - started)
-        done = f"{documents:,} documents, {num_bytes:,} bytes, {rate:,.1f} MB/s"
+        done = f"{num_documents:,} documents, {num_bytes:,} bytes, {rate:,.1f} MB/s"
         print(done, file=sys.stderr)
-    if len(faults) > 0:
-        warnings.warn(f"left out {len(faults):,} bad lines; the first: {faults[0]}", stacklevel=2)
+    if num_bad > 0:
+        warnings.warn(f"left out {num_bad:,} bad lines; the first: {first_bad}", stacklevel=2)
     empty = []
-    for part in inputs:
-        if part["documents"] == 0 and part["begin"] == 0 and part["end"] == part["size"]:
-            empty.append(part["name"])
+    for each in inputs:
+        if each.documents == 0 and each.begin == 0 and each.end == math.inf:
+            empty.append(each.name)
     if len(empty) > 0:
-        names = ", ".join(empty[:3])
-        warnings.warn(f"no document came from {len(empty):,} inputs: {names}", stacklevel=2)
+        found = f"{len(empty):,} of the inputs, such as {empty[0]}"
+        warnings.warn(f"no document came from {found}", stacklevel=2)
     return prefixes
 
 
@@ -6426,9 +6431,9 @@ def _progress_bar(inputs, verbose):
             import tqdm
 
             total = 0  # or math.inf: not known
-            for part in inputs:
-                is_known = part["size"] is not None and _compression(part["name"]) is None
-                total += part["end"] - part["begin"] if is_known else math.inf
+            for each in inputs:
+                is_known = each.size is not None and each.compression is None
+                total += min(each.end, each.size) - each.begin if is_known else math.inf
             # disable=None: for a terminal alone
             return tqdm.tqdm(total=total, unit="B", unit_scale=True, disable=None)
     return contextlib.nullcontext()
@@ -6437,18 +6442,36 @@ def _progress_bar(inputs, verbose):
 # -- Inputs ------------------------------------------------------------------------------------
 
 
-def _find_inputs(inputs):
-    """Return (path or URL, size) of each file that is meant; "-" stays.
+class _Input:
+    """A file of lines, as it is when the job begins, and what this job reads of it.
+
+    path   a path, a URL, or "-", which is standard input
+    size   in bytes; None: not known, as of standard input, a pipe, and some URLs
+    """
+
+    def __init__(self, path: str, size: int | None) -> None:
+        self.path = path
+        self.size = size
+        self.name = _name_of_input(path)  # for messages and records
+        self.compression = _compression(path)
+        # The lines that begin in these bytes are read; math.inf: to its end, wherever that is.
+        self.begin = 0
+        self.end = math.inf
+        self.documents = 0  # that it has given so far
+
+
+def _find_inputs(paths):
+    """Return an _Input of each file that is meant.
 
     A name that exists is a file, even where it contains a * or a [; others are patterns.  Storages
     are asked once: the sizes of what matches a pattern come with the list.
     """
-    if isinstance(inputs, (str, os.PathLike)):
-        inputs = [inputs]
-    inputs = [os.fspath(path) for path in inputs]
-    _refuse_passwords(inputs)
-    all_found = []
-    for path in inputs:
+    if isinstance(paths, (str, os.PathLike)):
+        paths = [paths]
+    paths = [os.fspath(path) for path in paths]
+    _refuse_passwords(paths)
+    inputs = []
+    for path in paths:
         if _is_remote(path):
             with _errors_that_name(path):
                 found = _RemoteFile(path).find()
@@ -6460,10 +6483,10 @@ def _find_inputs(inputs):
         if len(found) == 0:
             name = _name_of_input(path)
             raise FileNotFoundError(f"{name}: no such file, and as a pattern it matches none")
-        all_found.extend(found)
-    if len(all_found) == 0:
+        inputs.extend(_Input(*path_and_size) for path_and_size in found)
+    if len(inputs) == 0:
         raise ValueError("preprocess wants at least one input")
-    return all_found
+    return inputs
 
 
 def _name_of_input(path):
@@ -6482,18 +6505,21 @@ def _errors_that_name(path):
     except ImportError:  # of a package that reads such URLs: it names the package
         raise
     except Exception as error:
+        name = _name_of_input(path)
         reason = _one_line(error).removeprefix(f"{path}: ")
         if _is_remote(path):
             reason = re.sub(r"\?\S*", "", reason)
-        raise OSError(f"{_name_of_input(path)}: cannot be read: {reason}") from None
+        if "requires too much memory" in reason:  # of a .zst made with --long=28 or more
+            reason += f": zstd -dc --long=31 {name} | megatron-min preprocess --input -"
+        raise OSError(f"{name}: cannot be read: {reason}") from None
 
 
 def _size_of(path):
-    """The size of an input in bytes; None if it has none, such as standard input and a pipe."""
+    """The bytes of a file or an object; None if it has no size, such as standard input."""
     if _is_remote(path):
         with _errors_that_name(path):
             return _RemoteFile(path).size()
-    return os.path.getsize(path) if os.path.isfile(path) else None
+    return os.path.getsize(path) if path != "-" and os.path.isfile(path) else None
 
 
 def _compression(path):
@@ -6517,105 +6543,132 @@ def _compression(path):
 
 
 def _cut_inputs(inputs, shard):
-    """Return (path, part) of the (path, size) that a shard reads: an equal share of all bytes."""
+    """Return the inputs that a shard reads, with its share of them: an equal share of all bytes."""
     index, count = shard
+    if count == 1:
+        return inputs
     total = 0
-    for path, size in inputs:
-        if size is not None:
-            total += size
-        elif count > 1:
+    for each in inputs:
+        if each.size is None:
             raise ValueError(
-                f"{_name_of_input(path)}: its size is not known, so it cannot be cut into shards: "
-                "write it to a file first, or make the pair in one job"
+                f"{each.name}: its size is not known, so it cannot be cut into shards: write it to "
+                "a file first, or make the pair in one job"
             )
-    parts = []
+        total += each.size
+    of_shard = []
     start = 0  # where the input begins, if all inputs are laid end to end
-    for path, size in inputs:
-        is_compressed = _compression(path) is not None
-        begin = 0
-        end = size
-        if count > 1:
-            begin = max(total * index // count - start, 0)
-            end = min(total * (index + 1) // count - start, size)
-            start += size
-            if begin >= end or (is_compressed and begin > 0):
-                continue
-        counted_from = f" from byte {begin:,} on" if begin > 0 else ""
-        part = {
-            "name": _name_of_input(path) + counted_from,
-            "size": size,
-            "begin": begin,
-            "end": size if is_compressed else end,
-            "documents": 0,  # how many it has given so far
-        }
-        parts.append((path, part))
-    return parts
+    for each in inputs:
+        begin = max(total * index // count - start, 0)
+        end = min(total * (index + 1) // count - start, each.size)
+        start += each.size
+        is_compressed = each.compression is not None
+        if begin >= end or (is_compressed and begin > 0):
+            continue
+        if begin > 0:
+            each.begin = begin
+            each.name += f" from byte {begin:,} on"
+        if end < each.size and not is_compressed:
+            each.end = end
+        of_shard.append(each)
+    return of_shard
 
 
-def _lines_of_part(path, part):
-    """Yield the lines that begin in a part of an input."""
+def _lines_of_input(source):
+    """Yield the lines that begin in a job's share of an _Input; one that is too long is cut off."""
     import fsspec
 
-    with _errors_that_name(path), contextlib.ExitStack() as stack:
-        if path == "-":
+    with _errors_that_name(source.path), contextlib.ExitStack() as stack:
+        if source.path == "-":
             file = sys.stdin.buffer
-        elif part["size"] is None and not _is_remote(path):  # a pipe: fsspec would want to seek
-            file = stack.enter_context(open(path, "rb"))
+        elif source.size is None and not _is_remote(source.path):  # fsspec would want to seek
+            file = stack.enter_context(open(source.path, "rb"))
         else:
-            opened = fsspec.open(path, "rb", compression=_compression(path))
+            opened = fsspec.open(source.path, "rb", compression=source.compression)
             file = io.BufferedReader(stack.enter_context(opened), 1 << 16)
-        position = part["begin"]
-        if position > 0:
+        position = source.begin
+        is_rest = position > 0  # of a line that is read already, as far as it is needed
+        if is_rest:
             # The line in which the byte before lies belongs to the shard before this one.
-            file.seek(position - 1)
-            position += len(file.readline()) - 1
-        # the size of an input counts compressed bytes, or is None
-        limit = math.inf if part["end"] == part["size"] else part["end"]
-        while position < limit:
-            line = file.readline()
+            position -= 1
+            file.seek(position)
+        while position < source.end:
+            line = file.readline(_LONGEST_LINE + 1)
             if len(line) == 0:
                 break
             position += len(line)
-            yield line
-    size = _size_of(path)
-    if size != part["size"]:
+            if not is_rest:
+                yield line
+            is_rest = not line.endswith(b"\n")
+    if source.size is None:
+        return
+    size = _size_of(source.path)
+    if size != source.size:
         raise OSError(
-            f"{part['name']}: it had {part['size']} bytes when this job began, and {size} after "
-            "it was read: it was written or cut off meanwhile"
+            f"{source.name}: it had {source.size} bytes when this job began, and {size} after it "
+            "was read: it was written or cut off meanwhile"
         )
 
 
-def _lines_of_texts(texts, json_keys):
-    """Yield the JSON lines of an iterable of texts, or of dicts."""
-    for text in texts:
-        row = text if isinstance(text, collections.abc.Mapping) else {json_keys[0]: text}
-        yield json.dumps({key: row.get(key) for key in json_keys}).encode()
+def _line_of_row(row, json_keys):
+    """Return the JSON line of a text or a dict; of another row, as a str, what is wrong with it."""
+    if isinstance(row, str):
+        row = {json_keys[0]: row}
+    if isinstance(row, collections.abc.Mapping):
+        row = {key: row.get(key) for key in json_keys}
+        with contextlib.suppress(TypeError, ValueError, RecursionError):  # it is not JSON
+            return json.dumps(row).encode()
+    return f"wanted a text, or a dict of texts, got {row!r:.60}"
 
 
 def _cut_blocks(sources):
-    """Yield blocks (part, number of the first line from 1 on, lines) of each (part, its lines)."""
-    for part, lines in sources:
+    """Yield blocks (input, number of the first line from 1 on, lines) of each (input, its lines).
+
+    In the place of a line that is bad already, a block has a str that says what is wrong with it.
+    """
+    for source, lines in sources:
         first = 1
         of_block = []
         size = 0
         for line in lines:
+            if len(line) > _LONGEST_LINE:
+                line = f"longer than {_LONGEST_LINE:,} bytes"
             of_block.append(line)
             size += len(line)
             if size >= _BLOCK_BYTES:
-                yield part, first, of_block
+                yield source, first, of_block
                 first += len(of_block)
                 of_block = []
                 size = 0
-        yield part, first, of_block
+        yield source, first, of_block
+
+
+def _append_documents(builder, content, lengths, ends):
+    """Append sequences, and end a document after so many of them as each entry of `ends` says."""
+    first = len(builder.sequence_lengths)
+    builder.add_sequences(content, lengths)
+    builder.document_indices.extend(first + end for end in ends)
 
 
 # -- Workers -----------------------------------------------------------------------------------
 
 
-class _Encoder:
-    """What a worker does: it turns lines into what a builder appends.
+def _sentences_under(key, row):
+    """Return the sentences that a line's JSON has under a key; ValueError if it has none."""
+    try:
+        sentences = _sentences(row.get(key))
+    except (AttributeError, ValueError):
+        raise ValueError(f"no text under {key!r}") from None
+    try:
+        "".join(sentences).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"a lone surrogate under {key!r}") from None
+    return sentences
 
-    lines                    tokens                 lengths   ends
+
+class _Encoder:
+    """What a worker does: it turns lines into documents, as _append_documents() takes them.
+
+    lines                    content (bytes)        lengths   ends
     {"text": "aaaa"}         a a a a $              5         1   one sequence so far
     {"text": ""}             ($ is eod)                       1   no sequence more
     {"text": ["b", "bb"]}    b b b $                1, 3      3   three sequences
@@ -6632,57 +6685,65 @@ class _Encoder:
     def encode_block(self, lines):
         """Return what encode() makes of the lines, in a list, and (number, reason) of bad lines.
 
-        Numbers count from 0.  Where a line is bad, encode() gets each line by itself.
+        Numbers count from 0.  A tokenizer may raise anything, and says nothing about lines: where
+        it does, encode() gets each line by itself.
         """
-        with contextlib.suppress(Exception):
-            return [self.encode(lines)], []
-        # A tokenizer may raise anything, and says nothing about lines: look for the bad ones.
+        encoded, faults = self._encode_each([lines])
+        if len(faults) > 0:
+            encoded, faults = self._encode_each([[line] for line in lines])
+        return encoded, faults
+
+    def _encode_each(self, groups):
+        """Return what encode() makes of groups of lines, and (number, reason) of bad groups."""
         encoded = []
         faults = []
-        for number, line in enumerate(lines):
+        for number, lines in enumerate(groups):
             try:
-                encoded.append(self.encode([line]))
-            except Exception as error:
+                encoded.append(self.encode(lines))
+            except (MemoryError, OSError, *_ENDS_OF_A_PROCESS):  # not for what the lines are
+                raise
+            except BaseException as error:  # a panic of native code is no Exception
                 faults.append((number, _one_line(error)))
         return encoded, faults
 
     def encode(self, lines):
-        """Return {key: (bytes of the tokens, lengths, ends)}: section 2's loop, for many lines."""
-        rows = [self._parse(line) for line in lines if not line.isspace()]
-        columns = {}
-        for key in self.json_keys:
-            documents = [row[key] for row in rows]
-            all_tokens = iter(self._tokenize(list(itertools.chain(*documents))))
-            pieces = [self.eod[:0]]  # so that there is something to concatenate
-            lengths = []
-            ends = []
-            for sentences in documents:
-                of_document = itertools.islice(all_tokens, len(sentences))
-                sequences = [tokens for tokens in of_document if len(tokens) > 0]
-                if len(sequences) > 0:
-                    lengths.extend(map(len, sequences))
-                    lengths[-1] += len(self.eod)
-                    pieces.extend(sequences)
-                    pieces.append(self.eod)
-                ends.append(len(lengths))  # a document may have no sequences
-            content = _encode_tokens(np.concatenate(pieces), self.dtype)
-            columns[key] = (content, lengths, ends)
-        return columns
+        """Return {key: (content, lengths, ends)}: section 2's loop, for many lines."""
+        rows = [self._read_texts(line) for line in lines if not line.isspace()]
+        return {key: self._encode_documents([row[key] for row in rows]) for key in self.json_keys}
 
-    def _parse(self, line):
-        """Return {key: sentences} of a line; ValueError unless each key has a text, or a list."""
-        row = json.loads(line)
-        texts = {}
-        for key in self.json_keys:
-            sentences = _sentences(row.get(key)) if isinstance(row, dict) else None
-            is_list = isinstance(sentences, list)
-            if not is_list or not all(isinstance(text, str) for text in sentences):
-                found = line[:60].decode(errors="replace")
-                raise ValueError(f"wanted a JSON object with text under {key!r}, got {found}")
-            if self.splitter is not None:
-                sentences = list(itertools.chain(*map(self.splitter.tokenize, sentences)))
-            texts[key] = sentences
-        return texts
+    def _read_texts(self, line):
+        """Return {key: sentences} of a line; ValueError if the line itself is bad."""
+        if isinstance(line, str):
+            raise ValueError(line)
+        try:
+            row = json.loads(line.decode("utf-8-sig"))
+            return {key: _sentences_under(key, row) for key in self.json_keys}
+        except json.JSONDecodeError as error:  # str(error) counts lines, too
+            reason = f"{error.msg}, character {error.pos}"
+        except (ValueError, RecursionError) as error:
+            reason = str(error)
+        begin = line[:60].decode(errors="replace")
+        raise ValueError(f"wanted a JSON object on the line, which begins {begin!r}: {reason}")
+
+    def _encode_documents(self, documents):
+        """Return (content, lengths, ends) of lists of sentences: encode_document(), for many."""
+        if self.splitter is not None:
+            split = self.splitter.tokenize
+            documents = [list(itertools.chain(*map(split, parts))) for parts in documents]
+        all_tokens = iter(self._tokenize(list(itertools.chain(*documents))))
+        pieces = [self.eod[:0]]  # so that there is something to concatenate
+        lengths = []
+        ends = []
+        for sentences in documents:
+            of_document = itertools.islice(all_tokens, len(sentences))
+            sequences = [tokens for tokens in of_document if len(tokens) > 0]
+            if len(sequences) > 0:
+                lengths.extend(map(len, sequences))
+                lengths[-1] += len(self.eod)
+                pieces.extend(sequences)
+                pieces.append(self.eod)
+            ends.append(len(lengths))  # a document may have no sequences
+        return _encode_tokens(np.concatenate(pieces), self.dtype), lengths, ends
 
     def _tokenize(self, texts):
         """Return the ids of each text as an array."""
@@ -6719,7 +6780,7 @@ def _load_sentence_splitter():
 
 
 def _encode_blocks(encoder, blocks, workers):
-    """Yield each block, in order, and what encoder.encode_block() makes of its lines."""
+    """Yield each block, in order, and the two things that encoder.encode_block() makes of it."""
     if workers == 1:
         for block in blocks:
             _, _, lines = block
@@ -6735,9 +6796,12 @@ def _encode_blocks(encoder, blocks, workers):
         for _ in range(workers):
             pipe, end_of_worker = context.Pipe()
             arguments = (end_of_worker, pipe, encoder)
-            process = context.Process(target=_work, args=arguments, daemon=True)
+            process = context.Process(target=_run_worker, args=arguments, daemon=True)
             with _signals_wait():
-                process.start()
+                with warnings.catch_warnings():
+                    # Python 3.12 and later warn of threads here: the worker does without them.
+                    warnings.filterwarnings("ignore", ".*multi-threaded.* fork", DeprecationWarning)
+                    process.start()
             processes.append(process)
             pipes.append(pipe)
             end_of_worker.close()  # so that the pipe ends when the worker does
@@ -6775,14 +6839,17 @@ def _signals_wait():
 def _receive(block, pipe):
     """Return a block, and what the worker that has it makes of it."""
     try:
-        return block, *pipe.recv()
+        answer = pipe.recv()
     except (EOFError, OSError):
         raise ChildProcessError(
             "a worker process was killed, perhaps for lack of memory: use fewer workers"
         ) from None
+    if isinstance(answer, Exception):
+        raise answer
+    return block, *answer
 
 
-def _work(pipe, end_of_parent, encoder):
+def _run_worker(pipe, end_of_parent, encoder):
     """Encode the lines that come through a pipe: this is all that a worker process does.
 
     It ends when its parent does, as that ends the pipe; it closes its copy of the parent's end.
@@ -6798,7 +6865,12 @@ def _work(pipe, end_of_parent, encoder):
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with contextlib.suppress(EOFError, OSError):
         while True:
-            pipe.send(encoder.encode_block(pipe.recv()))
+            lines = pipe.recv()
+            try:
+                answer = encoder.encode_block(lines)
+            except Exception as error:  # no bad line; the error itself might not pass the pipe
+                answer = ChildProcessError(_one_line(error))
+            pipe.send(answer)
 
 
 # -- Merge and records -------------------------------------------------------------------------
@@ -7530,9 +7602,9 @@ def _make_parser():
     text = "processes; the files are the same for any number"
     command.add_argument("--workers", type=int, default=1, help=text, metavar="N")
     text = "make the i-th of n parts, from 0 on; merge joins them"
-    command.add_argument("--shard", type=_shard, default=(0, 1), help=text, metavar="i/n")
+    command.add_argument("--shard", type=_read_shard, default=(0, 1), help=text, metavar="i/n")
     text = "at a bad line: stop (the default), or skip it"
-    command.add_argument("--on-error", default="stop", help=text, metavar="HOW")
+    command.add_argument("--on-error", choices=("stop", "skip"), default="stop", help=text)
     text = "no progress on stderr"
     command.add_argument("--no-verbose", dest="verbose", action="store_false", help=text)
 
@@ -7572,10 +7644,12 @@ def _add_tokenizer(command):
     command.add_argument("--add-special-tokens", action="store_true", help=text)
 
 
-def _shard(text):
+def _read_shard(text):
     """The type of --shard: "3/16" -> (3, 16)."""
-    index, count = text.split("/")
-    return int(index), int(count)
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"wanted i/n, such as 3/16, got {text!r}")
+    return int(found[1]), int(found[2])
 
 
 def _run_preprocess(options):

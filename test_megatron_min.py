@@ -12,6 +12,7 @@ take `mm` or `up` (ours or upstream's names in one namespace), so a parity test 
 twice.  "Upstream: ..." in a test says what megatron-core does instead.
 """
 
+import array
 import bz2
 import collections
 import concurrent.futures
@@ -51,6 +52,7 @@ import sys
 import tempfile
 import threading
 import time
+import tracemalloc
 import types
 import unittest.mock as mock
 import warnings
@@ -848,12 +850,12 @@ def test_a_system_that_has_no_file_or_no_map_left(one, tmp_path):
 # -- The builder -------------------------------------------------------------------------------
 
 
-def test_sequences_are_added_in_many_ways(mm, tmp_path):
+def test_sequences_are_added_in_many_ways(one, tmp_path):
     """Tensors, arrays and lists; a document goes on until it is ended.
 
     Modes are 0 where none are given.  Upstream: they cannot be left out.
     """
-    with mm.IndexedDatasetBuilder(tmp_path / "m.bin", np.int16, multimodal=True) as builder:
+    with one.IndexedDatasetBuilder(tmp_path / "m.bin", np.int16, multimodal=True) as builder:
         builder.add_document([1, 2, 3], (1, 2), [1, -2])
         builder.add_document(np.array([4, 5]), [2])
         builder.add_item(torch.tensor([[6], [7]]), mode=3)  # flattened
@@ -870,9 +872,14 @@ def test_sequences_are_added_in_many_ways(mm, tmp_path):
 # name: (dtype, method, arguments, the word that matters)
 REFUSED_BY_BUILDER = {
     # upstream: such ids are wrapped, and written as others
-    "too-large": (np.uint16, "add_item", [torch.tensor([1, 70000, -1])], "70000"),
+    "too-large": (np.uint16, "add_item", [torch.tensor([1, 70000, -1])], "70000 at 1"),
+    "too-large-in-list": (np.uint16, "add_item", [[1, 70000]], "70000 at 1"),
+    "too-large-as-text": (np.uint16, "add_item", [["1", "70000"]], "70000 at 1"),
+    "too-large-for-numpy": (np.int64, "add_item", [[1, 2**70]], str(2**70)),
     "uint64": (np.int64, "add_item", [np.array([2**63], np.uint64)], str(2**63)),
-    "float": (np.int32, "add_item", [np.array([1.5])], "float64"),
+    "float": (np.int32, "add_item", [np.array([1.5])], "[1.5]"),
+    "no-number": (np.int32, "add_item", [["1", "b"]], "'b'"),
+    "bytes": (np.int32, "add_item", [b"aaaa"], "b'aaaa'"),
     "lengths-short": (np.int32, "add_document", [[1, 2, 3], [2]], "3 tokens"),
     "length-negative": (np.int32, "add_document", [[1], [-1, 2]], "-1"),
     "length-2**31": (np.int32, "add_document", [[1], [2**31]], str(2**31)),
@@ -882,15 +889,37 @@ REFUSED_BY_BUILDER = {
 
 
 @pytest.mark.parametrize("case", REFUSED_BY_BUILDER)
-def test_a_builder_refuses_before_it_writes(mm, tmp_path, case):
+def test_a_builder_refuses_before_it_writes(one, tmp_path, case):
     dtype, method, arguments, word = REFUSED_BY_BUILDER[case]
-    with mm.IndexedDatasetBuilder(tmp_path / "p.bin", dtype, multimodal=True) as builder:
+    with one.IndexedDatasetBuilder(tmp_path / "p.bin", dtype, multimodal=True) as builder:
         builder.add_document([1, 2], [2], [7])
         with pytest.raises(ValueError, match=re.escape(word)):
             getattr(builder, method)(*arguments)
         builder.add_document([3], [1])
-    ds = mm.IndexedDataset(tmp_path / "p", multimodal=True)
+    ds = one.IndexedDataset(tmp_path / "p", multimodal=True)
     assert [(tokens.tolist(), mode) for tokens, mode in ds] == [([1, 2], 7), ([3], 0)]
+
+
+def test_ids_at_the_edges_of_a_dtype(one):
+    """And one beyond them, from a list, and from arrays of each dtype that holds them."""
+    for dtype in INTEGERS:
+        limits = np.iinfo(dtype)
+        edges = [limits.min, 0, limits.max, 0]
+        wanted = b"".join(i.to_bytes(limits.bits // 8, "little", signed=i < 0) for i in edges)
+        beyond = [[0, limits.max + 1], [limits.min - 1, 0]]
+        for ids in (edges, *beyond):
+            forms = [ids, tuple(ids), [str(i) for i in ids]]
+            for source in (*INTEGERS, np.uint32, np.uint64):
+                if np.iinfo(source).min <= min(ids) and max(ids) <= np.iinfo(source).max:
+                    values = np.array(ids, source)
+                    forms += [values, np.repeat(values, 2)[::2], torch.from_numpy(values)]
+                    forms += [values.astype(values.dtype.newbyteorder()), values[:, None]]
+            for values in forms:
+                if ids is edges:
+                    assert one._encode_tokens(values, np.dtype(dtype)) == wanted
+                else:
+                    with pytest.raises(ValueError, match=re.escape(str(ids[0] or ids[1]))):
+                        one._encode_tokens(values, np.dtype(dtype))
 
 
 def test_finalize_gives_both_files_their_names_once(one, tmp_path):
@@ -1041,6 +1070,9 @@ def test_without_append_eod_and_with_a_key(one, tmp_path):
     assert texts_of(one, tmp_path / "out") == [[1, 2], [70000]]
     assert one.encode_document("7", Tok()) == [[7]]
     with pytest.raises(KeyError):
+        one.encode_jsonl(path, tmp_path / "none", Tok())
+    (tmp_path / "a.jsonl").write_text('{"text": "1"}', "utf-16")  # an encoding is not guessed
+    with pytest.raises(UnicodeDecodeError):
         one.encode_jsonl(path, tmp_path / "none", Tok())
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "out.bin", "out.idx"]
 
@@ -1244,6 +1276,7 @@ def int32(*values):
 
 
 ITEMS = [np.arange(5000).astype(dtype) for dtype in ("i4", "u4", "i8", float, "i2", ">i4", object)]
+ITEMS += [np.arange(5000).astype("M8[s]")]  # gives nobody its memory
 ITEMS += [np.arange(1500, dtype="i4"), np.arange(12).reshape(4, 3), list("abcdef")]
 
 
@@ -5790,30 +5823,6 @@ def test_without_a_build_that_can_be_used(monkeypatch, tmp_path, build, setting)
 # -- C gives what the definitions give ---------------------------------------------------------
 
 
-def encoded(mm, values, dtype):
-    """The bytes of some ids, or what their refusal says."""
-    try:
-        return mm._encode_tokens(values, np.dtype(dtype))
-    except ValueError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("dtype", INTEGERS)
-def test_c_encodes_what_the_definition_encodes(c, one, dtype):
-    """The ids at the edges of a dtype, and one beyond them, from each dtype and from a list."""
-    limits = np.iinfo(dtype)
-    edges = [limits.min, 0, limits.max] * 300
-    for ids in (edges, [*edges, limits.max + 1, 0], [limits.min - 1, 0], [2**70], []):
-        assert encoded(c, ids, dtype) == encoded(one, ids, dtype)
-        for source in (*INTEGERS, np.uint32, np.uint64):
-            of_source = np.iinfo(source)
-            values = np.clip(np.array(ids, object), of_source.min, of_source.max).astype(source)
-            swapped = values.astype(values.dtype.newbyteorder())
-            for given in (values, values[::2], swapped, torch.from_numpy(values)):
-                assert encoded(c, given, dtype) == encoded(one, given, dtype)
-    assert isinstance(encoded(c, [*edges, limits.max + 1], dtype), str)
-
-
 def test_rows_of_64_bits(c):
     """As a stream of 2**31 documents has them."""
     call = toy_call("build_sample_idx") | {"sample_index": np.zeros((4, 2), np.int64)}
@@ -5844,7 +5853,23 @@ def test_shuffle_goes_on_where_numpy_would(c, dtype):
         assert repr(state.get_state()) == repr(other.get_state())
 
 
-# -- hostile arguments: an error from both implementations, never a crash ----------------------
+# -- arguments in all forms: C takes and refuses what the definition does -----------------------
+
+
+def good_arguments(name):
+    """Arguments of a function, made anew; the shuffle's array is long enough for C."""
+    if name == "shuffle":
+        return {"items": np.arange(5000), "random_state": np.random.RandomState(3)}
+    if name == "build_sample_idx":
+        arguments = {"sizes": int32(4, 3, 6), "document_indices": int32(0, 1, 2)}
+        arguments |= {"sequence_length": 4, "num_epochs": 1, "tokens_per_epoch": 13}
+        flags = {"drop_last_partial_sequence": True, "add_extra_token_to_sequence": True}
+        return arguments | flags
+    arguments = {"dataset_index": np.zeros(4, np.int16)}
+    arguments |= {"dataset_sample_index": np.zeros(4, np.int64)}
+    if name == "build_blending_indices":
+        return arguments | {"weights": np.array([0.25, 0.75]), "num_datasets": 2, "size": 4}
+    return arguments | {"sizes": np.array([1, 3]), "num_datasets": 2}
 
 
 def read_only(values):
@@ -5853,29 +5878,84 @@ def read_only(values):
     return values
 
 
-OUTPUTS = {"dataset_index": np.zeros(4, np.int16), "dataset_sample_index": np.zeros(4, np.int64)}
-BLENDS = {  # {function: good arguments}
-    "build_blending_indices": OUTPUTS
-    | {"weights": np.array([0.25, 0.75]), "num_datasets": 2, "size": 4},
-    "build_exhaustive_blending_indices": OUTPUTS | {"sizes": np.array([1, 3]), "num_datasets": 2},
-}
-HOSTILE = {  # {argument: what is refused}
-    "dataset_index": [np.zeros(4, np.int32), [0] * 4, np.zeros(3, np.int16)],
-    "dataset_sample_index": [np.zeros((4, 1), np.int64), read_only(np.zeros(4, np.int64))],
-    "weights": [[0.5, math.nan], [0.5, -0.5], [1.0], ["a", "b"]],
-    "sizes": [[4], np.array([2.5, 1.5]), [5, -1], [2**62, 2**62]],
-    "num_datasets": [0, 3],
-    "size": [5, -1, 2.5],
+HOSTILE = {  # {function: {argument: what is refused}}; upstream crashes at many of them
+    "build_sample_idx": {
+        "sizes": [array.array("i", [4, 3, 6]), torch.tensor([4, 3, 6], dtype=torch.int32), [4]],
+        "document_indices": [array.array("i", [0, 1, 2]), memoryview(int32(0, 1, 2)), int32(0)],
+        "sequence_length": [0, 4.0, 2**32, None],
+        "num_epochs": [-1, 1.0, 2**70],
+        "tokens_per_epoch": [-1, 13.0, 400, "13"],
+    },
+    "shuffle": {
+        "items": [read_only(np.arange(5000)), np.array(5), range(5000), None],
+    },
+    "build_blending_indices": {
+        "dataset_index": [array.array("h", [0] * 4), np.zeros(4, np.int32), [0] * 4],
+        "dataset_sample_index": [np.zeros((4, 1), np.int64), read_only(np.zeros(4, np.int64))],
+        "weights": [[0.5, math.nan], [0.5, math.inf], [0.5, -0.5], [1.0], ["a", "b"], 1.0],
+        "num_datasets": [0, 3, -1, 2.0],
+        "size": [5, -1, 2.5, 4.0, 2**70],
+    },
+    "build_exhaustive_blending_indices": {
+        "dataset_index": [torch.zeros(4, dtype=torch.int16), np.zeros(3, np.int16)],
+        "dataset_sample_index": [memoryview(np.zeros(4, np.int64)), np.zeros(4, np.uint64)],
+        "sizes": [[4], np.array([2.5, 1.5]), [5, -1], [2**62, 2**62], 4],
+        "num_datasets": [0, 3, -1, 2.0],
+    },
 }
 
 
-@pytest.mark.parametrize("name", BLENDS)
+def other_forms(value):
+    """A good argument as something else, which may be taken or refused."""
+    if isinstance(value, np.ndarray):
+        forms = [*wrong_forms(value), read_only(value), value[::-1], value[:-1], value[0]]
+        forms += [value.tolist(), tuple(value), memoryview(value), torch.from_numpy(value)]
+        forms += [array.array(value.dtype.char, value), bytes(value), value.astype(float)]
+        return [*forms, value > 0, np.array(None), None]
+    if isinstance(value, np.random.RandomState):
+        of_another_kind = np.random.RandomState(np.random.PCG64(3))
+        return [of_another_kind, np.random.default_rng(3), 3, None]
+    forms = [float(value), str(value), np.int64(value), np.uint8(value), np.array(value)]
+    return [*forms, torch.tensor(value), value > 0, -value, 0, 2, 2**63, None]
+
+
+def odd_calls(name):
+    """Calls with an argument, or two, in other forms."""
+    for argument, value in good_arguments(name).items():
+        for other in (*HOSTILE[name].get(argument, []), *other_forms(value)):
+            yield good_arguments(name) | {argument: other}
+    good = good_arguments(name)
+    if name == "build_sample_idx":  # a document that is none, of a stream too long for memory
+        too_long = {"sequence_length": 1, "tokens_per_epoch": 6 * 10**9}
+        yield good | too_long | {"document_indices": int32(0, 3, 2)}
+    elif name != "shuffle":
+        names = ["dataset_index", "dataset_sample_index"]
+        yield good | dict(zip(names, overlapping(*[good[key] for key in names]), strict=True))
+
+
+def outcome(mm, name, call):
+    """What a function returns, or its error; and what its arrays then hold."""
+    try:
+        result = quiet(getattr(mm, name), **call)
+    except Exception as error:
+        result = type(error), str(error)
+    held = [list(value) for value in call.values() if np.ndim(value)]
+    return repr((result, held))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_c_takes_is_what_python_takes(mm, one, name):
+    """The same result, or the same error with the same sentence."""
+    for ours, plain in zip(odd_calls(name), odd_calls(name), strict=True):
+        assert outcome(mm, name, ours) == outcome(one, name, plain), plain
+
+
+@pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_arguments_raise(mm, name):
-    """Upstream crashes."""
-    for argument in BLENDS[name]:
-        for value in HOSTILE[argument]:
+    for argument, values in HOSTILE[name].items():
+        for value in values:
             with pytest.raises((TypeError, ValueError)):
-                getattr(mm, name)(**BLENDS[name] | {argument: value})
+                quiet(getattr(mm, name), **good_arguments(name) | {argument: value})
 
 
 # -- what a function of C is given is checked before it is trusted -----------------------------
@@ -5883,7 +5963,6 @@ def test_hostile_arguments_raise(mm, name):
 # A call is the arguments of a function of _megatron_min, by name and in order.
 
 FILLED = {  # {function: how many arrays it fills, its first arguments}
-    "encode_tokens": 0,
     "build_sample_idx": 1,
     "shuffle": 2,
     "build_blend": 2,
@@ -5905,10 +5984,9 @@ def toy_call(name):
 
 def toy_arguments(name):
     if name == "build_blend":
-        limits = np.array([1.0, 3.0])
-        return OUTPUTS | {"weights": np.array([0.25, 0.75]), "limits": limits, "size": 4}
-    if name == "encode_tokens":
-        return {"values": int32(*b"aaaabbbcccccc"), "kind": "u", "itemsize": 2}
+        call = {"dataset_index": np.zeros(4, np.int16), "dataset_sample_index": np.zeros(4, int)}
+        call |= {"weights": np.array([0.25, 0.75]), "limits": np.array([1.0, 3.0])}
+        return call | {"size": 4}
     if name == "shuffle":
         key = np.random.RandomState(0).get_state()[1].copy()
         return {"array": np.arange(9), "key": key, "pos": 600}
@@ -5944,11 +6022,6 @@ def is_refused(c, name, call):
 
 
 WRONG = {  # {function: {argument: values that it refuses in the toy call}}
-    "encode_tokens": {
-        "values": [int32(-1), int32(2**16), [0, 2**16], [2**70], [True], ["a"], [1.5], (1, 2)],
-        "kind": ["f", "u2", "\0", "\u0175", None],
-        "itemsize": [0, 3, 9],
-    },
     "build_sample_idx": {
         "sample_index": [np.zeros((4, 3), np.int32), np.zeros((0, 2), np.int32)],
         "sizes": [int32(8, -1, 6)],
@@ -5967,8 +6040,8 @@ WRONG = {  # {function: {argument: values that it refuses in the toy call}}
         "tokens": [None, np.zeros((3, 0), np.int64)],
         "cu_seqlens": [None],  # without max_seqlen, and that without this
         "max_seqlen": [None],
-        "places": [np.array([0, 1]), np.array([0, 1, 3]), np.array([-1, 1, 2])],
-        "wanted": [np.array([3]), np.array([-4])],
+        "places": [np.array([0, 1]), np.arange(4), np.array([0, 1, 3]), np.array([-1, 1, 2])],
+        "wanted": [np.array([0, 1, 3]), np.array([0, 1, -4])],
         "items": [np.zeros(13, np.uint32), np.zeros(13, np.float32), "aaaabbb"],
         "pointers": [np.array([0, 16])],
         "sample_index": [np.zeros((4, 3), np.int64)],
@@ -6034,7 +6107,7 @@ def refused_calls(name):
             yield toy_call(name) | {key: one_of_them}
     if name == "read_samples":
         for k, key, values in NO_PLACES:
-            call = toy_call(name) | {"wanted": np.array([k])}
+            call = toy_call(name) | {"places": np.array([0]), "wanted": np.array([k])}
             call[key][...] = values
             yield call
 
@@ -6049,6 +6122,21 @@ def test_c_refuses_bad_calls(c, name):
         wrong = [key for key in call if call[key] is not good[key]]
         assert is_refused(c, name, call) == (call is not good), wrong
         assert [sys.getrefcount(values) for values in arrays] == counts, wrong
+
+
+def test_an_error_of_the_object_itself_stays(c):
+    view = memoryview(b"")
+    view.release()
+    with pytest.raises(ValueError, match="released memoryview"):
+        call_c(c, "shuffle", toy_call("shuffle") | {"array": view})
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_the_functions_of_c_say_what_they_take(c, name):
+    function = getattr(c._megatron_min, name)
+    assert list(inspect.signature(function).parameters) == list(toy_call(name))
+    assert len(function.__doc__) > 40
+    assert c._megatron_min.__doc__
 
 
 @pytest.mark.slow
@@ -6089,17 +6177,23 @@ WHEELS = {  # {why: (environment, the tag of the wheel; None: an error)}
 }
 
 
+def copy_of_sources(tmp_path):
+    """The sources alone, in a folder of their own."""
+    if not (HERE / "setup.py").exists():
+        pytest.skip("setup.py is not beside this file")
+    pytest.importorskip("setuptools.command.bdist_wheel", reason="setuptools is before 70.1")
+    copied = tmp_path / "sources"
+    shutil.copytree(HERE, copied, ignore=shutil.ignore_patterns("*.so", "build", "dist", ".git"))
+    return copied
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WHEELS)
 def test_a_wheel_without_c_is_pure(tmp_path, case):
     """Or it is an error, where C is wanted; of the sources as they are packed."""
-    if not (HERE / "setup.py").exists():
-        pytest.skip("setup.py is not beside this file")
-    pytest.importorskip("setuptools.command.bdist_wheel", reason="setuptools is before 70.1")
+    copied = copy_of_sources(tmp_path)
     if case == "C" and "c" not in IMPLEMENTATIONS:
         pytest.skip("there is no C compiler")
-    copied = tmp_path / "sources"
-    shutil.copytree(HERE, copied, ignore=shutil.ignore_patterns("*.so", "build", "dist", ".git"))
     run_setup(copied, "sdist")
     [archive] = (copied / "dist").iterdir()
     shutil.unpack_archive(archive, tmp_path)
@@ -6115,6 +6209,39 @@ def test_a_wheel_without_c_is_pure(tmp_path, case):
     assert tag in wheel.name
     names = "".join(zipfile.ZipFile(wheel).namelist())
     assert ("_megatron_min." in names) == (case == "C")
+
+
+CHANGING_FLAGS = {  # {flags under which doubles are not IEEE's: is the build refused?}
+    "-ffast-math": True,
+    "-ffinite-math-only": True,
+    "-ffp-contract=fast -march=native": False,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", CHANGING_FLAGS)
+def test_flags_that_change_doubles_are_refused_or_change_nothing(c, tmp_path, flags):
+    """Weights of a few whole numbers have ties that a fused multiply-add would break otherwise."""
+    folder = copy_of_sources(tmp_path)
+    build = ["build_ext", "--inplace"]
+    variables = {"MEGATRON_MIN_C": "1", "MEGATRON_MIN_CFLAGS": flags}
+    if CHANGING_FLAGS[flags]:
+        with pytest.raises(subprocess.CalledProcessError) as error:
+            run_setup(folder, *build, **variables)
+        assert b"#error" in error.value.stderr and b"plain IEEE doubles" in error.value.stderr
+        return
+    run_setup(folder, *build, **variables)
+    [path] = folder.glob("_megatron_min*")
+    spec = importlib.util.spec_from_file_location("_megatron_min", path)
+    built = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(built)
+    for rng in cases(30):
+        n = int(rng.choice([rng.integers(2, 32), rng.integers(33, 99)]))  # C has loops for both
+        weights = rng.integers(1, 4, n).astype(float)
+        weights /= weights.sum()
+        outputs = np.zeros(1000, np.int16), np.zeros(1000, np.int64)
+        built.build_blend(*outputs, weights, np.full(n, np.inf), 1000)
+        assert list(zip(*lists(outputs), strict=True)) == blend_by_a_loop(weights.tolist(), 1000)
 
 
 # ==============================================================================
@@ -6767,6 +6894,17 @@ def test_zst_is_read_by_one_that_reads_all_of_it(one, tmp_path, monkeypatch):
         one.preprocess(path, tmp_path / "o")
 
 
+def test_a_zst_of_a_long_window_is_refused_with_the_way_out(one, tmp_path):
+    """As `zstd --long=31` makes them: a reader would need 2 GiB."""
+    pytest.importorskip("backports.zstd")
+    window = bytes([(31 - 10) << 3])  # of 2^31 bytes
+    block = (len(GOOD) << 3 | 1).to_bytes(3, "little") + GOOD  # the last one, not compressed
+    (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\0" + window + block)
+    way_out = r"zstd -dc --long=31 \S+/a\.jsonl\.zst \| megatron-min preprocess --input -$"
+    with pytest.raises(OSError, match=way_out):
+        one.preprocess(tmp_path / "a.jsonl.zst", tmp_path / "o")
+
+
 @pytest.mark.parametrize("append_eod", [True, False])
 def test_sentences_are_sequences(one, tmp_path, monkeypatch, append_eod):
     """As nltk's untrained model finds them, with a note, where it has none of English."""
@@ -6796,6 +6934,10 @@ def test_standard_input_and_pipes(one, tmp_path, monkeypatch):
         one.preprocess(["-", path], tmp_path / "o")
     assert os.listdir(tmp_path) == ["a.jsonl"]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "-").write_bytes(b"a file of this name is not meant")
+    with pytest.raises(ValueError, match="-: its size is not known"):
+        one.preprocess("-", tmp_path / "o", shard=(0, 2))
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     threading.Thread(target=fifo.write_bytes, args=(text,), daemon=True).start()
@@ -6904,6 +7046,15 @@ def forget_the_last(texts):
     return [[1]] * (len(texts) - 1)
 
 
+class Table:
+    """As pandas, pyarrow and polars have them."""
+
+    columns = ["text"]
+
+    def __iter__(self):
+        return iter(self.columns)
+
+
 OOPS = GOOD * 9 + b"oops\n"
 FORGETFUL = {"tokenizer": Tok(tokenize_batch=forget_the_last)}
 REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the error says
@@ -6915,7 +7066,16 @@ REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the err
     "no object of a pattern": (GOOD, {"input": "memory://none*.jsonl"}, "matches none"),
     "two kinds of input": (GOOD, {"texts": ["a"]}, "one of input, which are paths, and texts"),
     "no input": (GOOD, {"input": []}, "input"),
+    "bad lines alone": (b"oops\n\n{}\n", {"on_error": "skip"}, r"all 2 lines .*a\.jsonl: line 1: "),
+    "bad rows alone": (
+        GOOD,
+        {"input": None, "texts": [None, 5], "on_error": "skip"},
+        "all 2 lines .*texts: line 1: wanted a text, or a dict of texts, got None",
+    ),
     "one text": (GOOD, {"input": None, "texts": "abc"}, "an iterable of texts"),
+    "bytes": (GOOD, {"input": None, "texts": b"abc"}, "an iterable of texts"),
+    "splits": (GOOD, {"input": None, "texts": {"train": ["a"]}}, "an iterable of texts"),
+    "a table": (GOOD, {"input": None, "texts": Table()}, "an iterable of texts"),
     "a shard of texts": (GOOD, {"input": None, "texts": ["a"], "shard": (0, 2)}, "without a shard"),
     "workers": (GOOD, {"workers": 0}, "workers must be >= 1"),
     "shard": (GOOD, {"shard": (2, 2)}, "wanted a shard i/n .* got 2/2"),
@@ -6935,15 +7095,32 @@ def test_a_refusal_names_its_reason_and_leaves_nothing(one, tmp_path, monkeypatc
     assert os.listdir() == ["a.jsonl"]
 
 
-BAD_TEXTS = [
-    b'{"text": "a"',
-    b'{"other": "a"}',
-    b'{"text": ["a", 5]}',
-    b'["text"]',
-    b'{"text": "\xff"}',
-    b'{"text": "\\ud800"}',  # half a surrogate
-    b"[" * 100_000,
-]
+WANTED = "wanted a JSON object on the line, which begins "
+BAD_LINES = {  # and what is said of each
+    b'{"text": "a"': WANTED + r"""'{"text": "a"\n': Expecting ',' delimiter, character 13""",
+    b"[": WANTED + r"'[\n': Expecting value, character 2",  # the first line of a list
+    b"\0" * 99: WANTED + repr("\0" * 60),
+    '{"text": "a"}'.encode("utf-16"): WANTED + r"""'\ufffd\ufffd{\x00"\x00""",
+    '{"text": "a"}'.encode("utf-16-le"): WANTED + r"""'{\x00"\x00""",
+    b'{"text": "\xff"}': "'utf-8' codec can't decode byte 0xff in position 10",
+    b'{"text": "\xed\xa0\x80"}': "can't decode byte 0xed",  # half a surrogate, as UTF-8 has none
+    b'{"text": "a\\ud83d"}': "a lone surrogate under 'text'",
+    b'{"other": "a"}': "no text under 'text'",
+    b'{"text": ["a", 5]}': "no text under 'text'",
+    b'["text"]': "no text under 'text'",
+    b'{"n": %s}' % (b"1" * 5000): "4300 digits",  # Python reads no longer numbers
+    b"[" * 100_000: "recursion",
+}
+
+
+def test_what_is_said_of_a_bad_line(one, tmp_path):
+    """What was wanted, how the line begins, and the reason; encodings are not guessed."""
+    for line, words in BAD_LINES.items():
+        (tmp_path / "a.jsonl").write_bytes(GOOD + line + b"\n" + GOOD)
+        with pytest.raises(ValueError) as refusal:
+            one.preprocess(tmp_path / "a.jsonl", tmp_path / "o")
+        said = str(refusal.value).replace("\N{REPLACEMENT CHARACTER}", r"\ufffd")
+        assert f"a.jsonl: line 2: {WANTED}" in said and words in said and len(said) < 600, said
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -6963,15 +7140,86 @@ def test_a_bad_line_anywhere_is_named(one, tmp_path, monkeypatch, workers):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_bad_lines_are_skipped_and_counted(one, tmp_path, workers):
     """And files without a document are said."""
-    (tmp_path / "a.jsonl").write_bytes(GOOD + b"\n".join([*BAD_TEXTS, b" ", b""]) + b"\n" + GOOD)
-    (tmp_path / "b.jsonl").write_bytes(b"")
+    (tmp_path / "a.jsonl").write_bytes(GOOD + b"\n".join([*BAD_LINES, b" ", b""]) + b"\n" + GOOD)
+    for k in range(5):
+        (tmp_path / f"b{k}.jsonl").write_bytes(b"")
     flags = {"on_error": "skip", "workers": workers}
     with pytest.warns(UserWarning) as told:
         made = one.preprocess(tmp_path / "*.jsonl", tmp_path / "o", **flags)
     left_out, empty = [str(warning.message) for warning in told]
-    assert re.search(r"left out 7 bad lines; the first: .*a\.jsonl: line 2: ", left_out)
-    assert re.search(r"no document came from 1 inputs: .*b\.jsonl$", empty)
+    assert re.search(
+        rf"left out {len(BAD_LINES)} bad lines; the first: .*a\.jsonl: line 2: ", left_out
+    )
+    assert re.search(r"no document came from 5 of the inputs, such as .*b0\.jsonl$", empty)
     assert texts_of(one, made["text"]) == [[49], [49]]
+
+
+def test_rows_are_lines(one, tmp_path):
+    """One that is neither text nor dict, or holds what JSON does not know, is a bad one."""
+    bad = [b"b", bytearray(b"b"), None, 5, 1.5, ["b"], np.arange(3), object()]
+    bad += [{"text": value} for value in (b"b", None, 5, np.arange(3), {1: {2}}, "\ud83d")]
+    bad += [{}, {"other": "b"}, {("text",): "b"}]
+    rows = ["1", *bad, {"text": "2"}, {"text": ["3", "4"], "other": object()}]
+    job = {"output_prefix": tmp_path / "o", "tokenizer": Tok()}
+    for number, row in enumerate(bad, 2):
+        with pytest.raises(ValueError, match=f"^texts: line {number}: wanted a "):
+            one.preprocess(texts=["1"] * (number - 1) + [row], **job)
+    with pytest.warns(
+        UserWarning, match=rf"left out {len(bad)} bad lines; .* texts: line 2: .*b'b'"
+    ):
+        made = one.preprocess(texts=rows, on_error="skip", **job)
+    assert texts_of(one, made["text"]) == [[1], [2], [3, 4]]
+
+
+def test_a_lone_surrogate_is_said_with_every_tokenizer(one, tmp_path, hf):
+    for tokenizer in (Tok(), one.ByteTokenizer(), one.build_tokenizer(hf)):
+        job = {"output_prefix": tmp_path / "o", "tokenizer": tokenizer}
+        with pytest.raises(ValueError, match="texts: line 2: .*a lone surrogate"):
+            one.preprocess(texts=["", "a\ud83d"], **job)
+        with pytest.warns(UserWarning, match="left out 1 bad lines"):
+            one.preprocess(texts=["", "a\ud83d"], on_error="skip", **job)
+
+
+def test_a_line_that_is_too_long_is_a_bad_one(one, tmp_path, monkeypatch):
+    """In shards too, which may begin and end within it."""
+    monkeypatch.setattr(one, "_LONGEST_LINE", 30, raising=False)
+    for rng in cases(6):
+        lines = [GOOD] * 40
+        for k in range(1, 40, 2):
+            lines[k] = b'{"text": "%s"}\n' % (b"a" * rng.integers(60))
+        lines[-1] = lines[-1].removesuffix(b"\n")
+        (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
+        short = [json.loads(line)["text"] for line in lines if len(line) <= 30]
+        number = len(lines) - len(short)
+        words = rf"left out {number} bad lines; the first: .*: longer than 30 bytes$"
+        with pytest.warns(UserWarning, match=words):
+            made = one.preprocess(tmp_path / "a.jsonl", tmp_path / "o", on_error="skip")["text"]
+        assert texts_of(one, made) == [list(text.encode()) for text in short]
+        merged = quiet(make_shards, one, tmp_path / "a.jsonl", tmp_path, 5, on_error="skip")
+        assert bytes_of_pair(merged) == bytes_of_pair(made)
+
+
+def peak_of(function, *arguments, **options):
+    """The most bytes that Python has held meanwhile."""
+    tracemalloc.start()
+    try:
+        function(*arguments, **options)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_bad_lines_are_not_held_in_memory(one, tmp_path, monkeypatch):
+    """Neither what is said of each of many, nor all of a long one."""
+    monkeypatch.setattr(one, "_LONGEST_LINE", 1000, raising=False)
+    monkeypatch.setattr(one, "_BLOCK_BYTES", 1000)
+    (tmp_path / "many.jsonl").write_bytes(GOOD + b"oops\n" * 12_000)
+    (tmp_path / "long.jsonl").write_bytes(GOOD + b"a" * (8 << 20))
+    one.preprocess(texts=["a"], output_prefix=tmp_path / "o")  # imports what it needs
+    for name in ("many", "long"):
+        path = tmp_path / f"{name}.jsonl"
+        peak = peak_of(quiet, one.preprocess, path, tmp_path / "o", on_error="skip")
+        assert peak < 3 << 20, name
 
 
 # -- Faults ------------------------------------------------------------------------------------
@@ -6987,6 +7235,65 @@ class Acting(Tok):
     def tokenize(self, text):
         self.act(text)
         return super().tokenize(text)
+
+
+def raise_at(text, error):
+    """An act: raise the error at this text."""
+
+    def act(found):
+        if found == text:
+            raise error
+
+    return act
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_a_tokenizer_raises_at_a_line(one, tmp_path, workers):
+    """A panic is that line's fault.  What is no line's fault ends the job, also with skip."""
+    path = jsonl(tmp_path / "a.jsonl", ["1", "13", "2"])
+    job = {"input": path, "output_prefix": tmp_path / "o", "workers": workers}
+    panics = Acting(raise_at("13", Panic("an index is out of bounds")))
+    with pytest.raises(ValueError, match=r"a\.jsonl: line 2: Panic: an index is out of bounds"):
+        one.preprocess(tokenizer=panics, **job)
+    with pytest.warns(UserWarning, match=r"left out 1 bad lines; the first: .*line 2: Panic: "):
+        made = one.preprocess(tokenizer=panics, on_error="skip", **job)
+    assert texts_of(one, made["text"]) == [[1], [2]]
+    for error in (MemoryError("no room"), FileNotFoundError(2, "no room", "vocab")):
+        lacks = Acting(raise_at("13", error))
+        with pytest.raises((MemoryError, OSError), match="no room"):
+            one.preprocess(tokenizer=lacks, on_error="skip", **job)
+
+
+def test_a_process_that_may_have_no_children(one, tmp_path, monkeypatch):
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    job = {"texts": ["a"], "output_prefix": tmp_path / "o"}
+    with pytest.raises(ValueError, match="use workers=1"):
+        one.preprocess(workers=2, **job)
+    one.preprocess(workers=1, **job)
+
+
+@linux
+def test_workers_of_a_process_with_threads(one, tmp_path, hf, monkeypatch):
+    """From Python 3.12 on a fork warns there.  The threads of the package tokenizers have run."""
+    fork = os.fork
+
+    def fork_of_3_12():
+        words = "This process (pid=1) is multi-threaded, use of fork() may lead to deadlocks"
+        warnings.warn(f"{words} in the child.", DeprecationWarning, stacklevel=2)
+        return fork()
+
+    if sys.version_info < (3, 12):
+        monkeypatch.setattr(os, "fork", fork_of_3_12)
+    tokenizer = one.build_tokenizer(hf)
+    texts = ["ja nein"] * 1000
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    tokenizer.tokenize_batch(texts)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = one.preprocess(
+            texts=texts, output_prefix=tmp_path / "o", tokenizer=tokenizer, workers=2
+        )
+    assert texts_of(one, made["text"]) == [[1, 2]] * 1000
 
 
 @pytest.mark.parametrize("extension", ["", ".gz"])
@@ -7545,7 +7852,9 @@ def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys):
     for arguments, code, word in (
         ("", 2, "COMMAND"),
         (f"{preprocess} --json-keys x", 1, "a.jsonl: line 1: "),
-        (f"{preprocess} --shard 1", 2, "--shard"),
+        (f"{preprocess} --shard 1", 2, "argument --shard: wanted i/n, such as 3/16, got '1'"),
+        (f"{preprocess} --shard z", 2, "argument --shard: wanted i/n, such as 3/16, got 'z'"),
+        (f"{preprocess} --on-error foo", 2, "argument --on-error: invalid choice: 'foo'"),
         ("merge --input good none --output-prefix o", 1, "none.idx"),
         ("verify good damaged", 1, "damaged.idx: sequence_pointers[1]"),
     ):
