@@ -7109,7 +7109,7 @@ BAD_LINES = {  # and what is said of each
     b'{"text": ["a", 5]}': "no text under 'text'",
     b'["text"]': "no text under 'text'",
     b'{"n": %s}' % (b"1" * 5000): "4300 digits",  # Python reads no longer numbers
-    b"[" * 100_000: "recursion",
+    b"[" * 100_000: "while decoding a JSON array",
 }
 
 
