@@ -702,7 +702,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     multimodal   store a mode (int8) for each sequence too
 
     Use a builder in a with block: the block ends in finalize(), with the .idx beside the .bin, or,
-    if an exception ends it, without any file.  Without a with block, call finalize() yourself.
+    if an exception ends it, without any file.  Without a with block, call finalize() yourself: a
+    builder that goes before leaves no file.
     Wrong input is a ValueError, or a TypeError where a length or a mode is no integer, before any
     of it is written.  After a write that failed, as on a full disk, nothing more can be added.
 
@@ -782,8 +783,9 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     def finalize(self, idx_path: str | os.PathLike) -> None:
         """Write the .idx file and give both files their names.
 
-        ValueError if sequences were added after the last document ended.  While it runs, it needs
-        16 bytes more for each sequence.
+        ValueError if sequences were added after the last document ended; OSError if the disk fails
+        (section 11 says what is there then).  While it runs, it needs 16 bytes more for each
+        sequence.
         """
         n = len(self.sequence_lengths)
         m = len(self.document_indices)
@@ -807,14 +809,14 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
             _commit_pair(self._bin, index)
             self._is_final = True
         finally:
-            index.discard()  # does nothing once the file has its name
+            index.discard()  # does nothing once the pair gets its names
 
     def __exit__(self, kind, error, traceback):
         try:
             if kind is None and not self._is_final:
                 self.finalize(get_idx_path(self._bin.path.removesuffix(".bin")))
         finally:
-            self._bin.discard()  # does nothing once the file has its name
+            self._bin.discard()  # does nothing once the pair gets its names
 
     # ---- The rest is what these methods share, and what section 18 calls.
 
@@ -4527,35 +4529,47 @@ def forward_backward_no_pipelining(
 #   sync    the same                             the operating system has written it to the disk
 #   rename  corpus.bin                           in one step: a reader finds the old or the new one
 #
-# After an error, or Ctrl-C, or SIGTERM in our commands, the temporary file is removed.  A process
-# that is killed (kill -9, no power, a second signal meanwhile) leaves it behind.  It can be deleted
-# by hand, except where a .bin has no .idx.  There one of them is the .idx, to be renamed: the
-# corpus.idx.*.old.tmp if corpus.bin.*.tmp is still there, else the corpus.idx.*.tmp without .old.
-
-
-_unfinished = set()  # temporary names without commit() yet; main(), section 21, removes them
+# A pair has two names, and no step gives both.  In these steps an .idx never stands beside a .bin
+# of another pair, and a .bin is never without its .idx:
+#
+#   step   corpus.bin   corpus.idx   corpus.idx.*.old.tmp   corpus.idx.*.tmp
+#   0      old          old                                 new                 both are synced
+#   1      old                       old                    new                 the old record goes
+#   2      new                       old                    new                 the old .idx goes
+#   3      new          new                                                     the folder is synced
+#
+# If step 1 or 2 fails, the old .idx comes back.
+#
+# After an error, or a signal that ends our commands, temporary files are removed, at the latest
+# when the process ends.  One that is killed (kill -9, no power, a second signal meanwhile) leaves
+# them behind.  They can be deleted by hand, except where a .bin has no .idx.  There one of them is
+# the .idx, to be renamed: corpus.idx.*.old.tmp if it is alone, or if there is a corpus.bin.*.tmp;
+# else the one without .old.
 
 
 class _NewFile:
     """A binary file that appears as path, whole, at commit().
 
+    path       made absolute: the process may change its folder meanwhile
     synced     have the disk hold the file before it gets its name; False for what can be made again
     file       the open file, to write to
     temporary  its name until commit()
 
     In a with block the file is committed at the end, or removed if an exception ends the block.
+    It is also removed, by the process that began it and by no other, when this object goes.
     OSError if the folder is missing, or the disk is full.
     """
 
     def __init__(self, path: str | os.PathLike, synced: bool = True) -> None:
         _refuse_passwords(path)
-        self.path = os.fspath(path)
+        self.path = os.path.abspath(path)
         self.synced = synced
         self.temporary = f"{self.path}.{secrets.token_hex(8)}.tmp"
-        folder = os.path.dirname(self.path)
+        folder = os.path.dirname(os.fspath(path))
         if folder and not os.path.isdir(folder):
             raise FileNotFoundError(f"{folder}: no such local folder")
-        _unfinished.add(self.temporary)  # before it is there: a signal may come at any moment
+        # Before the file is there: a signal may come at any moment.
+        self._remove = weakref.finalize(self, _remove_file, self.temporary, os.getpid())
         self.file = open(self.temporary, "xb", buffering=1 << 20)
 
     def sync(self) -> None:
@@ -4574,17 +4588,17 @@ class _NewFile:
         if not self.file.closed:
             self.finish()
         os.replace(self.temporary, self.path)
-        _unfinished.discard(self.temporary)
+
+    def keep(self) -> None:
+        """Leave it to the caller to remove the file; ValueError if it was removed."""
+        if self._remove.detach() is None:
+            raise ValueError(f"{self.path}: it was discarded before it had its name")
 
     def discard(self) -> None:
-        """Remove the file; after commit() this does nothing."""
-        if self.temporary not in _unfinished:
-            return
-        with contextlib.suppress(OSError):  # a full disk refuses what is not yet written
-            self.file.close()
-        with contextlib.suppress(OSError):  # the disk may refuse this too
-            os.unlink(self.temporary)
-        _unfinished.discard(self.temporary)
+        """Remove the file; after commit(), and after keep(), this does nothing."""
+        with contextlib.suppress(OSError):
+            self.file.raw.close()  # without what is not yet written
+        self._remove()
 
     def __enter__(self) -> typing.BinaryIO:
         return self.file
@@ -4597,28 +4611,99 @@ class _NewFile:
             self.discard()
 
 
-def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
-    """Give a .bin and its .idx their names; an old .idx never stands beside a new .bin.
+def _remove_file(path, process=None):
+    """Remove a file that may be there; with the number of a process, only in that process."""
+    if process in (None, os.getpid()):
+        with contextlib.suppress(OSError):  # the disk may refuse this
+            os.unlink(path)
 
-    The disk has both files, whole, before one gets its name; OSError if it is full.  If the .bin
-    cannot be renamed, the old .idx comes back; the old record does not.
+
+def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
+    """Give a .bin and its .idx their names, as drawn above.
+
+    OSError if the disk refuses a step; once the .bin has its name, it says where the .idx is.
     """
     tokens.finish()
     index.finish()
-    record = f"{index.path.removesuffix('.idx')}.record.json"  # of the old pair (section 18)
-    pathlib.Path(record).unlink(missing_ok=True)
+    _undisturbed(_name_pair, tokens, index)
+
+
+def _name_pair(tokens, index):
+    """Steps 1 to 3 of _commit_pair()."""
     old_index = f"{index.temporary.removesuffix('.tmp')}.old.tmp"
+    old_record = pathlib.Path(f"{index.path.removesuffix('.idx')}.record.json")  # section 18
+    tokens.keep()
     try:
+        index.keep()
         with contextlib.suppress(FileNotFoundError):
             os.replace(index.path, old_index)
-        tokens.commit()
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.exists(tokens.temporary):  # the .bin has not got its name
+        old_record.unlink(missing_ok=True)
+        os.replace(tokens.temporary, tokens.path)
+        _remove_file(old_index)
+        os.replace(index.temporary, index.path)
+        for folder in {os.path.dirname(tokens.path), os.path.dirname(index.path)}:
+            _sync_folder(folder)
+    except BaseException as error:
+        # A rename over a network may fail and be made: look which name the .bin has.
+        if os.path.basename(tokens.temporary) in os.listdir(os.path.dirname(tokens.path)):
+            with contextlib.suppress(OSError):
                 os.replace(old_index, index.path)
-            else:
-                os.unlink(old_index)
-    index.commit()
+            _remove_file(tokens.temporary)
+            _remove_file(index.temporary)
+            places = [old_index]  # if it could not come back
+        else:
+            _remove_file(old_index)
+            places = [index.temporary, index.path]
+        for place in places:
+            if isinstance(error, OSError) and os.path.exists(place):
+                error.strerror = f"{error.strerror}; the .idx of {tokens.path} is {place}"
+        raise
+
+
+def _sync_folder(folder):
+    """Have the disk hold the names of the files in a folder; Windows, and some disks, cannot."""
+    if sys.platform == "win32":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+# The signals that end a command.  Windows has no SIGHUP.
+_SIGNALS = [signal.SIGINT, signal.SIGTERM]
+if hasattr(signal, "SIGHUP"):
+    _SIGNALS.append(signal.SIGHUP)
+
+
+def _undisturbed(function, *arguments):
+    """Call a function in a thread of its own, as signals are answered in the main thread alone.
+
+    When this raises what a signal raises, the function has ended, or has not begun and never does.
+    """
+    future = concurrent.futures.Future()
+    thread = threading.Thread(target=_fulfil, args=(future, function, *arguments))
+    try:
+        thread.start()
+        return future.result()
+    finally:
+        if not future.cancel():  # it has begun
+            concurrent.futures.wait([future])
+
+
+def _fulfil(future, function, *arguments):
+    """Give a future what a function returns or raises, unless it was cancelled."""
+    if sys.platform == "linux":
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # also for what is forked here
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
 
 
 # ==============================================================================
@@ -6797,12 +6882,11 @@ def _encode_blocks(encoder, blocks, workers):
             pipe, end_of_worker = context.Pipe()
             arguments = (end_of_worker, pipe, encoder)
             process = context.Process(target=_run_worker, args=arguments, daemon=True)
-            with _signals_wait():
-                with warnings.catch_warnings():
-                    # Python 3.12 and later warn of threads here: the worker does without them.
-                    warnings.filterwarnings("ignore", ".*multi-threaded.* fork", DeprecationWarning)
-                    process.start()
             processes.append(process)
+            with warnings.catch_warnings():
+                # Python 3.12 and later warn of threads here: the worker does without them.
+                warnings.filterwarnings("ignore", ".*multi-threaded.* fork", DeprecationWarning)
+                _undisturbed(process.start)  # Python loses a signal that comes while it forks
             pipes.append(pipe)
             end_of_worker.close()  # so that the pipe ends when the worker does
         for block, pipe in zip(blocks, itertools.cycle(pipes)):
@@ -6819,21 +6903,9 @@ def _encode_blocks(encoder, blocks, workers):
             yield _receive(block, pipe)
     finally:
         for process in processes:
-            process.kill()
-            process.join()
-
-
-@contextlib.contextmanager
-def _signals_wait():
-    """Let Ctrl-C and SIGTERM wait for the end of the block: Python loses one while it forks."""
-    if sys.platform != "linux":
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            if process.is_alive():
+                process.kill()
+                process.join()
 
 
 def _receive(block, pipe):
@@ -6856,11 +6928,15 @@ def _run_worker(pipe, end_of_parent, encoder):
     Workers started later hold copies of that end too: so they end in turn, the last one first.
     """
     end_of_parent.close()
-    # A terminal sends Ctrl-C to all processes.  The parent alone answers: it ends its workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # A terminal sends SIGINT and SIGHUP to all processes.  The parent alone answers: it ends its
+    # workers.  SIGTERM is for one process, and ends it, unless it was ignored before the command.
+    for number in _SIGNALS:
+        if number != signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)
+        elif signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     if sys.platform == "linux":
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     # The processes keep all cores busy already: threads of the tokenizers library would compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with contextlib.suppress(EOFError, OSError):
@@ -7522,14 +7598,18 @@ def _samples_of_sequence(dataset, sequence):
 #   a flag that argparse does not accept            2
 #   Ctrl-C (SIGINT)                                 130
 #   SIGTERM, as a cluster sends before it kills     143
+#   SIGHUP, as a terminal sends when it closes      129
 #
-# In all these cases the with blocks unwind: temporary files and workers go with the command.
+# In all these cases temporary files and workers go with the command.  A signal that was ignored
+# when the command began, as by nohup, stays ignored.
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit code; 2, 130, 143, and --help's 0, come as SystemExit.
+    """Run a command and return its exit code; 2, 129, 130, 143, --help's 0 come as SystemExit.
 
     argv   the words after the name of the program; None: those of this process
+
+    It works in any thread, but answers signals only in the main thread.
     """
     options = _make_parser().parse_args(argv)
     arrived = []
@@ -7540,9 +7620,14 @@ def main(argv: list[str] | None = None) -> int:
         sys.exit(128 + number)
 
     handlers = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        handlers[number] = signal.signal(number, exit_at_signal)
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            handler = signal.getsignal(number)
+            if handler not in (signal.SIG_IGN, None):  # None: it is not Python's
+                handlers[number] = handler
     try:
+        for number in handlers:
+            signal.signal(number, exit_at_signal)
         with warnings.catch_warnings():
             warnings.showwarning = _print_warning
             options.run(options)
@@ -7552,9 +7637,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"megatron-min: {_one_line(error)}", file=sys.stderr)
         return 1
     finally:
-        for path in _unfinished:  # a signal came while the file was being made
-            with contextlib.suppress(OSError):
-                os.unlink(path)
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return 0

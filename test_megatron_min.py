@@ -46,6 +46,7 @@ import re
 import runpy
 import shutil
 import signal
+import stat
 import struct
 import subprocess
 import sys
@@ -3782,37 +3783,52 @@ def test_nothing_appears_on_an_error(one, tmp_path):
 
 
 def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, monkeypatch):
-    """Both files of a pair.  A cache can be made again, and is not synced."""
+    """Both files of a pair; then their folder.  A small cache can be made again, and is not synced.
+
+    The folder may be of a file system that cannot sync one.
+    """
     replace = os.replace
     events = []
 
     def note_sync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            events.append("sync folder")
+            raise OSError(errno.EINVAL, "Invalid argument")
         events.append("sync")
 
     def note_rename(source, target):
-        events.append(os.path.basename(target))
         replace(source, target)
+        events.append(re.sub(r"\.\w{16}", "", os.path.basename(target)))
 
+    mk(one, tmp_path / "p", [[1]])
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(os, "replace", note_rename)
-    mk(one, tmp_path / "p", [[1]])
-    assert events[:2] == ["sync", "sync"]
-    assert events[-2:] == ["p.bin", "p.idx"]
+    mk(one, tmp_path / "p", [[2]])
+    assert events == ["sync", "sync", "p.idx.old.tmp", "p.bin", "p.idx", "sync folder"]
     gpt(one, tmp_path / "p", sequence_length=2)
-    assert len(events) > 6
+    assert len(events) > 9
     assert events.count("sync") == 2
 
 
-def test_where_the_bin_cannot_be_renamed_the_old_idx_comes_back(one, tmp_path):
-    """Here a folder has its name."""
-    mk(one, tmp_path / "p", [[1]])
-    os.remove(tmp_path / "p.bin")
-    os.mkdir(tmp_path / "p.bin")
-    before = files_of(tmp_path)
-    with pytest.raises(OSError, match=r"p\.bin"):
-        write_pair(one, tmp_path, 2)
-    assert files_of(tmp_path) == before
-    assert list(before) == ["p.idx"]
+@pytest.mark.parametrize("is_pair", [False, True])
+def test_a_new_file_removes_its_temporary_name_when_it_goes(one, tmp_path, monkeypatch, is_pair):
+    """A change of the folder does not matter."""
+
+    def begin(name):
+        builder = one.IndexedDatasetBuilder(f"{name}.bin") if is_pair else one._NewFile(name)
+        assert len(os.listdir(tmp_path)) == 1
+        monkeypatch.chdir("/")
+        return builder
+
+    monkeypatch.chdir(tmp_path)
+    new_file = begin("p")
+    del new_file
+    gc.collect()
+    assert os.listdir(tmp_path) == []
+    monkeypatch.chdir(tmp_path)
+    with begin("p"):
+        pass
+    assert sorted(os.listdir(tmp_path)) == (["p.bin", "p.idx"] if is_pair else ["p"])
 
 
 # In each of two generations these jobs make pairs whose files, and whose records' inputs, have the
@@ -3834,84 +3850,294 @@ def preprocess_two_keys(one, inputs, folder, generation):
     one.preprocess(path, folder / "p", json_keys=("a", "b"))
 
 
-def files_of_pairs(folder):
-    """{prefix: the bytes of .bin, .idx and record, None where one is missing}, by its .idx."""
-    files = files_of(folder)
-    pairs = {}
-    for name in files:
-        if name.endswith(".idx"):
-            prefix = name.removesuffix(".idx")
-            pairs[prefix] = [files.get(prefix + end) for end in (".bin", ".idx", ".record.json")]
-    return pairs
+def two_generations(one, tmp_path, make):
+    """Run a job in two folders, old and new -> the files of each, {name: bytes}."""
+    found = []
+    for g, name in ((1, "old"), (2, "new")):
+        for folder in (f"{g}", name):
+            (tmp_path / folder).mkdir()
+        make_pair(one, tmp_path, tmp_path / f"{g}", g)  # the inputs of the other jobs
+        lines = [{"a": f"{g}", "b": f"{g}{g}"}, {"a": f"{g}{g}{g}", "b": ""}]
+        (tmp_path / f"{g}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        make(one, tmp_path, tmp_path / name, g)
+        found.append(files_of(tmp_path / name))
+    return found
 
 
-def dies_at_a_call(job, number, error, works):
-    """Run a job in which a call of os.replace, os.unlink or os.fsync fails -> was there one?
+class Calls:
+    """In a with block, the calls that make, write, sync, name, look for and remove files.
 
-    number    of the call that fails, of all three functions together
-    error     what it raises; None: the process is dead at once, as after a kill -9
-    works     does it work before it fails, as a rename over a network may?
+    act     what happens at some of them
+    at      the numbers of these, of all calls together, from 1 on
+    works   does such a call do its work before, as a rename over a network may that then fails?
+    names   of the calls so far, and the threads that made them
     """
-    numbers = itertools.count(1)
 
-    def call(function, *arguments, **options):
-        fails = next(numbers) == number
-        if works or not fails:
-            function(*arguments, **options)
-        if fails and error is None:
-            os._exit(9)
-        if fails:
-            raise error
+    def __init__(self, one, act, at=(), works=False):
+        self.one, self.act, self.at, self.works = one, act, at, works
+        self.names, self.threads = [], []
+        self.patches = pytest.MonkeyPatch()
 
-    with pytest.MonkeyPatch.context() as patches:
-        for name in ("replace", "unlink", "fsync"):
-            patches.setattr(os, name, functools.partial(call, getattr(os, name)))
-        if error is None:
-            return in_children(job) == [9]
+    def __enter__(self):
+        for name in ("open", "close", "fsync", "replace", "unlink", "listdir"):
+            call = functools.partial(self.call, name, getattr(os, name))
+            self.patches.setattr(os, name, call)
+        self.patches.setattr(self.one, "open", self.open, raising=False)
+
+    def __exit__(self, *error):
+        self.patches.undo()
+
+    def call(self, name, function, *arguments, **options):
+        self.names.append(name)
+        self.threads.append(threading.current_thread())
+        acts = len(self.names) in self.at
+        if acts and not self.works:
+            self.act()
         try:
-            job()
-        except type(error):
-            return True
-    return False
+            return function(*arguments, **options)
+        finally:
+            if acts and self.works:
+                self.act()
+
+    def open(self, path, mode="r", **options):
+        file = self.call("open", open, path, mode, **options)
+        return File(self, file) if mode == "xb" else file
+
+
+class File:
+    """A file whose methods are counted as calls."""
+
+    def __init__(self, calls, file):
+        self.calls, self.file = calls, file
+
+    @property
+    def raw(self):
+        return File(self.calls, self.file.raw)
+
+    def __getattr__(self, name):
+        found = getattr(self.file, name)
+        if name in ("write", "flush", "close"):
+            found = functools.partial(self.calls.call, name, found)
+        return found
+
+
+class Steps:
+    """In a with block, Ctrl-C before one line of the module, or before one instruction of Python.
+
+    Only those of this thread are counted.
+    """
+
+    def __init__(self, one, kind, at):
+        self.path, self.kind, self.at = one.__file__, kind, at
+        self.count = 0
+
+    def __enter__(self):
+        self.before = sys.gettrace()
+        sys.settrace(self.trace)
+
+    def __exit__(self, *error):
+        sys.settrace(self.before)
+
+    def trace(self, frame, event, argument):
+        if frame.f_code.co_filename != self.path:
+            return None
+        frame.f_trace_opcodes = self.kind == "opcode"
+        if event == self.kind:
+            self.count += 1
+            if self.count == self.at:
+                raise KeyboardInterrupt
+        return self.trace
+
+
+def new_folder(tmp_path, has_old):
+    """A folder with the pairs of generation 1, or without."""
+    folder = pathlib.Path(tempfile.mkdtemp(dir=tmp_path))
+    if has_old:
+        shutil.copytree(tmp_path / "old", folder, dirs_exist_ok=True)
+    return folder
+
+
+def run_with(faults, make, one, folder):
+    """Run a job of generation 2 -> its error, or None."""
+    try:
+        with faults:
+            make(one, folder.parent, folder, 2)
+    except (Exception, KeyboardInterrupt) as error:
+        error.__context__ = error.__cause__ = None  # these and the traceback hold what the job has
+        return error.with_traceback(None)
+    return None
+
+
+def usual_calls(make, one, tmp_path, has_old):
+    """The calls of a job where none fails."""
+    calls = Calls(one, None)
+    assert run_with(calls, make, one, new_folder(tmp_path, has_old)) is None
+    return calls
+
+
+def check_what_is_left(folder, possible, note, clean=True):
+    """The files of a generation of each pair, or a .bin and the .idx that section 11 says is its.
+
+    possible   the generations that may be there, {name: bytes}; {}: no pair
+    clean      is nothing there that is of no use?
+    A record may be missing, but is none of another generation.  Returns the temporary names of
+    the .idx that are of use.
+    """
+    if clean and any(name.endswith(".tmp") for name in os.listdir(folder)):
+        gc.collect()  # the object of a file may still be there, in a cycle
+    files = files_of(folder)
+    temporary = {name for name in files if name.endswith(".tmp")}
+    used = set()
+    for bin_name in {name for made in possible for name in made if name.endswith(".bin")}:
+        prefix = bin_name.removesuffix(".bin")
+        pair = [files.get(bin_name), files.get(f"{prefix}.idx")]
+        if pair[0] is not None and pair[1] is None:
+            ours = {name for name in temporary if name.startswith(f"{prefix}.idx.")}
+            new = {name for name in ours if ".old." not in name}
+            if len(new) == 0 or any(name.startswith(f"{bin_name}.") for name in temporary):
+                new = ours - new
+            [its_index] = new
+            used.add(its_index)
+            pair[1] = files[its_index]
+        wanted = [[made.get(f"{prefix}{end}") for end in (".bin", ".idx")] for made in possible]
+        assert pair in wanted, note
+        record = f"{prefix}.record.json"
+        assert files.get(record) in (None, possible[wanted.index(pair)].get(record)), note
+    assert not clean or temporary == used, note
+    return used
+
+
+def fail(kind, *arguments):
+    """What happens at a call."""
+    raise kind(*arguments)
+
+
+@pytest.mark.parametrize("make", [make_pair, merge_pairs, preprocess_two_keys])
+def test_whatever_call_fails_a_pair_is_whole_or_can_be_made_whole(one, tmp_path, make):
+    """Each call on files fails, by an error of the disk or by Ctrl-C; or two of them do.
+
+    Nothing else is left, but what cannot be removed; and the error says where the .idx is.
+    """
+    old, new = two_generations(one, tmp_path, make)
+    errors = [(OSError, errno.EIO, "broken"), (KeyboardInterrupt,)]
+    for has_old, error, works in itertools.product([True, False], errors, [False, True]):
+        if make is not make_pair and not has_old:
+            continue
+        most = 7 if make is make_pair and has_old else 1
+        for number, name in enumerate(usual_calls(make, one, tmp_path, has_old).names, 1):
+            if works and name not in ("open", "replace", "unlink"):
+                continue
+            for second in range(number, number + most):
+                calls = Calls(one, functools.partial(fail, *error), {number, second}, works)
+                folder = new_folder(tmp_path, has_old)
+                raised = run_with(calls, make, one, folder)
+                failed = [calls.names[at - 1] for at in calls.at if at <= len(calls.names)]
+                note = (failed, calls.at, has_old, error, works)
+                possible = [old if has_old else {}, new]
+                if raised is None:
+                    possible = [new]
+                    assert make is not make_pair or name in ("unlink", "close"), note
+                clean = number == second and (works or name != "unlink")
+                used = check_what_is_left(folder, possible, note, clean)
+                if make is make_pair and files_of(folder).get("p.bin") == new["p.bin"]:
+                    used.add("p.idx")
+                if isinstance(raised, OSError) and "listdir" not in failed:
+                    assert all(name in str(raised) for name in used), note
+
+
+def has_length(items, length):
+    return len(items) == length
+
+
+def die():
+    """What happens at a call: a kill -9."""
+    os._exit(9)
 
 
 @linux
-def test_no_crash_leaves_a_mixed_pair(one, tmp_path):
-    """At each call that gives, takes or syncs a file: the old pair, the new one, or no .idx.
+@pytest.mark.parametrize("make", [make_pair, preprocess_two_keys])
+def test_where_a_process_dies_a_pair_is_whole_or_can_be_made_whole(one, tmp_path, make):
+    old, new = two_generations(one, tmp_path, make)
+    for has_old, works in itertools.product([False, True], [False, True]):
+        folders = []
+        jobs = []
+        for number, name in enumerate(usual_calls(make, one, tmp_path, has_old).names, 1):
+            if name in ("replace", "unlink"):
+                folders.append(new_folder(tmp_path, has_old))
+                calls = Calls(one, die, {number}, works)
+                jobs.append(functools.partial(run_with, calls, make, one, folders[-1]))
+        assert in_children(*jobs) == [9] * len(jobs)
+        assert len(jobs) >= 5
+        for number, folder in enumerate(folders):
+            note = (number, has_old, works)
+            check_what_is_left(folder, [old if has_old else {}, new], note, clean=False)
 
-    And no record of another pair than the one that it stands beside.
-    """
-    for g in (1, 2):
-        (tmp_path / f"{g}").mkdir()
-        make_pair(one, tmp_path, tmp_path / f"{g}", g)
-        lines = [{"a": f"{g}", "b": f"{g}{g}"}, {"a": f"{g}{g}{g}", "b": ""}]
-        (tmp_path / f"{g}.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    errors = [OSError(errno.EIO, "broken"), KeyboardInterrupt(), SystemExit(143), None]
-    crashes = 0
-    for make in (make_pair, merge_pairs, preprocess_two_keys):
-        folders = [tmp_path / f"{make.__name__} {g}" for g in (1, 2)]
-        for g, folder in enumerate(folders, 1):
-            folder.mkdir()
-            make(one, tmp_path, folder, g)
-        old, new = [files_of_pairs(folder) for folder in folders]
-        for has_old, error, works in itertools.product([False, True], errors, [False, True]):
-            for number in itertools.count(1):
-                folder = pathlib.Path(tempfile.mkdtemp(dir=tmp_path))
-                if has_old:
-                    shutil.copytree(folders[0], folder, dirs_exist_ok=True)
-                job = functools.partial(make, one, tmp_path, folder, 2)
-                crashed = dies_at_a_call(job, number, error, works)
-                note = (make.__name__, has_old, error, works, number)
-                for prefix, (tokens, index, record) in files_of_pairs(folder).items():
-                    possible = [old[prefix], new[prefix]] if has_old else [new[prefix]]
-                    found = [pair for pair in possible if pair[:2] == [tokens, index]]
-                    assert len(found) == 1, note
-                    assert record in (None, found[0][2]), note
-                if not crashed:  # there is no such call
-                    assert files_of_pairs(folder) == new, note
-                    break
-                crashes += 1
-    assert crashes >= 300
+
+@pytest.mark.parametrize("kind", ["line", pytest.param("opcode", marks=pytest.mark.slow)])
+def test_ctrl_c_at_any_moment_of_a_builder_leaves_one_of_the_two_pairs(one, tmp_path, kind):
+    """And no other file."""
+    old, new = two_generations(one, tmp_path, make_pair)
+    for has_old in (False, True):
+        possible = [old if has_old else {}, new]
+        outcomes = collections.Counter()
+        for number in itertools.count(1):
+            folder = new_folder(tmp_path, has_old)
+            steps = Steps(one, kind, number)
+            is_stopped = run_with(steps, make_pair, one, folder) is not None
+            check_what_is_left(folder, possible, (has_old, number))
+            outcomes[possible.index(files_of(folder))] += 1
+            if not is_stopped:
+                break
+        assert steps.count == number - 1
+        assert outcomes[0] > 20 and outcomes[1] > 5
+
+
+@linux
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_does_not_stop_a_commit_that_has_begun(one, tmp_path, times):
+    """The first one waits for it, in its thread; a second one does not, and discards nothing."""
+    _, new = two_generations(one, tmp_path, make_pair)
+    seen = []
+
+    def interrupt(number, frame):
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    def interrupt_main_thread():
+        for count in range(times):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+            in_a_minute(has_length, seen, count + 1)
+        time.sleep(0.02)  # so that what does not wait is seen
+
+    commits = 0
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    for has_old in (False, True):
+        for number, thread in enumerate(usual_calls(make_pair, one, tmp_path, has_old).threads, 1):
+            if thread is not threading.main_thread():
+                seen.clear()
+                folder = new_folder(tmp_path, has_old)
+                calls = Calls(one, interrupt_main_thread, {number})
+                assert isinstance(run_with(calls, make_pair, one, folder), KeyboardInterrupt)
+                if times == 2:
+                    calls.threads[number - 1].join()
+                assert files_of(folder) == new
+                commits += 1
+    signal.signal(signal.SIGUSR1, before)
+    assert commits > 12
+
+
+@pytest.mark.parametrize("given_up", [".bin", ".idx"])
+def test_a_commit_that_begins_too_late_changes_nothing(one, tmp_path, given_up):
+    """Its thread may begin when the main thread has given up the pair."""
+    mk(one, tmp_path / "p", [[1]])
+    before = files_of(tmp_path)
+    pair = {ending: one._NewFile(tmp_path / f"p{ending}") for ending in (".bin", ".idx")}
+    pair[given_up].discard()
+    with pytest.raises(ValueError, match=rf"p\{given_up}: it was discarded"):
+        one._name_pair(*pair.values())
+    for new_file in pair.values():
+        new_file.discard()
+    assert files_of(tmp_path) == before
 
 
 # ==============================================================================
@@ -7337,6 +7563,29 @@ def test_a_killed_worker_is_an_error_and_no_hang(one, tmp_path, first, second, n
 
 
 @linux
+@pytest.mark.parametrize("ignored, names", [([], ["INT", "HUP"]), (["TERM"], ["TERM"])])
+def test_workers_leave_signals_to_the_command(one, tmp_path, ignored, names):
+    """A terminal sends SIGINT and SIGHUP to all processes; and what was ignored stays so."""
+    numbers = {name: getattr(signal, f"SIG{name}") for name in ("INT", "HUP", "TERM")}
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers.values()}
+    for name in ignored:
+        signal.signal(numbers[name], signal.SIG_IGN)
+
+    command = os.getpid()
+
+    def send_to_this_worker(text):
+        for name in names:
+            if os.getpid() != command:
+                os.kill(os.getpid(), numbers[name])
+
+    path = jsonl(tmp_path / "a.jsonl", ["5", "6"])
+    made = one.preprocess(path, tmp_path / "o", Acting(send_to_this_worker), workers=2)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert len(one.IndexedDataset(made["text"])) == 2
+
+
+@linux
 def test_a_disk_that_is_full_at_any_moment(one, tmp_path):
     """Here files may not grow beyond a size: the pair of both keys is there, or none is."""
     resource = importlib.import_module("resource")
@@ -7881,29 +8130,51 @@ class Signalled:
     def tokenize(self, text):
         try:
             os.kill(os.getpid(), getattr(signal, text))
-        finally:
+        except SystemExit:
             raise RuntimeError("cannot join thread before it is started")
+        return [1]
 """
 
 
 @linux
-@pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_signal_unwinds_a_command(one, tmp_path, monkeypatch, capsys, name, code):
+@pytest.mark.parametrize("is_ignored", [False, True])
+@pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+def test_a_signal_unwinds_a_command(one, tmp_path, monkeypatch, capsys, name, code, is_ignored):
     """The tokenizer signals its own process, in the middle of the work: no file is left.
 
-    Nor is there a message, though what the signal stops raises an error of its own.
+    Nor is there a message, though what the signal stops raises an error of its own.  But one that
+    was ignored when the command began, as by nohup, stays ignored.
     """
     (tmp_path / "signalled.py").write_text(SIGNALLED)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "signalled", raising=False)
     path = jsonl(tmp_path / "a.jsonl", [name])
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    handler = signal.SIG_IGN if is_ignored else signal.SIG_DFL
+    before = signal.signal(getattr(signal, name), handler)
     flags = ["--no-verbose", "--tokenizer", "signalled:Signalled"]
     argv = ["preprocess", "--input", path, "--output-prefix", "o", *flags]
     found, _, err = command(one, capsys, *argv)
-    assert signal.signal(signal.SIGTERM, before) is signal.SIG_DFL
-    assert (found, err) == (code, "")
-    assert {*os.listdir(tmp_path)} - {"__pycache__"} == {"a.jsonl", "signalled.py"}
+    assert signal.signal(getattr(signal, name), before) is handler
+    assert (found, err) == (0 if is_ignored else code, "")
+    made = {*os.listdir(tmp_path)} - {"__pycache__", "a.jsonl", "signalled.py"}
+    assert len(made) == (3 if is_ignored else 0)
+
+
+def test_a_command_works_in_any_thread(one, tmp_path, capsys):
+    """Signals are left to others there."""
+    prefix = mk(one, tmp_path / "p", [[1]])
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        for name, wanted in ((prefix, 0), (f"{prefix}q", 1)):
+            assert executor.submit(command, one, capsys, "verify", name).result()[0] == wanted
+
+
+def test_a_command_removes_no_file_of_others(one, tmp_path, capsys):
+    """Here a builder is open in the same process."""
+    prefix = mk(one, tmp_path / "p", [[1]])
+    with one.IndexedDatasetBuilder(tmp_path / "q.bin") as builder:
+        builder.add_document([2, 3], [2])
+        assert command(one, capsys, "verify", prefix)[0] == 0
+    assert lists(one.IndexedDataset(tmp_path / "q")) == [[2, 3]]
 
 
 @linux
@@ -7954,12 +8225,13 @@ def test_what_is_printed_cannot_be_written(one, tmp_path, redirected, code, word
 
 
 BARE_PLATFORM = """
-import multiprocessing, os, sys
+import multiprocessing, os, signal, sys
 import torch, torch.utils.data
 for name in ("fcntl", "resource", "gigatoken", "nltk", "pyarrow", "s3fs", "tokenizers", "tqdm"):
     sys.modules[name] = None
 for name in {"pread", "fork", "forkpty", "sched_getaffinity", "mkfifo"} & set(dir(os)):
     delattr(os, name)
+del signal.SIGHUP
 sys.platform = "darwin"
 multiprocessing.set_start_method("spawn", force=True)
 import megatron_min as mm
@@ -8004,18 +8276,6 @@ def is_gone(group):
     return False
 
 
-def write_out(mm, generation):
-    """A pair of one of two corpora, in the folder out, by a command with workers."""
-    line = f"preprocess --input {generation}.jsonl --output-prefix out/p --workers 2 --no-verbose"
-    assert mm.main(line.split()) == 0
-
-
-def write_until_stopped(mm):
-    os.setpgrp()
-    for generation in itertools.cycle([1, 0]):
-        write_out(mm, generation)
-
-
 def in_a_minute(happened, *arguments):
     """Wait until happened(*arguments) is true, for a minute at most."""
     end = time.monotonic() + 60
@@ -8024,51 +8284,166 @@ def in_a_minute(happened, *arguments):
         time.sleep(0.01)
 
 
+# -- Programs: they begin, end and are stopped as a user's do, but import torch once for all -----
+
+
+PROGRAMS = """
+import gc, json, os, signal, sys, threading, time
+import megatron_min as mm
+gc.freeze()  # so that a program ends sooner
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
+for line in sys.stdin:
+    program = os.fork()
+    if program == 0:
+        os.setpgrp()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        exec(json.loads(line))
+        sys.exit()
+    print(program, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(program, 0)[1]), flush=True)
+"""
+
+
+class Programs:
+    """Runs lines of Python in a process, and a group of processes, of their own."""
+
+    def __init__(self):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen([sys.executable, "-c", PROGRAMS], cwd=HERE, **pipes)
+
+    def start(self, folder, lines):
+        """-> the number of the process, and of the group."""
+        lines = f"os.chdir({os.fspath(folder)!r})\n{lines}"
+        self.process.stdin.write(json.dumps(lines) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def wait(self):
+        """-> the exit code of what was started, negative for the signal that ended it."""
+        return int(self.process.stdout.readline())
+
+
+@pytest.fixture(scope="session")
+def programs():
+    programs = Programs()
+    yield programs
+    programs.process.communicate()
+
+
+# the lines of a program: the files that it leaves
+ENDS = {
+    "builder = mm.IndexedDatasetBuilder('p.bin')": [],
+    "new_file = mm._NewFile('f'); os.chdir('/')": [],
+    """
+with mm.IndexedDatasetBuilder("p.bin") as builder:
+    builder.add_document([1], [1])
+    if os.fork() == 0:
+        sys.exit()
+    os.wait()
+mm.IndexedDataset("p", check=True)
+""": ["p.bin", "p.idx"],
+}
+
+
 @linux
-@pytest.mark.slow
+@pytest.mark.parametrize("lines", ENDS, ids=["builder", "file", "fork"])
+def test_what_a_program_leaves_that_ends(programs, tmp_path, lines):
+    """No temporary file; and a forked process leaves those of the one that forked it."""
+    programs.start(tmp_path, lines)
+    assert programs.wait() == 0
+    assert sorted(os.listdir(tmp_path)) == ENDS[lines]
+
+
+# Signals that come while a worker is started: the lines of a program, its exit code
+AT_A_FORK = {
+    "to-the-command": (
+        """
+def signal_once():
+    if not os.path.exists("seen"):
+        open("seen", "x").close()
+        os.kill(os.getpid(), signal.SIGTERM)
+os.register_at_fork(before=signal_once)
+threading.Thread(target=time.sleep, args=[60], daemon=True).start()
+sys.exit(mm.main("preprocess --input a.jsonl --output-prefix o --workers 2".split()))
+""",
+        143,
+    ),
+    "to-the-worker": (
+        """
+def signal_worker():
+    os.kill(os.getpid(), signal.SIGHUP)
+os.register_at_fork(after_in_child=signal_worker)
+mm.preprocess("a.jsonl", "o", workers=2)
+""",
+        0,
+    ),
+}
+
+
+@linux
+@pytest.mark.parametrize("case", AT_A_FORK)
+def test_a_signal_while_a_worker_is_started(programs, tmp_path, case):
+    """The command answers it, though Python drops what is raised in a thread that forks."""
+    jsonl(tmp_path / "a.jsonl", ["5"])
+    lines, code = AT_A_FORK[case]
+    program = programs.start(tmp_path, lines)
+    assert programs.wait() == code
+    in_a_minute(is_gone, program)
+    assert len(glob.glob(f"{tmp_path}/o*")) == (3 if code == 0 else 0)
+
+
+COMMAND = """
+if {has_thread}:
+    threading.Thread(target=time.sleep, args=[60], daemon=True).start()
+sys.exit(mm.main({words}))
+"""
+
+
+@linux
+@pytest.mark.parametrize("most", [6, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "send, number",
+    "words",
     [
-        (os.kill, signal.SIGKILL),
-        (os.kill, signal.SIGTERM),
-        (os.killpg, signal.SIGINT),  # to all processes, as from a terminal
+        "preprocess --input {0}.jsonl --output-prefix out/p --workers 2 --no-verbose",
+        "merge --input {0} {0} {0} --output-prefix out/p",
     ],
-    ids=["killed", "sigterm", "ctrl-c"],
+    ids=["preprocess", "merge"],
 )
-def test_a_stopped_writer_leaves_whole_files_and_no_process(
-    one, tmp_path, monkeypatch, send, number
-):
-    """At any moment: each file is whole or absent, and so is each pair; a new run is right."""
+def test_a_command_that_is_stopped_at_any_moment(one, programs, tmp_path, monkeypatch, words, most):
+    """Its pair is the old one or the new one, whole; there is no other file, and no process.
+
+    After a kill -9 there may be other files, and one of them may be the .idx of a .bin.
+    """
     monkeypatch.chdir(tmp_path)
-    wanted = []
-    for generation in range(2):
-        docs = random_docs(np.random.default_rng(generation), 40, 30)
-        jsonl(f"{generation}.jsonl", [" ".join(map(str, doc)) for doc in docs] * 1000)
+    made = []
+    for generation in ("old", "new"):
+        docs = random_docs(np.random.default_rng(len(made)), 40, 30)
+        jsonl(f"{generation}.jsonl", [" ".join(map(str, doc)) for doc in docs] * 500)
+        mk(one, tmp_path / generation, docs * 2000)
+        words_now = words.format(generation).split()
         os.mkdir("out")
-        write_out(one, generation)
-        wanted.append(files_of("out"))
-        shutil.rmtree("out")
-    for moment in cases(5):
-        os.mkdir("out")
-        process = FORK.Process(target=write_until_stopped, args=[one])
-        quiet(process.start)
-        in_a_minute(os.listdir, "out")
-        time.sleep(moment.random())
-        for _ in range(20):  # a Ctrl-C that arrives while Python forks is lost
-            if process.is_alive():
-                send(process.pid, number)
-                process.join(5)
-        in_a_minute(is_gone, process.pid)
-        found = files_of("out")
-        for name in found:
-            if name.endswith(".tmp"):
-                assert number == signal.SIGKILL
-                continue
-            parts = [name, name.replace(".idx", ".bin")]  # of a pair; else the file twice
-            generations = [[made.get(part) for part in parts] for made in wanted]
-            assert [found[part] for part in parts] in generations, name
-        write_out(one, 0)
-        assert wanted[0].items() <= files_of("out").items()
+        began = time.monotonic()
+        programs.start(tmp_path, COMMAND.format(has_thread=False, words=words_now))
+        assert programs.wait() == 0
+        duration = time.monotonic() - began
+        made.append(files_of("out"))
+        os.rename("out", f"out {generation}")
+    for rng in cases(most):
+        shutil.copytree("out old", "out")
+        has_thread = rng.random() < 0.5
+        program = programs.start(tmp_path, COMMAND.format(has_thread=has_thread, words=words_now))
+        time.sleep(rng.random() * duration)
+        number = rng.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+        # A terminal sends its signals to all processes.
+        send = os.killpg if number in (signal.SIGINT, signal.SIGHUP) else os.kill
+        with contextlib.suppress(ProcessLookupError):
+            send(program, number)
+        code = programs.wait()
+        note = (number, code)
+        assert code in (0, 128 + number, -number), note  # -number: before main(), or behind it
+        in_a_minute(is_gone, program)
+        check_what_is_left("out", made[-1:] if code == 0 else made, note, number != signal.SIGKILL)
         shutil.rmtree("out")
 
 
