@@ -444,6 +444,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         multimodal: bool = False,
         mmap: bool = True,
         object_storage_config: typing.Any = None,
+        *,
         check: bool = False,
     ) -> None:
         _refuse_passwords(path_prefix)
@@ -458,7 +459,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.absolute_prefix = _absolute(self.path_prefix)
         self._idx_path = get_idx_path(self.absolute_prefix)
         self._bin_path = get_bin_path(self.absolute_prefix)
-        self._idx_stamp = _file_stamp(self._idx_path)  # its size and its time
+        self._idx_stamp = self._stamp_of_index()
         if _is_remote(self._idx_path):
             copied = _fetch_index(self._idx_path, self._idx_stamp, object_storage_config)
             self._content = _read_or_map_file(copied)
@@ -480,6 +481,18 @@ class IndexedDataset(torch.utils.data.Dataset):
         self._tokens = self._open_bin()
         if check:
             self.verify()
+
+    def _stamp_of_index(self):
+        """Size and time of the .idx; if there is none, the error names pairs that begin so."""
+        try:
+            return _file_stamp(self._idx_path)
+        except FileNotFoundError:
+            found = sorted(glob.glob(f"{glob.escape(self.absolute_prefix)}*.idx"))
+            if not found:
+                raise
+            names = [os.path.basename(path).removesuffix(".idx") for path in found]
+            reason = f"no such pair; pairs that begin so: {', '.join(names[:3])}"
+            raise FileNotFoundError(errno.ENOENT, reason, self._idx_path) from None
 
     def _read_header(self):
         """(dtype code, n, m) of an .idx that has the size that they ask for."""
@@ -673,9 +686,9 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     def __reduce__(self):
         """Pickle the path: who unpickles it opens the pair again."""
-        arguments = [self.absolute_prefix, self.multimodal, self.mmap]
-        arguments += [self.object_storage_config, self.check]
-        return type(self), tuple(arguments), self.note()
+        open_again = functools.partial(type(self), check=self.check)
+        arguments = self.absolute_prefix, self.multimodal, self.mmap, self.object_storage_config
+        return open_again, arguments, self.note()
 
     def __setstate__(self, note):
         """Refuse a pair that was opened just now, and is another than that of the pickle."""
@@ -2616,6 +2629,7 @@ class BlendedDataset(_Identified):
         weights: typing.Sequence[float],
         size: int | None,
         config: BlendedMegatronDatasetConfig,
+        *,
         phases: list | None = None,
     ) -> None:
         self.datasets = list(datasets)
@@ -3035,7 +3049,7 @@ class BlendedMegatronDatasetBuilder:
                 )
                 size = total
         try:
-            return BlendedDataset(parts, weights, size, self.config, entry.phases)
+            return BlendedDataset(parts, weights, size, self.config, phases=entry.phases)
         except _BlendTooLarge as error:
             needed = error.needed  # {part that is too short: samples that the blend takes of it}
         # Only these corpora are built again: a corpus that is built for another number of samples
@@ -3043,7 +3057,7 @@ class BlendedMegatronDatasetBuilder:
         for i, part in enumerate(parts):
             if part in needed:
                 parts[i] = self._build_part(entry, opened, entry.prefixes[i], needed[part])
-        return BlendedDataset(parts, weights, size, self.config, entry.phases)
+        return BlendedDataset(parts, weights, size, self.config, phases=entry.phases)
 
 
 def _do_nothing():
@@ -3206,9 +3220,9 @@ class MegatronPretrainingSampler(_Sampler):
 class MegatronFullValidationSampler(MegatronPretrainingSampler):
     """One sample for each rank in each round, to the last sample, then None.
 
-    micro_batch_size is accepted, and not used.
+    Upstream: MegatronFullValidationSampler, without consumed_samples.
 
-    >>> list(MegatronFullValidationSampler(3, data_parallel_rank=1, data_parallel_size=2))
+    >>> list(MegatronFullValidationSampler(3, 1, 2))
     [[1], [None]]
     """
 
@@ -3217,10 +3231,10 @@ class MegatronFullValidationSampler(MegatronPretrainingSampler):
     def __init__(
         self,
         total_samples: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        *,
         consumed_samples: int = 0,
-        micro_batch_size: int = 1,
-        data_parallel_rank: int = 0,
-        data_parallel_size: int = 1,
     ) -> None:
         super().__init__(
             total_samples, consumed_samples, 1, data_parallel_rank, data_parallel_size, False
@@ -3295,8 +3309,9 @@ class MegatronPretrainingRandomSampler(_Sampler):
         generator = torch.Generator().manual_seed(self.seed + turn)
         if self.data_sharding:
             own_samples = self.samples_shuffled() // ranks
-            return rank * own_samples + torch.randperm(own_samples, generator=generator)
-        order = torch.randperm(self.samples_shuffled(), generator=generator)
+            own_order = torch.randperm(own_samples, generator=generator, device="cpu")
+            return rank * own_samples + own_order
+        order = torch.randperm(self.samples_shuffled(), generator=generator, device="cpu")
         return order[rank : self.active_total_samples : ranks]
 
     def samples_shuffled(self) -> int:
@@ -3362,7 +3377,8 @@ class RerunDataIterator(collections.abc.Iterator):
     Upstream: RerunDataIterator.
 
     rewind() goes back to the last advance(), or to the beginning; advance() forgets what was read
-    until now.  Call it after each step: what was read since then is kept in memory.
+    until now.  Call it after each step: what was read since then is kept in memory.  A dict comes
+    as a shallow copy, so a step may change its keys.
 
     >>> numbers = RerunDataIterator(range(9))
     >>> next(numbers), next(numbers), numbers.rewind(), next(numbers), next(numbers)
@@ -3381,6 +3397,8 @@ class RerunDataIterator(collections.abc.Iterator):
             self.saved_microbatches.append(next(self._source))
         item = self.saved_microbatches[self.replay_pos]
         self.replay_pos += 1
+        if isinstance(item, dict):
+            return item.copy()
         return item
 
     def rewind(self) -> None:
@@ -3400,12 +3418,12 @@ class RerunDataIterator(collections.abc.Iterator):
             "replay_pos": self.replay_pos,
         }
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state_dict: dict) -> None:
         """Go on where the state was taken; the iterable must go on there by itself."""
-        self.saved_microbatches = list(state["saved_microbatches"])
+        self.saved_microbatches = list(state_dict["saved_microbatches"])
         self.replay_pos = len(self.saved_microbatches)
-        if state["replaying"]:
-            self.replay_pos = state["replay_pos"]
+        if state_dict["replaying"]:
+            self.replay_pos = state_dict["replay_pos"]
 
 
 def get_train_valid_test_num_samples(
@@ -3421,26 +3439,34 @@ def get_train_valid_test_num_samples(
     """Return how many samples a run needs of train, valid (None with full_validation) and test.
 
     The run has train_iters steps, or train_samples samples.  It evaluates eval_iters global batches
-    of valid every eval_interval steps and at the end, and of test once.  With skip_train it
-    evaluates valid once; the samples of train are counted all the same.  Upstream:
-    get_train_valid_test_num_samples.
+    of valid every eval_interval steps and at the end, and of test once.  Where the batch size grows
+    a run has more steps than train_samples / global_batch_size: give both, and train_iters counts
+    the evaluations.  With skip_train it evaluates valid once; the samples of train are counted all
+    the same.  Upstream: get_train_valid_test_num_samples.
 
     >>> get_train_valid_test_num_samples(global_batch_size=8, train_iters=100, eval_interval=50,
     ...                                  eval_iters=2)
     (800, 48, 16)
     """
-    if (train_iters is None) == (train_samples is None):
-        raise ValueError(f"give train_iters or train_samples, got {train_iters}, {train_samples}")
+    if train_iters is None and train_samples is None:
+        raise ValueError("wanted train_iters or train_samples, or both, got none of them")
+    if min(global_batch_size, eval_interval) < 1:
+        raise ValueError(
+            "wanted global_batch_size and eval_interval >= 1, got "
+            f"{global_batch_size} and {eval_interval}"
+        )
     if train_samples is None:
         train_samples = train_iters * global_batch_size
-    if min(global_batch_size, eval_interval) < 1 or min(train_samples, eval_iters) < 0:
+    if train_iters is None:
+        train_iters = train_samples // global_batch_size
+    if min(train_iters, train_samples, eval_iters) < 0:
         raise ValueError(
-            "wanted global_batch_size and eval_interval >= 1, samples and eval_iters >= 0, got "
-            f"{global_batch_size}, {eval_interval}, {train_samples} samples and {eval_iters}"
+            "wanted train_iters, train_samples and eval_iters >= 0, got "
+            f"{train_iters}, {train_samples} and {eval_iters}"
         )
     evaluations = 1
     if not skip_train:
-        evaluations += train_samples // global_batch_size // eval_interval
+        evaluations += train_iters // eval_interval
     test_samples = eval_iters * global_batch_size
     valid_samples = None if full_validation else evaluations * test_samples
     return train_samples, valid_samples, test_samples
@@ -3837,7 +3863,8 @@ def _share_batch(data_iterator, layout, groups, device):
     """
     sent = {"failed": ((), torch.int64)} | layout
     size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sent.values())
-    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    is_pinned = device.type == "cuda"
+    buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
     views = _cut_views(buffer, sent)
     error = None
     if groups.rank("tp") == 0:
@@ -5208,10 +5235,10 @@ def _holds_password(url: str) -> bool:
 #   sampler   {"kind": "single"}                   the order; cyclic has a seed and more
 #   mix       1403640103                           a CRC-32 of dataset_index[:24]; null: no blend
 #   corpora   [{"idx_size": 434, ...}, {...}]      the fingerprints (section 1) of the pairs
-#   probes    {"samples": {"0": "5b9d...", ...,    the md5 of the tokens of up to 32 samples, evenly
-#                         "23": "c39f..."},        spread, the first and the last among them
-#              "firsts": {"0": "e1f0...",          and of sample 0 of each corpus
-#                         "1": "5b9d..."}}
+#   probes    {"0 of the 24 that were consumed":   the md5 of the tokens of up to 32 samples, evenly
+#              "5b9d...", ...,                     spread, the first and the last among them
+#              "0 of corpus 0": "e1f0...",         and of sample 0 of each corpus
+#              "0 of corpus 1": "5b9d..."}
 #
 # The job that loads a state looks in the same way at its own data, and goes on where it finds the
 # same.  So another seed, S, split, order, weight or pair is noticed.  What does not change the
@@ -5249,6 +5276,13 @@ def _holds_password(url: str) -> bool:
 
 _STATE_VERSION = 6  # a number to count up when the same past comes to mean other samples
 _NUM_PROBES = 32
+_SUBJECTS = {  # what a message says of an entry of a past
+    "version": "the version",
+    "sampler": "the {key} of the order",
+    "mix": "which corpus gave which sample",
+    "corpora": "corpus {key}",
+    "probes": "sample {key}",
+}
 
 
 def _make_batch(dataset: typing.Any, indices: typing.Sequence[int | None]) -> dict:
@@ -5275,9 +5309,12 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                    its processes; pin_memory alone does not change who makes them.
 
     len() counts the batches of a whole turn, also after a resume.  Where several iterators run, the
-    state is that of the newest.  The first iterator after load_state_dict() goes on where the state
-    was taken, and only that one: if it is left after a look, as by next(iter(loader)), the next one
-    begins at 0; with a cyclic sampler it begins after the batch that was looked at.
+    state is that of the newest.  What worker processes draw depends on torch.initial_seed(), the
+    data-parallel rank and the place where the iterator begins, unless a generator is given.
+
+    The first iterator after load_state_dict() goes on where the state was taken, and only that one:
+    if it is left after a look, as by next(iter(loader)), the next one begins at 0; with a cyclic
+    sampler it begins after the batch that was looked at.
 
     >>> loader = PretrainingDataLoader(range(6), MegatronPretrainingSampler(6, 0, 2, 0, 1))
     >>> state = [loader.state_dict() for batch in loader][0]          # after the first batch
@@ -5307,6 +5344,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             self.num_threads = num_workers
             num_workers = 0  # torch starts no processes
         super().__init__(dataset, batch_sampler=batch_sampler, num_workers=num_workers, **arguments)
+        self._has_generator = self.generator is not None  # that of the arguments
         self.consumed_samples = batch_sampler.consumed_samples
         self._newest = None  # stands for the newest iterator; None: none since a state was loaded
         self._corpora = [dataset]
@@ -5326,7 +5364,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         consumed = sampler.consumed_samples
         this_iterator = object()
         self._newest = this_iterator
-        batches = self._own_batches() if self.makes_batches else super().__iter__()
+        batches = self._own_batches() if self.makes_batches else self._batches_of_torch(consumed)
         for batch in batches:
             consumed += sampler.samples_per_round
             if self._newest is this_iterator:
@@ -5357,6 +5395,29 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         while pending:
             yield pending.popleft().result()
 
+    def _batches_of_torch(self, consumed_samples):
+        """Batches that torch's DataLoader makes, from a place on.
+
+        For an iterator torch draws a number, from which each of its worker processes has its seed.
+        From the global generator it would be drawn on those ranks alone that have a loader, and
+        their dropout would be another one than that of the ranks beside them.
+
+        Torch also makes tensors on the default device, and fails if that is not the CPU.
+        """
+        if not self._has_generator:
+            place = [torch.initial_seed(), self.batch_sampler.data_parallel_rank, consumed_samples]
+            [seed] = np.random.SeedSequence(place).generate_state(1, np.uint64).tolist()
+            self.generator = torch.Generator().manual_seed(seed)
+        with torch.device("cpu"):
+            batches = super().__iter__()
+        while True:
+            try:
+                with torch.device("cpu"):  # not around the yield, where the caller's code runs
+                    batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+
     def _make_batch(self, indices):
         """One batch; where there is a GPU, in pinned memory, from which it copies faster."""
         batch = _make_batch(self.dataset, indices)
@@ -5379,7 +5440,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             "past": self._look_at_past(self.consumed_samples),
         }
 
-    def load_state_dict(self, state: dict, strict: bool = True) -> None:
+    def load_state_dict(self, state_dict: dict, strict: bool = True) -> None:
         """Go on where the state was taken, in the next iterator: one that runs raises RuntimeError.
 
         Ranks, micro-batch size and workers may be others, unless the order depends on them.  The
@@ -5388,67 +5449,66 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         a pass of the sampler can start there.
         """
         try:
-            version = state["version"]
-            consumed = operator.index(state["consumed_samples"])
-            past = dict(json.loads(state["past"]))
+            version = state_dict["version"]
+            consumed = operator.index(state_dict["consumed_samples"])
+            past = dict(json.loads(state_dict["past"]))
         except (LookupError, TypeError, ValueError):
             raise ValueError(
                 "wanted a state of PretrainingDataLoader: version, consumed_samples (a whole "
-                f"number) and past (a dict, as JSON), got {str(state)[:200]}"
+                f"number) and past (a dict, as JSON), got {str(state_dict)[:200]}"
             ) from None
         self.batch_sampler._check_start(consumed)
         if strict:
-            self._check_past(version, consumed, past)
+            here = json.loads(self._look_at_past(consumed))
+            self._check_past({"version": version, **past}, {"version": _STATE_VERSION, **here})
         self._newest = None
         self.consumed_samples = consumed
         self.batch_sampler.consumed_samples = consumed
 
-    def _check_past(self, version, consumed_samples, saved):
-        """ValueError unless the past in a state of this version is what is found here."""
-        if version != _STATE_VERSION:
-            raise ValueError(
-                f"the state does not fit: wanted one of version {_STATE_VERSION}, got version "
-                f"{version}, of which nobody can tell whether its samples are those that are here: "
-                "load_state_dict(state, strict=False) goes on all the same"
-            )
-        here = json.loads(self._look_at_past(consumed_samples))
-        if saved == here:
-            return
-        difference = self._describe_difference(saved, here, consumed_samples)
-        raise ValueError(
-            f"the state does not fit: {difference}.  Go on with the data and the settings of the "
-            "state (a run that is to be longer, or mixed in another way, wants stable_order=True "
-            f"from its first start), or read what is here from sample {consumed_samples:,} on, "
-            "where some samples come twice and others never: load_state_dict(state, strict=False)"
-        )
+    def _check_past(self, saved, here):
+        """ValueError, with the first thing that differs, unless a saved past is that of here."""
+        for what in {**saved, **here}:
+            was = _entries(saved.get(what))
+            now = _entries(here.get(what))
+            for key in {**was, **now}:
+                if was.get(key) == now.get(key):
+                    continue
+                subject = _SUBJECTS.get(what, what).format(key=key)
+                if what == "corpora":
+                    subject += f" ({os.path.basename(_name(self._corpora[key]))})"
+                raise ValueError(
+                    f"the state does not fit: {subject} is another one here ({was.get(key)} in the "
+                    f"state, {now.get(key)} here).  Go on with the data and the settings of the "
+                    "state (a run that is to be longer, or mixed in another way, wants "
+                    "stable_order=True from its first start), or read what is here, where some "
+                    "samples come twice and others never: load_state_dict(state, strict=False)"
+                )
 
     def _look_at_past(self, consumed_samples):
         """What the consumed samples are, as the first table above has it; "{}" if there is none."""
         if consumed_samples == 0:
             return "{}"
         settings = self._settings_of_order(consumed_samples)
-        # what is shuffled is looked at as a whole: each of its samples may have been consumed
-        num_samples = settings.get("samples that are shuffled", consumed_samples)
+        num_samples = consumed_samples
+        which = "that were consumed"
+        if "samples that are shuffled" in settings:  # each of them may have been consumed
+            num_samples = settings["samples that are shuffled"]
+            which = "that are shuffled"
+        count = min(num_samples, _NUM_PROBES)
+        spread = np.linspace(0, num_samples - 1, count, dtype=np.int64).tolist()
+        probes = {}
+        for k, look in zip(spread, _look_at_samples(self.dataset, spread), strict=True):
+            probes[f"{k} of the {num_samples} {which}"] = look
         mix, givers = self._read_mix(num_samples)
         fingerprints = [None] * (givers[-1] + 1)
-        firsts = {}
         for d in givers:
             data = getattr(self._corpora[d], "dataset", None)
             if callable(getattr(data, "fingerprint", None)):
                 fingerprints[d] = data.fingerprint()
             if d not in self._firsts:
-                [first] = _look_at_samples(self._corpora[d], [0])
-                self._firsts[d] = first
-            firsts[d] = self._firsts[d]
-        count = min(num_samples, _NUM_PROBES)
-        spread = np.linspace(0, num_samples - 1, count, dtype=np.int64).tolist()
-        samples = dict(zip(spread, _look_at_samples(self.dataset, spread), strict=True))
-        past = {
-            "sampler": settings,
-            "mix": mix,
-            "corpora": fingerprints,
-            "probes": {"samples": samples, "firsts": firsts},
-        }
+                [self._firsts[d]] = _look_at_samples(self._corpora[d], [0])
+            probes[f"0 of corpus {d}"] = self._firsts[d]
+        past = {"sampler": settings, "mix": mix, "corpora": fingerprints, "probes": probes}
         return json.dumps(past)
 
     def _settings_of_order(self, consumed_samples):
@@ -5485,44 +5545,14 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         self._mix = (num_samples, checksum, counts)
         return checksum, np.flatnonzero(counts).tolist()
 
-    def _describe_difference(self, saved, here, consumed_samples):
-        """A sentence on the first thing in which two pasts differ."""
-        (what, *path), was, now = _first_difference(saved, here)
-        values = f"{was} in the state, {now} here"
-        if what == "mix":
-            return f"which corpus gave which sample (a CRC-32 of it is {values}; None: no blend)"
-        if what == "corpora" and path:
-            d, *field = path
-            return f"{self._name_of_corpus(d)} is another one: {' '.join([*field, values])}"
-        if what == "probes" and len(path) == 2:
-            kind, number = path
-            if kind == "firsts":
-                return f"sample 0 of {self._name_of_corpus(number)} is another one here"
-            among = f"{consumed_samples:,} that were consumed"
-            if here["sampler"]["kind"] == "cyclic":
-                among = f"{here['sampler']['samples that are shuffled']:,} that are shuffled"
-            return f"sample {number} of the {among} is another one here"
-        return f"the {' of the '.join([*path, what])} is {values}"
 
-    def _name_of_corpus(self, d):
-        """What a message calls corpus number d."""
-        return f"corpus {d} ({os.path.basename(_name(self._corpora[int(d)]))})"
-
-
-def _first_difference(was, now):
-    """Where two values of JSON first differ: (the keys that lead there, one value, the other)."""
-    path = []
-    while type(was) is type(now) and isinstance(was, dict | list):
-        if isinstance(was, list):
-            was = dict(enumerate(was))
-            now = dict(enumerate(now))
-        for key in {**was, **now}:
-            if was.get(key) != now.get(key):
-                break
-        path.append(key)
-        was = was.get(key)
-        now = now.get(key)
-    return path, was, now
+def _entries(part):
+    """A part of a past as a dict: a list by its places; what is neither is one entry."""
+    if isinstance(part, list):
+        return dict(enumerate(part))
+    if isinstance(part, dict):
+        return part
+    return {"": part}
 
 
 def _look_at_samples(dataset, samples):
@@ -5533,14 +5563,11 @@ def _look_at_samples(dataset, samples):
     """
     getitem = getattr(type(dataset), "__getitem__", None)
     if getitem is BlendedDataset.__getitem__:
-        which = dataset.dataset_index[samples]
-        samples_of_parts = dataset.dataset_sample_index[samples]
-        looks = np.empty(len(samples), object)
-        for d in np.unique(which).tolist():  # those of a corpus are read at once
-            is_of_d = which == d
-            own = samples_of_parts[is_of_d].tolist()
-            looks[is_of_d] = _look_at_samples(dataset.datasets[d], own)
-        return looks.tolist()
+        looks = [None] * len(samples)
+        for d, (rows, ks) in dataset._places(samples).items():  # those of a corpus at once
+            for row, look in zip(rows, _look_at_samples(dataset.datasets[d], ks), strict=True):
+                looks[row] = look
+        return looks
     if getitem is GPTDataset.__getitem__:
         parts_of_samples = _read_pieces(dataset.dataset, [dataset.pieces(k) for k in samples])
         return [_md5(np.concatenate(parts, dtype="<i8")) for parts in parts_of_samples]
@@ -5559,7 +5586,9 @@ def _look_at_item(dataset, k):
     np.random.seed(0)
     random.seed(0)
     try:
-        return _md5(json.dumps(dataset[k], default=_as_part_of_look))
+        with torch.device("cpu"):
+            item = dataset[k]
+        return _md5(json.dumps(item, default=_as_part_of_look))
     except Exception:
         return None
     finally:
@@ -5621,19 +5650,16 @@ def build_pretraining_data_loader(
         return dataset
     if len(dataset) == 0:  # a split of which nothing is wanted
         return None
-    place = [
-        len(dataset),
-        consumed_samples,
-        micro_batch_size,
-        data_parallel_rank,
-        data_parallel_size,
-    ]
+    place = [data_parallel_rank, data_parallel_size]
+    sizes = [len(dataset), consumed_samples, micro_batch_size, *place]
     if full_validation:
-        sampler = MegatronFullValidationSampler(*place)
+        sampler = MegatronFullValidationSampler(
+            len(dataset), *place, consumed_samples=consumed_samples
+        )
     elif dataloader_type == "single":
-        sampler = MegatronPretrainingSampler(*place, drop_last)
+        sampler = MegatronPretrainingSampler(*sizes, drop_last)
     elif dataloader_type == "cyclic":
-        sampler = MegatronPretrainingRandomSampler(dataset, *place, data_sharding, seed)
+        sampler = MegatronPretrainingRandomSampler(dataset, *sizes, data_sharding, seed=seed)
     else:
         raise ValueError(
             "dataloader_type: wanted single or cyclic (or external, for a loader of your own), "
@@ -7489,6 +7515,7 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
     """Return the spans of sample k, in order: its S + x tokens, or fewer if it is padded.
 
     A subclass that changes tokens when it reads them is traced to the tokens before the change.
+    Of any other class, such as SFTDataset or torch's Subset, a ValueError.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
@@ -7506,6 +7533,7 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
         i = _position(k, len(dataset), "the samples of a blend")
         part = dataset.datasets[dataset.dataset_index[i]]
         return trace(part, int(dataset.dataset_sample_index[i]))
+    _check_has_orders(dataset)
     prefix = dataset.dataset_path
     pair = dataset.dataset
     is_pair = isinstance(pair, IndexedDataset)
@@ -7542,6 +7570,8 @@ def find(
     """
     prefix = None if path_prefix is None else os.fspath(path_prefix)
     parts = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
+    for part in parts:
+        _check_has_orders(part)
     prefixes = [part.dataset_path for part in parts]
     if prefix not in prefixes:
         names = ", ".join(str(name) for name in prefixes)
@@ -7558,6 +7588,15 @@ def find(
             samples = [int(places[k]) for k in samples if k < len(places)]
         found += samples
     return sorted(found)
+
+
+def _check_has_orders(dataset):
+    """ValueError for a dataset that has not the orders of section 4."""
+    if not isinstance(dataset, GPTDataset):
+        raise ValueError(
+            "trace() and find() want a GPTDataset, or a BlendedDataset of such, got "
+            f"{type(dataset).__name__}: if it wraps one of these, ask that one"
+        )
 
 
 def _samples_of_sequence(dataset, sequence):

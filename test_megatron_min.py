@@ -70,6 +70,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 CASES = float(os.environ.get("MEGATRON_MIN_CASES", 1))
 IMPLEMENTATIONS = ["python"] if os.environ.get("MEGATRON_MIN_C") == "0" else ["python", "c"]
 FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else None
+ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and limits that hold")
 
 torch.set_num_threads(1)
@@ -688,6 +689,23 @@ def test_a_damaged_index_is_refused_or_read_in_bounds(one, tmp_path, modes):
                 with pytest.raises(one.DatasetFormatError, match=rf"p\.idx: sequence {i}:"):
                     ds[i]
     assert opened > 100
+
+
+@pytest.mark.parametrize("name", ["corpus", "cor[p]us"])
+def test_where_no_pair_is_those_that_begin_so_are_named(one, tmp_path, name):
+    """Three of them; and none that begins otherwise."""
+    missing = str(tmp_path / name)
+    mk(one, tmp_path / "other_text_document", [[1]])
+    with pytest.raises(FileNotFoundError) as caught:
+        one.IndexedDataset(missing)
+    assert "pairs" not in str(caught.value)
+    for key in "abcd":
+        mk(one, f"{missing}_{key}_document", [[1]])
+    with pytest.raises(FileNotFoundError) as caught:
+        one.IndexedDataset(missing)
+    names = ", ".join(f"{name}_{key}_document" for key in "abc")
+    words = f"[Errno 2] no such pair; pairs that begin so: {names}: '{missing}.idx'"
+    assert (str(caught.value), caught.value.errno) == (words, errno.ENOENT)
 
 
 def test_a_bin_of_another_size_is_refused(one, pair):
@@ -2054,7 +2072,7 @@ def blended(mm, sizes, weights, size, phases=None, **fields):
     """A blend of datasets of so many samples, which need no kernel."""
     cfg = config(mm, (["x"], None), **fields)
     datasets = [Bare(n, mm.Split.train) for n in sizes]
-    return mm.BlendedDataset(datasets, weights, size, cfg, phases)
+    return mm.BlendedDataset(datasets, weights, size, cfg, phases=phases)
 
 
 BLENDS_BY_HAND = [  # weights, size, which dataset, which of its samples
@@ -2511,8 +2529,9 @@ def sampler_of(mm, kind, *sizes, seed=0, drop_last=True):
     if kind == "single":
         return mm.MegatronPretrainingSampler(*sizes, drop_last)
     if kind == "full_validation":
-        return mm.MegatronFullValidationSampler(*sizes)
-    return mm.MegatronPretrainingRandomSampler(None, *sizes, kind == "sharded", seed)
+        total, consumed, _, *place = sizes
+        return mm.MegatronFullValidationSampler(total, *place, consumed_samples=consumed)
+    return mm.MegatronPretrainingRandomSampler(None, *sizes, kind == "sharded", seed=seed)
 
 
 def samplers(mm, kind, total, consumed, micro, ranks, **more):
@@ -2571,8 +2590,8 @@ def test_without_drop_last_the_last_round_is_shared_out(one):
         assert found == list(range(consumed, total))
         whole = one_pass(samplers(one, "single", total, consumed, micro, ranks))
         assert rounds[: len(whole)] == whole
-        if micro == 1:  # full validation is just so, whatever micro-batch size it is given
-            assert one_pass(samplers(one, "full_validation", total, consumed, 9, ranks)) == rounds
+        if micro == 1:  # full validation is just so
+            assert one_pass(samplers(one, "full_validation", total, consumed, 1, ranks)) == rounds
 
 
 def test_a_sampler_refuses_sizes_and_places_that_cannot_be(one):
@@ -2673,7 +2692,7 @@ UNSHARDED = {"dataloader_type": "cyclic", "data_sharding": False}
 OTHER_ORDERS = [  # total and consumed samples, fields, fields that are others here, what differs
     (64, 8, UNSHARDED, {"data_sharding": True}, "data_sharding"),
     (64, 8, UNSHARDED, {"seed": 1}, "seed"),
-    (64, 8, {}, UNSHARDED, "sampler"),
+    (64, 8, {}, UNSHARDED, "kind"),
     (64, 8, SHARDED, {"data_parallel_size": 2, "micro_batch_size": 2}, "data_parallel_size"),
     (67, 8, UNSHARDED, {"micro_batch_size": 2}, "samples that are shuffled"),  # (b) of section 8
     (20, 40, UNSHARDED, {"data_parallel_size": 2}, "done in the turn"),  # (c)
@@ -2723,6 +2742,18 @@ def test_micro_batches_can_be_had_again(one):
     assert list(ended) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
+@pytest.mark.parametrize("cls", [dict, collections.OrderedDict])
+def test_a_step_may_change_the_keys_of_a_micro_batch(one, cls):
+    """Run again, it gets them as they were."""
+    batches = one.RerunDataIterator([cls(tokens=1, labels=2)])
+    for _ in range(3):
+        batch = next(batches)
+        assert type(batch) is cls and batch == {"tokens": 1, "labels": 2}
+        del batch["tokens"]
+        batch["more"] = 3
+        batches.rewind()
+
+
 def test_samples_of_a_run_by_hand(one):
     """16 samples an evaluation: after 30, 60 and 90 steps of 100, and at the end."""
     run = {"global_batch_size": 8, "eval_interval": 30, "eval_iters": 2}
@@ -2732,11 +2763,15 @@ def test_samples_of_a_run_by_hand(one):
         ({"train_samples": 720}, (720, 4 * 16, 16)),
         ({"train_iters": 10, "full_validation": True}, (80, None, 16)),
         ({"train_iters": 100, "skip_train": True}, (800, 16, 16)),
+        ({"train_iters": 120, "train_samples": 719}, (719, 5 * 16, 16)),  # the batch size grew
     ):
         assert one.get_train_valid_test_num_samples(**run | arguments) == wanted
-    for wrong in ({}, {"train_iters": 10, "train_samples": 80}, {"train_iters": -1}):
-        with pytest.raises(ValueError, match="train_iters|samples"):
+    for wrong in ({}, {"train_iters": -1}, {"train_iters": 1, "train_samples": -1}):
+        with pytest.raises(ValueError, match="train_iters"):
             one.get_train_valid_test_num_samples(**run | wrong)
+    for field in ("global_batch_size", "eval_interval"):
+        with pytest.raises(ValueError, match=field):
+            one.get_train_valid_test_num_samples(**run | {"train_samples": 8, field: 0})
 
 
 def test_a_batch_size_that_does_not_grow(one):
@@ -5335,6 +5370,123 @@ def test_a_script_ends_with_loaders_that_it_has_not_read_to_their_ends(tmp_path)
     assert (ran.stdout, ran.stderr, ran.returncode) == ("done\n", "", 0)
 
 
+# -- The generators and the default device of the process --------------------------------------
+
+
+ORDERS = {  # {kind: arguments of build_pretraining_data_loader()}
+    "single": {},
+    "full_validation": {"full_validation": True},
+    "sharded": {"dataloader_type": "cyclic"},
+    "unsharded": {"dataloader_type": "cyclic", "data_sharding": False},
+}
+
+
+def all_kinds_of_samples(mm, folder):
+    """Yield (what was done, samples or batches of it), for all that this module does with data."""
+    texts = [" ".join(str(n) for n in range(k, k + 9)) for k in range(12)]
+    folder.mkdir(exist_ok=True)
+    made = mm.preprocess(jsonl(folder / "texts", texts), folder / "corpus", Tok(), append_eod=True)
+    prefix = made["text"]
+    other = str(folder / "other")
+    mm.merge([prefix], other)
+    yield "files", []
+    rows = [{"messages": ROW}] * 12
+    chat = folder / "chat.jsonl"
+    chat.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with_mask = {"create_attention_mask": True, "reset_attention_mask": True}
+    built = {
+        "plain": (mm.GPTDataset, [prefix], {}),
+        "mask": (mm.GPTDataset, [prefix], with_mask | {"reset_position_ids": True}),
+        "blend": (mm.GPTDataset, [prefix, other], DOCUMENTS),
+        "chat": (mm.SFTDataset, [str(chat)], {}),
+    }
+    datasets = {"own": Numbers(16)}
+    for kind, (cls, prefixes, fields) in built.items():
+        fields = {"tokenizer": ChatTokenizer(), "stable_order": True} | fields
+        cfg = config(mm, (prefixes, None), path_to_cache=str(folder / "cache"), **fields)
+        datasets[kind] = build(mm, [12, 0, 0], cfg, cls)[0]
+        yield kind, [datasets[kind][k] for k in (0, 3, None)]
+    [span, *_] = mm.trace(datasets["plain"], 0)
+    assert 0 in mm.find(datasets["plain"], prefix, span.sequence)
+    yield "trace and find", []
+    runs = [(kind, "single", 0) for kind in datasets]
+    runs += [("plain", order, 0) for order in ORDERS if order != "single"]
+    runs += [("blend", "sharded", 2), ("own", "unsharded", 2)]
+    for kind, order, num_workers in runs:
+        fields = {"num_workers": num_workers} | ORDERS[order]
+        run = f"{kind}, {order}, {num_workers} workers"
+        loader = loader_of(mm, datasets[kind], **fields)
+        yield run, list(itertools.islice(loader, 2))
+        again = loader_of(mm, datasets[kind], **fields)
+        again.load_state_dict(loader.state_dict())
+        yield f"{run}, gone on", list(again)
+    groups = mm.ParallelGroups()
+    batches = mm.RerunDataIterator(mm.cyclic_iter(loader_of(mm, datasets["blend"])))
+    shape = {"micro_batch_size": 4, "sequence_length": 8, "packed": True}
+    batch = mm.get_batch(batches, groups, **shape)
+    yield "get_batch", [{key: values for key, values in batch.items() if values is not None}]
+
+
+def states_of_generators():
+    """Those of the global generators of torch, numpy and Python."""
+    return [torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()]
+
+
+def test_no_global_generator_is_drawn_from(mm, tmp_path):
+    """Upstream: torch's DataLoader does, on some ranks, and their dropout differs from then on."""
+    before = states_of_generators()
+    for done, _ in all_kinds_of_samples(mm, tmp_path):
+        assert states_of_generators() == before, done
+
+
+@contextlib.contextmanager
+def set_default_device(device):
+    """As torch.device(device) in a with block, but as scripts do it."""
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("default_device", [torch.device, set_default_device])
+def test_samples_and_batches_are_on_the_cpu(mm, tmp_path, default_device):
+    """Whatever the default device is, here one without values; it stays that of the caller."""
+    wanted = dict(all_kinds_of_samples(mm, tmp_path / "a"))
+    with default_device("meta"):
+        for done, found in all_kinds_of_samples(mm, tmp_path / "b"):
+            assert torch.empty(1).device.type == "meta", done
+            same_batches(found, wanted.pop(done), done)
+    assert wanted == {}
+
+
+class Drawn(Numbers):
+    """A sample is a number that is drawn when it is read."""
+
+    def __getitem__(self, k):
+        return torch.rand(())
+
+
+def test_what_worker_processes_draw_depends_on_the_seed_the_rank_and_the_place(one):
+    """And on nothing else, unless a generator is given."""
+
+    def drawn(consumed=0, rank=0, seed=1, **arguments):
+        torch.manual_seed(seed)
+        sampler = sampler_of(one, "single", 16, consumed, 2, rank, 2)
+        loader = one.PretrainingDataLoader(Drawn(16), sampler, 1, **arguments)
+        return next(iter(loader)).tolist()
+
+    others = [drawn(), drawn(4), drawn(rank=1), drawn(seed=2)]
+    others.append(drawn(generator=torch.Generator().manual_seed(3)))
+    assert len(set(map(tuple, others))) == 5
+    assert drawn() == others[0]
+    torch.manual_seed(1)
+    loader = loader_of(one, Drawn(16), num_workers=1)
+    loader.load_state_dict({"version": 6, "consumed_samples": 4, "past": "{}"}, strict=False)
+    resumed = next(iter(loader))
+    assert resumed.tolist() == next(iter(loader_of(one, Drawn(16), 4, num_workers=1))).tolist()
+
+
 # -- The state: what it holds ------------------------------------------------------------------
 
 
@@ -5352,12 +5504,13 @@ def test_the_past_of_the_toy_corpus_by_hand(mm, toy):
     """Samples 0 and 1 are bbbcc and ccccc: see the first test."""
     dataset = gpt(mm, toy, 3, sequence_length=4)
     probes = {}
-    for k, text in (("0", b"bbbcc"), ("1", b"ccccc")):
+    for k, text in ((0, b"bbbcc"), (1, b"ccccc")):
         tokens = np.frombuffer(text, np.uint8).astype("<i8")
-        probes[k] = hashlib.md5(tokens).hexdigest()
+        probes[f"{k} of the 2 that were consumed"] = hashlib.md5(tokens).hexdigest()
+    probes["0 of corpus 0"] = probes["0 of the 2 that were consumed"]
     past = {"sampler": {"kind": "single"}, "mix": None}
     past["corpora"] = [mm.IndexedDataset(toy).fingerprint()]
-    past["probes"] = {"samples": probes, "firsts": {"0": probes["0"]}}
+    past["probes"] = probes
     wanted = {"version": 6, "consumed_samples": 2, "past": json.dumps(past)}
     assert state_of(mm, dataset, 2, micro_batch_size=2) == wanted
     assert state_of(mm, dataset, 0)["past"] == "{}", "nothing was consumed"
@@ -5369,18 +5522,17 @@ def test_the_past_of_a_blend_by_hand(one, tmp_path):
     other = one.MockGPTDataset(FiveTwos(), None, range(5), 40, one.Split.train, part.config)
     phases = [(6, (1, 0, 1, 0)), (9, (1, 1, 1, 1))]
     parts = [part, part, other, other]
-    blend = one.BlendedDataset(parts, None, None, part.config, phases)
+    blend = one.BlendedDataset(parts, None, None, part.config, phases=phases)
     past = json.loads(state_of(one, blend, 6, micro_batch_size=2)["past"])
     order = [0, 2, 0, 2, 0, 2]
     assert past["mix"] == zlib.crc32(np.array(order, "<i2"))
     assert past["corpora"] == [part.dataset.fingerprint(), None, None]
     looks = [[md5_of_text(ds, k) for k in range(3)] for ds in parts]
+    probes = {"0 of corpus 0": looks[0][0], "0 of corpus 2": looks[2][0]}
     numbers = [0, 0, 1, 1, 2, 2]
-    samples = {str(i): looks[d][k] for i, (d, k) in enumerate(zip(order, numbers, strict=True))}
-    assert past["probes"] == {
-        "samples": samples,
-        "firsts": {"0": looks[0][0], "2": looks[2][0]},
-    }
+    for i, (d, k) in enumerate(zip(order, numbers, strict=True)):
+        probes[f"{i} of the 6 that were consumed"] = looks[d][k]
+    assert past["probes"] == probes
 
 
 class FiveTwos:
@@ -5406,8 +5558,9 @@ def md5_of_text(dataset, k):
 def test_a_past_has_the_first_and_the_last_sample_and_some_between(one, kind, consumed):
     """32, evenly spread, or all of fewer.  Shuffled, of all that are shuffled."""
     past = json.loads(state_of(one, Numbers(403), consumed, **fields_of(kind))["past"])
-    samples = [int(k) for k in past["probes"]["samples"]]
     count = 400 if kind in SHUFFLED else consumed
+    of_all = f" of the {count} that {'are shuffled' if kind in SHUFFLED else 'were consumed'}"
+    samples = [int(key.removesuffix(of_all)) for key in past["probes"] if key.endswith(of_all)]
     assert (len(samples), samples[0], samples[-1]) == (min(32, count), 0, count - 1)
     gaps = np.diff(samples)
     assert gaps.max() - gaps.min() <= 1
@@ -5601,18 +5754,25 @@ def test_a_refusal_says_what_differs_and_what_to_do(one, corpora_of_runs):
     one_grows = [(40, (1,)), (60, (0, 0, 0, 0, 1, *[0] * 35))]  # by four epochs
     many = A_RUN | {"corpora": MANY, "mix": one_grows, "stable_order": False}
     for kind, run, changes, words in (
-        ("single", A_RUN, {"corpora": "ba"}, r"corpus 0 \(b\) .* bin_size \d+ in the state, \d+"),
-        ("single", A_RUN, {"folder": "other tokens"}, r"corpus 0 \(a\) .* bin_ends_crc32 \d+ in"),
+        (
+            "single",
+            A_RUN,
+            {"corpora": "ba"},
+            r"corpus 0 \(b\) is .*bin_size.* in the state, .* here",
+        ),
+        ("single", A_RUN, {"folder": "other tokens"}, r"corpus 0 \(a\) is another one here"),
         ("single", A_RUN, {"random_seed": 2}, "sample 0 of the 40 that were consumed is another"),
         ("sharded", A_RUN, {"random_seed": 2}, "sample 0 of the 40 that are shuffled is another"),
-        ("single", A_RUN, {"corpora": "a"}, "which corpus gave which sample"),
-        ("single", A_RUN, {"corpora": "a", "mix": []}, "which corpus .* None here; None: no"),
+        ("sharded", A_RUN, {"seed": 1}, r"the seed of the order .* \(0 in the state, 1 here\)"),
+        ("single", A_RUN, {"corpora": "a"}, "which corpus gave which sample is another"),
+        ("single", A_RUN, {"corpora": "a", "mix": []}, "which corpus .* None here"),
         ("single", phases, {"mix": TWO_PHASES[::-1]}, "which corpus gave which sample"),
-        ("single", many, {"mix": one_grows[:1]}, r"sample 0 of corpus 4 \(m4\) is another"),
+        ("single", many, {"mix": one_grows[:1]}, "sample 0 of corpus 4 is another"),
     ):
         state = state_of(one, data_of_run(one, corpora_of_runs, run), 40, **fields_of(kind))
         other = data_of_run(one, corpora_of_runs, run | changes)
-        loader = loader_of(one, other, **fields_of(kind))
+        fields = fields_of(kind) | {"seed": changes.get("seed", 0)}
+        loader = loader_of(one, other, **fields)
         words = f"^the state does not fit: {words}.*stable_order=True.*strict=False"
         with pytest.raises(ValueError, match=words):
             loader.load_state_dict(state)
@@ -5712,7 +5872,7 @@ def test_what_is_seen_in_a_sample_of_a_class_of_the_users_own(one, kind):
     for item in ITEMS[kind]:
         pasts.append(state_of(one, [item] * 8, 8)["past"])
         assert state_of(one, [copy.deepcopy(item)] * 8, 8)["past"] == pasts[-1]
-        assert None not in json.loads(pasts[-1])["probes"]["samples"].values()
+        assert None not in json.loads(pasts[-1])["probes"].values()
     assert len(set(pasts)) == len(pasts)
 
 
@@ -5725,7 +5885,8 @@ def test_a_sample_that_cannot_be_read_is_no_probe(one):
         return k
 
     past = json.loads(state_of(one, Rows(make), 8)["past"])
-    assert [k for k, look in past["probes"]["samples"].items() if look is None] == ["3"]
+    unread = [key for key, look in past["probes"].items() if look is None]
+    assert unread == ["3 of the 8 that were consumed"]
     loader_of(one, Rows(make)).load_state_dict(state_of(one, Rows(make), 8))
 
 
@@ -5794,9 +5955,9 @@ def test_what_is_no_state_is_refused(one):
                 loader.load_state_dict(wrong, strict)
     other = state | {"version": 5}
     for changed, word in (
-        (other, "version 6, got version 5.*strict=False"),
-        (state | {"past": "{}"}, "the sampler is None in the state"),
-        (state | {"past": '{"sampler": 5}'}, "the sampler is 5 in the state"),
+        (other, r"the version is another one here \(5 in the state, 6 here\).*strict=False"),
+        (state | {"past": "{}"}, r"the kind of the order .* \(None in the state"),
+        (state | {"past": '{"sampler": 5}'}, r"of the order .* \(5 in the state"),
     ):
         with pytest.raises(ValueError, match=f"the state does not fit.*{word}"):
             loader.load_state_dict(changed)
@@ -5922,6 +6083,20 @@ def consumed_samples_are_compared(job):
     job.mm.check_data_consistency(job.rank // 2, pairs)
 
 
+def on_another_default_device(job):
+    """Nothing that the ranks send each other is made there."""
+    model = torch.nn.Linear(2, 1, bias=False)
+    with torch.device("meta"):
+        consumed_samples_are_compared(job)
+        an_error_on_one_rank_is_raised_on_all(job)
+        batches_of_loaders(job, {"tensor": 2})
+        ddp = job.mm.DistributedDataParallel(model, check_for_nan_in_grad=True)
+        ddp.broadcast_params()
+        ddp(torch.full((1, 2), job.rank, dtype=torch.float32, device="cpu")).sum().backward()
+        job.mm.finalize_model_grads([ddp], num_tokens=1)
+    assert model.weight.grad.tolist() == [[(job.world - 1) / 2] * 2]
+
+
 # -- The builder on ranks ----------------------------------------------------------------------
 
 
@@ -5985,6 +6160,7 @@ def test_errors_on_ranks(tmp_path, world):
         what_ends_a_process_is_not_told,
         an_error_stays_in_its_group,
         consumed_samples_are_compared,
+        on_another_default_device,
         caches_are_shared_or_of_ones_own,
         a_failed_build_is_raised_on_all,
     ]
@@ -6778,7 +6954,7 @@ def compress(content, extension):
     if extension == "":
         return content
     if extension == ".zst":
-        module = pytest.importorskip("backports.zstd")
+        module = pytest.importorskip(ZSTD)
     else:
         module = {".gz": gzip, ".bz2": bz2, ".xz": lzma}[extension]
     half = len(content) // 2
@@ -7122,7 +7298,7 @@ def test_zst_is_read_by_one_that_reads_all_of_it(one, tmp_path, monkeypatch):
 
 def test_a_zst_of_a_long_window_is_refused_with_the_way_out(one, tmp_path):
     """As `zstd --long=31` makes them: a reader would need 2 GiB."""
-    pytest.importorskip("backports.zstd")
+    pytest.importorskip(ZSTD)
     window = bytes([(31 - 10) << 3])  # of 2^31 bytes
     block = (len(GOOD) << 3 | 1).to_bytes(3, "little") + GOOD  # the last one, not compressed
     (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\0" + window + block)
@@ -8018,6 +8194,13 @@ def test_what_cannot_be_traced_or_found(one, tmp_path):
     for dataset in (ds, blend):
         with pytest.raises(IndexError, match=str(len(dataset))):
             one.trace(dataset, len(dataset))
+    pathlib.Path(tmp_path / "chat.jsonl").write_text(json.dumps({"messages": ROW}))
+    conversations = chat(one, tmp_path / "chat.jsonl", 5)
+    of_these = one.BlendedDataset([conversations], [1], 5, conversations.config)
+    for dataset in (torch.utils.data.Subset(ds, [1, 2]), conversations, of_these, Numbers(5)):
+        for audit, arguments in ((one.trace, (0,)), (one.find, (a, 0))):
+            with pytest.raises(ValueError, match="want a GPTDataset.*got (Subset|SFT|Numbers)"):
+                audit(dataset, *arguments)
 
 
 def test_mock_data_have_no_file(one):
@@ -8499,27 +8682,85 @@ def test_blending_indices_equal_upstreams(mm, up):
         same_outcome(*results, (weights, size))
 
 
-def arguments_by_position(cls):
-    """(name, default) of each argument but those that are keyword-only."""
-    found = []
-    for parameter in inspect.signature(cls).parameters.values():
-        if parameter.kind is not parameter.KEYWORD_ONLY:
-            default = parameter.default
-            if "factory" in str(default):  # of a field of a dataclass, each an object of its own
-                default = "made by a function"
-            found.append((parameter.name, default))
+# The differences, as README has them.
+OTHER_ARGUMENTS = {
+    "DistributedDataParallel",
+    "finalize_model_grads",
+    "forward_backward_no_pipelining",
+    "get_batch_on_this_cp_rank",
+}
+NOT_TAKEN = {
+    "IndexedDataset": ["s3_config", "fast_cache_load", "sequences_per_dataset", "dtype_code"]
+}
+OTHER_DEFAULTS = ["path_to_idx_cache", "bin_chunk_nbytes"]
+# Of names that the package lacks: upstream's, as its repository has them.
+ARGUMENTS_BY_HAND = {
+    "MegatronPretrainingSampler": "total_samples consumed_samples micro_batch_size "
+    "data_parallel_rank data_parallel_size drop_last",
+    "MegatronPretrainingRandomSampler": "dataset total_samples consumed_samples micro_batch_size "
+    "data_parallel_rank data_parallel_size data_sharding seed",  # the last is ours
+    "MegatronFullValidationSampler": "total_samples data_parallel_rank data_parallel_size",
+    "build_pretraining_data_loader": "dataset consumed_samples",
+    "SFTDataset": "dataset dataset_path indices num_samples index_split config",
+}
+
+
+def arguments_of(function, *but):
+    """{name: default} of each argument, but those of a kind, in their order."""
+    found = {}
+    for parameter in inspect.signature(function).parameters.values():
+        default = parameter.default
+        if "factory" in str(default):  # of a field of a dataclass, each an object of its own
+            default = "made by a function"
+        if parameter.kind not in but:
+            found[parameter.name] = default
     return found
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["GPTDataset", "MockGPTDataset", "BlendedDataset", "BlendedMegatronDatasetBuilder"]
-    + ["BlendedMegatronDatasetConfig", "GPTDatasetConfig"],
-)
-def test_arguments_of_classes_are_upstreams(one, up, name):
-    """All of them, in upstream's order, with its defaults; ours alone come after."""
-    theirs = arguments_by_position(getattr(up, name))
-    assert arguments_by_position(getattr(one, name))[: len(theirs)] == theirs
+def methods_of(cls):
+    """The names of the methods that a class of upstream has itself; of __init__() see the class."""
+    found = {"__getitem__", "__len__", "__next__", "_query_document_sample_shuffle_indices"}
+    for base in cls.__mro__:
+        if base.__module__.startswith("megatron"):
+            found |= {name for name in vars(base) if not name.startswith("_")}
+    return [name for name in found if inspect.isroutine(getattr(cls, name, None))]
+
+
+def test_arguments_are_upstreams(one, up):
+    """By position those of upstream, in its order and with its defaults; ours alone by keyword."""
+    theirs = dict(vars(up))
+    modules = ["distributed", "pipeline_parallel.schedules", "rerun_state_machine", "utils"]
+    for module in modules:
+        theirs |= vars(importlib.import_module(f"megatron.core.{module}"))
+    pairs = {}
+    for name in set(one.__all__) & set(theirs):
+        pairs[name] = getattr(one, name), theirs[name]
+        if inspect.isclass(theirs[name]) and name not in OTHER_ARGUMENTS:
+            for method in methods_of(theirs[name]):
+                if hasattr(pairs[name][0], method):
+                    both = [getattr(cls, method) for cls in pairs[name]]
+                    pairs[f"{name}.{method}"] = both
+    differing = set()
+    for name, (ours, other) in pairs.items():
+        if "pybind11" in repr(other) or name in ("DType", "Split"):
+            continue  # the first do not say what they take, and enumerations take nothing
+        wanted = arguments_of(other)
+        found = arguments_of(ours, inspect.Parameter.KEYWORD_ONLY)
+        for key in NOT_TAKEN.get(name, []):
+            del wanted[key]
+        for key in OTHER_DEFAULTS:
+            if key in wanted:
+                wanted[key] = found[key]
+        if list(found.items()) != list(wanted.items()):
+            differing.add(name)
+    assert differing == OTHER_ARGUMENTS
+    assert len(pairs) > 60
+
+
+@pytest.mark.parametrize("name", ARGUMENTS_BY_HAND)
+def test_arguments_are_those_of_upstreams_repository(one, name):
+    found = arguments_of(getattr(one, name), inspect.Parameter.KEYWORD_ONLY)
+    assert list(found) == ARGUMENTS_BY_HAND[name].split()
 
 
 # -- Files -------------------------------------------------------------------------------------
@@ -9131,16 +9372,19 @@ def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, readme, tmp_pa
     assert run_training(tmp_path, MEGATRON_MIN_C="0") == lines
 
 
-def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path):
+def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path, monkeypatch):
     """Each step reads its own samples, whatever was read ahead, or to estimate losses."""
-    train = data_of_a_run(one, tmp_path)
-    names = vars(one) | {"torch": torch, "device": "cpu", "seed_offset": 1, "ddp_world_size": 2}
-    names |= {"batch_size": 2, "block_size": 8, "tokens_per_iter": 32}  # 4 samples in a step
-    names["builder"] = mock.Mock()
-    names["builder"].build.return_value = [train, train, None]
+    monkeypatch.setitem(sys.modules, "megatron_min", one)
+    mk(one, tmp_path / "corpus_text_document", [np.arange(n) for n in range(1, 60)])
+    names = {"os": os, "torch": torch, "device": "cpu", "data_dir": str(tmp_path)}
+    names |= {"seed_offset": 1, "ddp_world_size": 2, "batch_size": 2, "block_size": 8}
+    names |= {"max_iters": 20, "tokens_per_iter": 32, "eval_iters": 3}  # 4 samples in a step
     for iter_num in (0, 3):
         names["iter_num"] = iter_num
         exec(readme_block(readme, "python", "def get_batch(split)"), names)
+        assert names["meta_vocab_size"] == 257
+        train = names["datasets"]["train"]
+        assert (train.num_samples, names["datasets"]["val"].num_samples) == (80, 12)
         for step in range(iter_num, 6):
             wanted = batch_of(train, [4 * step + 2, 4 * step + 3])
             for found, key in zip(names["get_batch"]("train"), ("tokens", "labels"), strict=True):
@@ -9148,3 +9392,52 @@ def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path):
             with torch.no_grad():
                 estimated, _ = names["get_batch"]("train")
             same(estimated, batch_of(train, [4 * (step - iter_num) + k for k in (2, 3)])["tokens"])
+
+
+TOLD_TO_END = """
+import signal
+import numpy as np
+from megatron_min import *
+
+told = []
+signal.signal(signal.SIGTERM, lambda *place: told.append(place))
+rows = [{"messages": [{"role": "assistant", "content": "4"}]}]
+config = GPTDatasetConfig(1, 64, tokenizer=ByteTokenizer(), create_attention_mask=False)
+train = SFTDataset(rows, None, np.arange(1, dtype=np.int32), 100_000, Split.train, config)
+sampler = MegatronPretrainingSampler(len(train), 0, 4, 0, 1)
+loader = "the loader"
+batches = iter(loader)
+next(batches)
+print("reading", flush=True)
+while not told:
+    next(batches)
+for _ in range(50):  # more than were made ahead
+    next(batches)
+print(loader.state_dict()["consumed_samples"] > 200)
+"""
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize("option", [", worker_init_fn=leave_group", ""])
+def test_a_job_that_is_told_to_end_saves_its_state(readme, tmp_path, option):
+    """With README's option; without it torch's worker processes are gone."""
+    definition = "def leave_group(worker): os.setpgrp()"
+    loader = f"PretrainingDataLoader(train, sampler, num_workers=2{option})"
+    words = " ".join(readme.split())
+    assert f"`{definition}`" in words and (f"`{loader}`" in words or not option)
+    script = TOLD_TO_END.replace('"the loader"', loader)
+    run = [sys.executable, "-c", f"import os\n{definition}\n{script}"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    env = os.environ | {"PYTHONPATH": str(HERE)}
+    with subprocess.Popen(run, env=env, start_new_session=True, **pipes) as job:
+        try:
+            assert job.stdout.readline() == "reading\n"
+            os.killpg(job.pid, signal.SIGTERM)
+            out, err = job.communicate(timeout=100)
+        finally:
+            job.kill()  # if it hangs
+    if option:
+        assert (out, job.returncode) == ("True\n", 0), err
+    else:
+        assert out == "" and job.returncode != 0
