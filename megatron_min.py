@@ -172,6 +172,14 @@ def _format_error(path, field, wanted, got):
     return DatasetFormatError(f"{path}: {field}: wanted {wanted}, got {got}")
 
 
+def _one_line(error):
+    """Return the message of an error on one line; an unexpected kind of error is named."""
+    message = " ".join(str(error).split())
+    if isinstance(error, (ValueError, IndexError, OSError, ImportError, Warning)) and message:
+        return message
+    return f"{type(error).__name__}: {message}".removesuffix(": ")
+
+
 def _position(idx, n, name):
     """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
     i = operator.index(idx)
@@ -483,11 +491,15 @@ class IndexedDataset(torch.utils.data.Dataset):
             self.verify()
 
     def _stamp_of_index(self):
-        """Size and time of the .idx; if there is none, the error names pairs that begin so."""
+        """Size and time of the .idx; where there is none, the error says what there is."""
         try:
             return _file_stamp(self._idx_path)
         except FileNotFoundError:
-            found = sorted(glob.glob(f"{glob.escape(self.absolute_prefix)}*.idx"))
+            prefix = self.absolute_prefix
+            found = sorted(glob.glob(f"{glob.escape(prefix)}*.idx"))
+            if os.path.isfile(prefix):
+                reason = "not a pair but a file (a pair is named without .bin and .idx)"
+                raise FileNotFoundError(errno.ENOENT, reason, prefix) from None
             if not found:
                 raise
             names = [os.path.basename(path).removesuffix(".idx") for path in found]
@@ -649,6 +661,13 @@ class IndexedDataset(torch.utils.data.Dataset):
     def index(self) -> "IndexedDataset":
         """The object that has the arrays of the .idx, as in upstream: the dataset itself."""
         return self
+
+    @property
+    def mapped_tokens(self) -> np.ndarray | None:
+        """All tokens of the .bin, as one array; None if it is not mapped."""
+        if isinstance(self._tokens, _MappedTokens):
+            return self._tokens.tokens
+        return None
 
     def get_document_indices(self) -> np.ndarray:
         """Return document_indices, under upstream's name."""
@@ -1952,13 +1971,13 @@ class GPTDataset(MegatronDataset):
         )
         self._extra = int(config.add_extra_token_to_sequence)  # x
         # the tokenizer's pad; -1 where it has none, or one that is another special token's too
-        self._pad_token_id = _find_pad_token_id(config)  # section 17
+        self._pad_token_id = _find_pad_token_id(config)  # section 17; upstream's name
         self._keeps_short = (
             index_split is Split.valid and not config.drop_last_partial_validation_sequence
         )
-        self._eod_token_id = None
+        self.eod_token_id = None  # unless a setting looks for it
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
-            self._eod_token_id = _attribute(config.tokenizer, "eod")
+            self.eod_token_id = _attribute(config.tokenizer, "eod")
 
         if isinstance(indexed_dataset, IndexedDataset):
             # a warning if preprocess() made the pair with another tokenizer (section 18)
@@ -2072,7 +2091,7 @@ class GPTDataset(MegatronDataset):
             labels = np.append(labels, pad)
         loss_mask = labels != pad
         if config.eod_mask_loss:  # what follows an eod is the beginning of another document
-            loss_mask &= tokens != self._eod_token_id
+            loss_mask &= tokens != self.eod_token_id
         if idx is None:
             loss_mask[:] = False
 
@@ -2104,9 +2123,9 @@ class GPTDataset(MegatronDataset):
 
     def _starts_after_eod(self, tokens):
         """The places among the inputs where a document starts: 0, and behind each eod token."""
-        if self._eod_token_id is None:
+        if self.eod_token_id is None:
             return [0]
-        eods = np.flatnonzero(tokens[:-1] == self._eod_token_id)
+        eods = np.flatnonzero(tokens[:-1] == self.eod_token_id)
         return [0, *(eods + 1).tolist()]
 
     # ---- how the three arrays are built
@@ -2199,7 +2218,7 @@ class GPTDataset(MegatronDataset):
             raise ValueError(f"{_name(self)} holds {dtype}: token ids must be integers")
         if isinstance(corpus, IndexedDataset):
             corpus.verify()
-        if self._eod_token_id is not None:
+        if self.eod_token_id is not None:
             self._warn_if_no_eod()
 
     def _warn_if_no_eod(self):
@@ -2209,7 +2228,7 @@ class GPTDataset(MegatronDataset):
             length = int(self.dataset.sequence_lengths[i])
             if length > 0:
                 last_tokens.append(self.dataset.get(i, length - 1, 1)[0])
-        if last_tokens and self._eod_token_id not in last_tokens:
+        if last_tokens and self.eod_token_id not in last_tokens:
             warnings.warn(
                 f"{_name(self)}: none of {len(last_tokens)} documents looked at ends in eod, so "
                 "resets and eod_mask_loss find nothing: tokenize with --append-eod?",
@@ -2753,7 +2772,7 @@ class BlendedDataset(_Identified):
         if type(self) is not BlendedDataset:  # a subclass may say itself what a sample is
             return [self[idx] for idx in indices]
         samples = [None] * len(indices)
-        for d, (rows, ks) in self._places(indices).items():
+        for d, (rows, ks) in self.places(indices).items():
             of_dataset = _samples_of(self.datasets[d], ks)
             for row, sample in zip(rows, of_dataset, strict=True):
                 dataset_id = torch.from_numpy(np.array(d, np.int64))
@@ -2767,8 +2786,11 @@ class BlendedDataset(_Identified):
         i = _position(idx, len(self), "the samples of a blend")
         return int(self.dataset_index[i]), int(self.dataset_sample_index[i])
 
-    def _places(self, indices):
-        """Where several samples are: {d: (rows, ks)}; the one for row is sample k of dataset d."""
+    def places(self, indices: typing.Sequence[int | None]) -> dict[int, tuple[list, list]]:
+        """Return where several samples are: {d: (rows, ks)}, a row and a k for each of them.
+
+        Sample indices[row] is sample k of dataset d.
+        """
         places = {}
         for row, idx in enumerate(indices):
             d, k = self._place(idx)
@@ -3157,14 +3179,14 @@ class _Sampler:
         self.drop_last = drop_last
         self.samples_per_round = self.micro_batch_size * self.data_parallel_size
         self.active_total_samples = self.total_samples - self.total_samples % self.samples_per_round
-        self._check_start(self.consumed_samples)
+        self.check_start(self.consumed_samples)
 
     def __len__(self) -> int:
         if self.drop_last:
             return self.active_total_samples // self.samples_per_round
         return _ceil_div(self.total_samples, self.samples_per_round)
 
-    def _check_start(self, consumed_samples: int) -> None:
+    def check_start(self, consumed_samples: int) -> None:
         """ValueError unless a pass can start there: anywhere from the first sample to the end."""
         if not 0 <= consumed_samples <= self.total_samples:
             raise ValueError(
@@ -3281,7 +3303,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
             data_parallel_size,
         )
 
-    def _check_start(self, consumed_samples: int) -> None:
+    def check_start(self, consumed_samples: int) -> None:
         """ValueError unless a pass can start there: after a whole number of rounds."""
         per_round = self.samples_per_round
         if not self.active_total_samples:
@@ -4565,7 +4587,7 @@ def forward_backward_no_pipelining(
 #   2      new                       old                    new                 the old .idx goes
 #   3      new          new                                                     the folder is synced
 #
-# If step 1 or 2 fails, the old .idx comes back.
+# If step 1 or 2 fails, the old .idx comes back; the old record does not.
 #
 # After an error, or a signal that ends our commands, temporary files are removed, at the latest
 # when the process ends.  One that is killed (kill -9, no power, a second signal meanwhile) leaves
@@ -4675,8 +4697,8 @@ def _name_pair(tokens, index):
         if os.path.basename(tokens.temporary) in os.listdir(os.path.dirname(tokens.path)):
             with contextlib.suppress(OSError):
                 os.replace(old_index, index.path)
+            _remove_file(index.temporary)  # first: see the rule for an .idx that is missing
             _remove_file(tokens.temporary)
-            _remove_file(index.temporary)
             places = [old_index]  # if it could not come back
         else:
             _remove_file(old_index)
@@ -4701,16 +4723,11 @@ def _sync_folder(folder):
         os.close(descriptor)
 
 
-# The signals that end a command.  Windows has no SIGHUP.
-_SIGNALS = [signal.SIGINT, signal.SIGTERM]
-if hasattr(signal, "SIGHUP"):
-    _SIGNALS.append(signal.SIGHUP)
-
-
 def _undisturbed(function, *arguments):
     """Call a function in a thread of its own, as signals are answered in the main thread alone.
 
-    When this raises what a signal raises, the function has ended, or has not begun and never does.
+    When this raises what a signal raises, the function has ended, or has not begun and never does;
+    but after a second signal it may still run.
     """
     future = concurrent.futures.Future()
     thread = threading.Thread(target=_fulfil, args=(future, function, *arguments))
@@ -4724,8 +4741,6 @@ def _undisturbed(function, *arguments):
 
 def _fulfil(future, function, *arguments):
     """Give a future what a function returns or raises, unless it was cancelled."""
-    if sys.platform == "linux":
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # also for what is forked here
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(function(*arguments))
@@ -4756,9 +4771,9 @@ def _fulfil(future, function, *arguments):
 #   anything else: damaged, or of other data       built and saved, with a warning that says why
 #   a folder that cannot be written                built, with a warning; they stay in memory
 #
-# No time and no path says what a pair is: a copy on another disk finds the cache, too.  An array
-# above 1 MiB is not read whole at a start.  So it is synced before it has its name: then no loss of
-# power can leave holes in it.
+# A pair that was touched, and a copy on another disk that is opened by the same name, find the
+# cache too.  An array above 1 MiB is not read whole at a start.  So it is synced before it has its
+# name: then no loss of power can leave holes in it.
 
 _CACHE_FORMAT = 5  # a number to count up when the same manifest comes to mean other arrays
 _CHECKED_BYTES = 1 << 20  # an array file of up to so many is read, and checked, at each start
@@ -4849,8 +4864,8 @@ def _find_arrays(stem, names, made_from, pair):
         if was != now:
             raise DatasetFormatError(f"{key} was {was!r}, is {now!r}")
     note = manifest["pair"]
-    if pair is not None and not (note and pair.is_noted(note)):
-        raise DatasetFormatError(f"the pair was {note}, is {pair.fingerprint()}")
+    if pair is not None and (note is None or not pair.is_noted(note)):
+        raise DatasetFormatError(f"the pair was {note}, is {pair.note()}")
     arrays = [_open_array(f"{stem}-{name}.npy", manifest["files"][name]) for name in names]
     # Another job may have renamed its own files in meanwhile: it removes the manifest first.
     text_now = _read_manifest(stem)
@@ -4969,7 +4984,7 @@ def _find_left_out(dataset, find_or_build):
 # Object storage is everything with a name such as s3://bucket/corpus or https://host/corpus.  It is
 # read with the package fsspec, which comes with torch, and never written.
 #
-#   s3://bucket/corpus.idx   copied once, whole, into a local folder, and mapped:  a1b2....idx
+#   s3://bucket/corpus.idx   copied once, whole, into a local folder, and opened:  a1b2....idx
 #
 #   s3://bucket/corpus.bin   a a a a b b b c c c c c c       read_many([(0, 4), (8, 2)])
 #                            |-----|         |-|             asks for these two ranges, and for
@@ -5053,8 +5068,9 @@ class _RemoteFile:
     """
 
     _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
-    # the names under which storages tell an ETag or the time of the last change
-    _CHANGED = ("ETag", "etag", "Last-Modified", "LastModified", "mtime", "created")
+    # the names under which storages tell an ETag, a digest or the time of the last change
+    _CHANGED = ("ETag", "etag", "blob_id", "sha")
+    _CHANGED += ("Last-Modified", "LastModified", "modificationTime", "mtime", "created")
 
     def __init__(self, url: str | os.PathLike, dtype: type = np.uint8) -> None:
         self.url = os.fspath(url)
@@ -5305,7 +5321,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     batch_sampler  a sampler of section 8
     num_workers    how many threads, or processes, make batches ahead; 0: none
     arguments      further arguments of DataLoader, such as collate_fn or prefetch_factor.  With
-                   one of these the batches of such datasets, too, are made by DataLoader and
+                   one of these the batches of a GPTDataset, too, are made by DataLoader and
                    its processes; pin_memory alone does not change who makes them.
 
     len() counts the batches of a whole turn, also after a resume.  Where several iterators run, the
@@ -5338,9 +5354,9 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                 "in_order=False: a state counts batches, so they must come in the sampler's order"
             )
         may_use_threads = IMPLEMENTATION == "c" and _is_plain(dataset)
-        self.makes_batches = may_use_threads and arguments.keys() <= {"pin_memory"}
+        self.makes_own_batches = may_use_threads and arguments.keys() <= {"pin_memory"}
         self.num_threads = 0
-        if self.makes_batches:
+        if self.makes_own_batches:
             self.num_threads = num_workers
             num_workers = 0  # torch starts no processes
         super().__init__(dataset, batch_sampler=batch_sampler, num_workers=num_workers, **arguments)
@@ -5364,7 +5380,9 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         consumed = sampler.consumed_samples
         this_iterator = object()
         self._newest = this_iterator
-        batches = self._own_batches() if self.makes_batches else self._batches_of_torch(consumed)
+        batches = (
+            self._own_batches() if self.makes_own_batches else self._batches_of_torch(consumed)
+        )
         for batch in batches:
             consumed += sampler.samples_per_round
             if self._newest is this_iterator:
@@ -5457,7 +5475,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                 "wanted a state of PretrainingDataLoader: version, consumed_samples (a whole "
                 f"number) and past (a dict, as JSON), got {str(state_dict)[:200]}"
             ) from None
-        self.batch_sampler._check_start(consumed)
+        self.batch_sampler.check_start(consumed)
         if strict:
             here = json.loads(self._look_at_past(consumed))
             self._check_past({"version": version, **past}, {"version": _STATE_VERSION, **here})
@@ -5564,7 +5582,7 @@ def _look_at_samples(dataset, samples):
     getitem = getattr(type(dataset), "__getitem__", None)
     if getitem is BlendedDataset.__getitem__:
         looks = [None] * len(samples)
-        for d, (rows, ks) in dataset._places(samples).items():  # those of a corpus at once
+        for d, (rows, ks) in dataset.places(samples).items():  # those of a corpus at once
             for row, look in zip(rows, _look_at_samples(dataset.datasets[d], ks), strict=True):
                 looks[row] = look
         return looks
@@ -5941,7 +5959,7 @@ def _read_columns(dataset, indices):
     elif type(dataset) is BlendedDataset:
         columns["dataset_id"] = np.empty(len(indices), np.int64)
         rows_of_parts = []
-        for d, (rows, ks) in dataset._places(indices).items():
+        for d, (rows, ks) in dataset.places(indices).items():
             columns["dataset_id"][rows] = d
             rows_of_parts.append((dataset.datasets[d], rows, ks))
     else:
@@ -5980,7 +5998,7 @@ def _read_samples(dataset, columns, rows, samples):
     """
     config = dataset.config
     corpus = dataset.dataset
-    if type(corpus) is not IndexedDataset or type(corpus._tokens) is not _MappedTokens:
+    if type(corpus) is not IndexedDataset or corpus.mapped_tokens is None:
         return False
     try:
         rows = array.array("q", rows)
@@ -5998,15 +6016,15 @@ def _read_samples(dataset, columns, rows, samples):
             columns.get("attention_mask"),
             rows,
             samples,
-            corpus._tokens.tokens,
+            corpus.mapped_tokens,
             corpus.sequence_pointers,
             corpus.sequence_lengths,
             dataset.document_index,
             dataset.sample_index,
             dataset.shuffle_index[: len(dataset)],  # more than these are no samples
-            dataset._extra,
+            int(config.add_extra_token_to_sequence),
             dataset._pad_token_id,
-            _NO_EOD if dataset._eod_token_id is None else dataset._eod_token_id,
+            _NO_EOD if dataset.eod_token_id is None else dataset.eod_token_id,
             config.reset_position_ids,
             config.eod_mask_loss,
             config.reset_attention_mask,
@@ -6051,6 +6069,9 @@ if IMPLEMENTATION == "c":
 #   gigatoken:tokenizer.json  the same file by the package gigatoken, many times faster
 #   my_module:thing           what a module of your own has under this name: a tokenizer, or a class
 #                             or function that makes one without arguments
+#
+# Functions take any object that has what section 2 lists.  What they need of it is looked at first:
+# _check_tokenizer().
 
 
 class NullTokenizer:
@@ -6116,7 +6137,8 @@ class HuggingFaceTokenizer:
         known = [name for name in names if self._tokenizer.token_to_id(name) is not None]
         if len(known) == 0:
             raise ValueError(
-                f"{self.path}: no token {' or '.join(names)}: give eod_token another one"
+                f"{self.path}: no token {' or '.join(names)}: give another one by eod_token, or "
+                "--eod-token"
             )
         self.eod = self._tokenizer.token_to_id(known[0])
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1  # ids may have gaps
@@ -6220,27 +6242,26 @@ def build_tokenizer(
 ) -> typing.Any:
     """Return the tokenizer that a name means, as in the table above.
 
-    eod_token           the text of the end-of-document token of a tokenizer.json; others know
-                        their own
+    eod_token           the text of the end-of-document token, of a tokenizer.json alone
     add_special_tokens  of a tokenizer.json by the package tokenizers, see HuggingFaceTokenizer
 
     >>> build_tokenizer("null:100").eod
     100
     """
     name = os.fspath(name)
-    is_gigatoken = name.startswith("gigatoken:")
-    is_file = name.endswith(".json") or (name != "bytes" and os.path.isdir(name))
-    if is_file and not is_gigatoken:
-        return HuggingFaceTokenizer(name, eod_token, add_special_tokens)
-    if add_special_tokens:
-        raise ValueError(f"{name}: only a tokenizer.json by tokenizers has special tokens to add")
-    if is_gigatoken:
+    if name.startswith("gigatoken:"):
+        if add_special_tokens:
+            raise ValueError(f"{name}: only the package tokenizers can add special tokens")
         return _GigatokenTokenizer(name.removeprefix("gigatoken:"), eod_token)
+    if name.endswith(".json") or (name != "bytes" and os.path.isdir(name)):
+        return HuggingFaceTokenizer(name, eod_token, add_special_tokens)
+    if eod_token or add_special_tokens:
+        raise ValueError(f"{name}: eod and special tokens can be chosen for a tokenizer.json alone")
     if name == "bytes":
         return ByteTokenizer()
-    if name.startswith("null:"):
+    if re.fullmatch("null:[0-9]+", name):
         return NullTokenizer(name.removeprefix("null:"))
-    if ":" not in name:
+    if ":" not in name or name.startswith("null:"):
         raise ValueError(
             f"unknown tokenizer {name!r}: use bytes, null:VOCAB, a tokenizer.json or a folder that "
             "holds one, gigatoken:tokenizer.json, or module:attribute"
@@ -6261,7 +6282,8 @@ def build_tokenizer(
 
 # -- What a tokenizer is -----------------------------------------------------------------------
 
-_ATTRIBUTES = {  # those that are checked: of which class, and in words
+# What is checked of a tokenizer: the class of an attribute, and in words.
+_ATTRIBUTES_OF_TOKENIZER = {
     "vocab_size": (typing.SupportsIndex, "a whole number"),
     "eod": (typing.SupportsIndex, "an id"),
     "tokenize": (collections.abc.Callable, "a method"),
@@ -6274,7 +6296,7 @@ def _check_tokenizer(tokenizer, names):
     if isinstance(tokenizer, type):
         raise ValueError(f"wanted a tokenizer, got a class: make an object of {tokenizer.__name__}")
     for name in names:
-        kind, words = _ATTRIBUTES[name]
+        kind, words = _ATTRIBUTES_OF_TOKENIZER[name]
         if not isinstance(_attribute(tokenizer, name), kind):
             raise ValueError(
                 f"wanted a tokenizer, got {type(tokenizer).__name__}, which lacks {name}, {words}; "
@@ -6286,7 +6308,9 @@ def _ids_of(tokenizer, text):
     """The ids of a short text, to see what a tokenizer does; none where it refuses this text."""
     try:
         ids = np.asarray(tokenizer.tokenize(text))
-    except Exception:
+    except _ENDS_OF_A_PROCESS:
+        raise
+    except BaseException:  # a panic of native code is no Exception
         return []
     if ids.ndim != 1 or (len(ids) > 0 and ids.dtype.kind not in "iu"):
         raise ValueError(
@@ -6298,16 +6322,17 @@ def _ids_of(tokenizer, text):
 
 def _check_tokenizer_of_corpus(tokenizer, append_eod):
     """Check what is going to make a corpus; a warning if documents would end in two eods."""
-    _check_tokenizer(tokenizer, ["vocab_size", "tokenize"])
-    ids = _ids_of(tokenizer, "a")
+    names = ["vocab_size", "tokenize"]
     if append_eod:
-        _check_tokenizer(tokenizer, ["eod"])
-        # The empty text too: else eod may stand for a letter that is not known.
-        if _ids_of(tokenizer, "")[-1:] == ids[-1:] == [tokenizer.eod]:
-            warnings.warn(
-                "the tokenizer ends texts in eod by itself, and append_eod adds another eod",
-                stacklevel=3,
-            )
+        names.append("eod")
+    _check_tokenizer(tokenizer, names)
+    ids = _ids_of(tokenizer, "a")
+    # The empty text too: else eod may stand for a letter that is not known.
+    if append_eod and ids[-1:] == _ids_of(tokenizer, "")[-1:] == [tokenizer.eod]:
+        warnings.warn(
+            "the tokenizer ends texts in eod by itself, and append_eod adds another eod",
+            stacklevel=3,
+        )
 
 
 def _find_pad_token_id(config):
@@ -6358,15 +6383,16 @@ def _find_pad_token_id(config):
 #
 #   the loop of encode_jsonl()                  here, a block of lines at a time
 #
-#   for line in file                            _lines_of_input(), _cut_blocks()
+#   with IndexedDatasetBuilder(...)             _write_pairs()
+#   for line in file                            _read_lines(), _cut_blocks()
 #       if line.isspace(): continue             _Encoder.encode()
 #       text = json.loads(...)[json_key]        _Encoder._read_texts()
 #       sequences = encode_document(text, ...)  _Encoder._encode_documents()
-#       builder.add_item(), .end_document()     _append_documents()
+#       builder.add_item(), .end_document()     _write_pairs()
 #
-# A line is bad for what it is itself: no JSON object in UTF-8, one without text under a key, or one
-# at which the tokenizer raises an error.  But a MemoryError or an OSError is not the line's fault:
-# it ends the job.
+# A line is bad for what it is itself: no JSON object in UTF-8, one without text under a key, one
+# that is too long, or one at which the tokenizer raises an error.  But a MemoryError or an OSError
+# is not the line's fault: it ends the job.
 #
 # Many machines share the work as shards: n jobs, of which job i reads its share of the bytes of all
 # inputs, laid end to end, and no others.  A line belongs to the shard in which it begins:
@@ -6444,7 +6470,6 @@ def preprocess(
     ...     IndexedDataset(prefixes["text"])[:]
     [array([ 97,  97,  97,  97, 256], dtype=uint16), array([ 98,  98,  98, 256], dtype=uint16)]
     """
-    _refuse_passwords(output_prefix)
     if on_error not in ("stop", "skip"):
         raise ValueError(f"on_error must be stop or skip, got {on_error!r}")
     if workers < 1:
@@ -6469,85 +6494,93 @@ def preprocess(
     if count > 1:
         suffix += f"_{index:05}_of_{count:05}"  # so that the names sort as the shards do
     prefixes = {key: f"{os.fspath(output_prefix)}_{key}{suffix}" for key in json_keys}
-
     if texts is None:
         inputs = _cut_inputs(_find_inputs(input), shard)
-        sources = [(each, _lines_of_input(each)) for each in inputs]
     else:
-        is_table = isinstance(texts, collections.abc.Mapping) or hasattr(texts, "columns")
-        if count > 1 or is_table or isinstance(texts, (str, bytes)):
-            raise ValueError(
-                "texts must be an iterable of texts or of dicts, such as a column or the rows of a "
-                "table, without a shard: give each job its own"
-            )
-        inputs = [_Input("texts", size=None)]
-        sources = [(inputs[0], (_line_of_row(row, json_keys) for row in texts))]
-    encoder = _Encoder(tokenizer, json_keys, append_eod, split_sentences)
-    num_bytes = 0
-    num_bad = 0
+        inputs = [_input_of_texts(texts, json_keys, count)]
+
     started = time.perf_counter()
-    with contextlib.ExitStack() as stack:
-        builders = {}
-        for key, prefix in prefixes.items():
-            builder = IndexedDatasetBuilder(get_bin_path(prefix), encoder.dtype)
-            builders[key] = stack.enter_context(builder)
-        bar = stack.enter_context(_progress_bar(inputs, verbose))
-        # Closed even where an exception ends the loop, so that workers never outlive the job.
-        encoded_blocks = _encode_blocks(encoder, _cut_blocks(sources), workers)
-        stack.enter_context(contextlib.closing(encoded_blocks))
-        for (source, first, lines), encoded, faults in encoded_blocks:
-            if len(faults) > 0 and num_bad == 0:
-                number, reason = faults[0]
-                first_bad = f"{source.name}: line {first + number}: {reason}"
-                if on_error == "stop":
-                    raise ValueError(f"{first_bad} (--on-error skip leaves such lines out)")
-            num_bad += len(faults)
-            for documents in encoded:
-                for key, builder in builders.items():
-                    _append_documents(builder, *documents[key])
-                _, _, ends = documents[json_keys[0]]
-                source.documents += len(ends)
-            block_bytes = sum(map(len, lines))
-            num_bytes += block_bytes
-            if bar is not None:
-                bar.update(block_bytes)
-        num_documents = sum(each.documents for each in inputs)
-        if num_bad > 0 and num_documents == 0:
-            raise ValueError(f"all {num_bad:,} lines are bad; the first: {first_bad}")
-        for builder in builders.values():
-            builder.sync()  # a disk too full for a .bin shows here, before a pair has its name
+    encoder = _Encoder(tokenizer, json_keys, append_eod, split_sentences)
+    with _progress_bar(inputs, verbose) as bar:
+        num_bytes, num_bad, first_bad = _write_pairs(
+            prefixes, encoder, inputs, workers, on_error, bar
+        )
     counts = [[each.name, each.documents] for each in inputs]
     for prefix in prefixes.values():
         _write_record(prefix, _identity_of_tokenizer(tokenizer), counts)
+
     if verbose:
+        num_documents = sum(each.documents for each in inputs)
         rate = num_bytes / 1e6 / (time.perf_counter() - started)
         done = f"{num_documents:,} documents, {num_bytes:,} bytes, {rate:,.1f} MB/s"
         print(done, file=sys.stderr)
     if num_bad > 0:
         warnings.warn(f"left out {num_bad:,} bad lines; the first: {first_bad}", stacklevel=2)
-    empty = []
-    for each in inputs:
-        if each.documents == 0 and each.begin == 0 and each.end == math.inf:
-            empty.append(each.name)
+    empty = [each.name for each in inputs if each.documents == 0 and each.is_whole()]
     if len(empty) > 0:
         found = f"{len(empty):,} of the inputs, such as {empty[0]}"
         warnings.warn(f"no document came from {found}", stacklevel=2)
     return prefixes
 
 
+def _write_pairs(prefixes, encoder, inputs, workers, on_error, bar):
+    """The loop of encode_jsonl(), for blocks of lines and {key: prefix of a pair}.
+
+    Returns how many bytes the lines have, how many lines are bad, and what is said of the first.
+    """
+    num_bytes = 0
+    num_bad = 0
+    first_bad = None
+    with contextlib.ExitStack() as stack:
+        builders = {}
+        for key, prefix in prefixes.items():
+            builder = IndexedDatasetBuilder(get_bin_path(prefix), encoder.dtype)
+            builders[key] = stack.enter_context(builder)
+        encoded_blocks = _encode_blocks(encoder, _cut_blocks(inputs), workers)
+        # Closed even where an exception ends the loop, so that workers never outlive the job.
+        stack.enter_context(contextlib.closing(encoded_blocks))
+        for (source, first, lines), encoded, faults in encoded_blocks:
+            if len(faults) > 0 and num_bad == 0:
+                number, reason = faults[0]
+                first_bad = f"{source.name}: line {first + number}: {reason}"
+                if on_error == "stop":
+                    way_out = 'on_error="skip", or --on-error skip, leaves such lines out'
+                    raise ValueError(f"{first_bad} ({way_out})")
+            num_bad += len(faults)
+            for documents in encoded:
+                for key, builder in builders.items():
+                    content, lengths, ends = documents[key]
+                    begin = len(builder.sequence_lengths)
+                    builder.add_sequences(content, lengths)
+                    builder.document_indices.extend(begin + end for end in ends)
+                source.documents += len(ends)  # of each key
+            block_bytes = sum(map(len, lines))
+            num_bytes += block_bytes
+            if bar is not None:
+                bar.update(block_bytes)
+        if num_bad > 0 and all(each.documents == 0 for each in inputs):
+            raise ValueError(f"all {num_bad:,} lines are bad; the first: {first_bad}")
+        for builder in builders.values():
+            builder.sync()  # a disk too full for a .bin shows here, before a pair has its name
+    return num_bytes, num_bad, first_bad
+
+
 def _progress_bar(inputs, verbose):
     """Return a bar of tqdm, if it is asked for and installed; else a context that gives None."""
-    if verbose:
-        with contextlib.suppress(ModuleNotFoundError):
-            import tqdm
-
-            total = 0  # or math.inf: not known
-            for each in inputs:
-                is_known = each.size is not None and each.compression is None
-                total += min(each.end, each.size) - each.begin if is_known else math.inf
-            # disable=None: for a terminal alone
-            return tqdm.tqdm(total=total, unit="B", unit_scale=True, disable=None)
-    return contextlib.nullcontext()
+    if not verbose:
+        return contextlib.nullcontext()
+    try:
+        import tqdm
+    except ModuleNotFoundError:
+        return contextlib.nullcontext()
+    total = 0
+    for each in inputs:
+        if each.size is None or each.compression is not None:
+            total = math.inf  # tqdm shows no end then
+        else:
+            total += min(each.end, each.size) - each.begin
+    # disable=None: for a terminal alone
+    return tqdm.tqdm(total=total, unit="B", unit_scale=True, disable=None)
 
 
 # -- Inputs ------------------------------------------------------------------------------------
@@ -6564,11 +6597,29 @@ class _Input:
         self.path = path
         self.size = size
         self.name = _name_of_input(path)  # for messages and records
-        self.compression = _compression(path)
+        self.compression = _infer_compression(path)
         # The lines that begin in these bytes are read; math.inf: to its end, wherever that is.
         self.begin = 0
         self.end = math.inf
+        self.lines = _read_lines(self)  # a generator: it opens the file at the first line
         self.documents = 0  # that it has given so far
+
+    def is_whole(self) -> bool:
+        """Whether this job reads all of it."""
+        return self.begin == 0 and self.end == math.inf
+
+
+def _input_of_texts(texts, json_keys, num_shards):
+    """Return an _Input whose lines are rows in memory."""
+    is_table = isinstance(texts, collections.abc.Mapping) or hasattr(texts, "columns")
+    if is_table or isinstance(texts, (str, bytes)) or num_shards > 1:
+        raise ValueError(
+            "texts must be an iterable of texts or of dicts, such as a column or the rows of a "
+            "table, without a shard: give each job its own"
+        )
+    source = _Input("texts", size=None)
+    source.lines = (_line_of_row(row, json_keys) for row in texts)
+    return source
 
 
 def _find_inputs(paths):
@@ -6586,15 +6637,14 @@ def _find_inputs(paths):
         if _is_remote(path):
             with _errors_that_name(path):
                 found = _RemoteFile(path).find()
+        elif path == "-" or os.path.exists(path):
+            found = [(path, _size_of(path))]
         else:
-            names = [path]
-            if path != "-" and not os.path.exists(path):
-                names = sorted(glob.glob(path, recursive=True))
-            found = [(name, _size_of(name)) for name in names]
+            found = [(name, _size_of(name)) for name in sorted(glob.glob(path, recursive=True))]
         if len(found) == 0:
             name = _name_of_input(path)
             raise FileNotFoundError(f"{name}: no such file, and as a pattern it matches none")
-        inputs.extend(_Input(*path_and_size) for path_and_size in found)
+        inputs.extend(_Input(name, size) for name, size in found)
     if len(inputs) == 0:
         raise ValueError("preprocess wants at least one input")
     return inputs
@@ -6633,7 +6683,7 @@ def _size_of(path):
     return os.path.getsize(path) if path != "-" and os.path.isfile(path) else None
 
 
-def _compression(path):
+def _infer_compression(path):
     """How a file is compressed, as fsspec infers it from its name; None: it is not."""
     import fsspec
 
@@ -6684,7 +6734,7 @@ def _cut_inputs(inputs, shard):
     return of_shard
 
 
-def _lines_of_input(source):
+def _read_lines(source):
     """Yield the lines that begin in a job's share of an _Input; one that is too long is cut off."""
     import fsspec
 
@@ -6731,16 +6781,16 @@ def _line_of_row(row, json_keys):
     return f"wanted a text, or a dict of texts, got {row!r:.60}"
 
 
-def _cut_blocks(sources):
-    """Yield blocks (input, number of the first line from 1 on, lines) of each (input, its lines).
+def _cut_blocks(inputs):
+    """Yield the lines of inputs in blocks: (input, number of the first line from 1 on, lines).
 
     In the place of a line that is bad already, a block has a str that says what is wrong with it.
     """
-    for source, lines in sources:
+    for source in inputs:
         first = 1
         of_block = []
         size = 0
-        for line in lines:
+        for line in source.lines:
             if len(line) > _LONGEST_LINE:
                 line = f"longer than {_LONGEST_LINE:,} bytes"
             of_block.append(line)
@@ -6753,31 +6803,41 @@ def _cut_blocks(sources):
         yield source, first, of_block
 
 
-def _append_documents(builder, content, lengths, ends):
-    """Append sequences, and end a document after so many of them as each entry of `ends` says."""
-    first = len(builder.sequence_lengths)
-    builder.add_sequences(content, lengths)
-    builder.document_indices.extend(first + end for end in ends)
-
-
 # -- Workers -----------------------------------------------------------------------------------
 
 
-def _sentences_under(key, row):
-    """Return the sentences that a line's JSON has under a key; ValueError if it has none."""
+def _read_object(line):
+    """Return the JSON object on a line; ValueError if there is none."""
+    try:
+        found = json.loads(line.decode("utf-8-sig"))  # of bytes json would guess the encoding
+        if isinstance(found, dict):
+            return found
+        reason = f"a {type(found).__name__}"
+    except json.JSONDecodeError as error:  # str(error) counts lines, too
+        reason = f"{error.msg}, character {error.pos}"
+    except (ValueError, RecursionError) as error:
+        reason = str(error)
+    begin = line[:60].decode(errors="replace")
+    raise ValueError(f"wanted a JSON object on the line, which begins {begin!r}: {reason}")
+
+
+def _read_sentences(row, key):
+    """Return the sentences that an object has under a key; ValueError if it has none."""
     try:
         sentences = _sentences(row.get(key))
-    except (AttributeError, ValueError):
-        raise ValueError(f"no text under {key!r}") from None
+    except ValueError:
+        raise ValueError(
+            f"wanted a text under {key!r}, in an object with the keys {list(row)!s:.60}"
+        ) from None
     try:
         "".join(sentences).encode()
     except UnicodeEncodeError:
-        raise ValueError(f"a lone surrogate under {key!r}") from None
+        raise ValueError(f"wanted a text under {key!r}, got one with a lone surrogate") from None
     return sentences
 
 
 class _Encoder:
-    """What a worker does: it turns lines into documents, as _append_documents() takes them.
+    """What a worker does: it turns lines into documents, as _write_pairs() takes them.
 
     lines                    content (bytes)        lengths   ends
     {"text": "aaaa"}         a a a a $              5         1   one sequence so far
@@ -6791,7 +6851,9 @@ class _Encoder:
         self.splitter = _load_sentence_splitter() if split_sentences else None
         self.dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
         eod = [tokenizer.eod] if append_eod else []
-        self.eod = np.frombuffer(_encode_tokens(eod, self.dtype), self.dtype)
+        # Unsigned: beside the uint64 of a tokenizer int32 would become a float.
+        unsigned = f"u{self.dtype.itemsize}"
+        self.eod = np.frombuffer(_encode_tokens(eod, self.dtype), unsigned)
 
     def encode_block(self, lines):
         """Return what encode() makes of the lines, in a list, and (number, reason) of bad lines.
@@ -6826,15 +6888,8 @@ class _Encoder:
         """Return {key: sentences} of a line; ValueError if the line itself is bad."""
         if isinstance(line, str):
             raise ValueError(line)
-        try:
-            row = json.loads(line.decode("utf-8-sig"))
-            return {key: _sentences_under(key, row) for key in self.json_keys}
-        except json.JSONDecodeError as error:  # str(error) counts lines, too
-            reason = f"{error.msg}, character {error.pos}"
-        except (ValueError, RecursionError) as error:
-            reason = str(error)
-        begin = line[:60].decode(errors="replace")
-        raise ValueError(f"wanted a JSON object on the line, which begins {begin!r}: {reason}")
+        row = _read_object(line)
+        return {key: _read_sentences(row, key) for key in self.json_keys}
 
     def _encode_documents(self, documents):
         """Return (content, lengths, ends) of lists of sentences: encode_document(), for many."""
@@ -6868,17 +6923,9 @@ class _Encoder:
         return arrays
 
 
-def _one_line(error):
-    """Return the message of an error on one line; an unexpected kind of error is named."""
-    message = " ".join(str(error).split())
-    if isinstance(error, (ValueError, IndexError, OSError, ImportError, Warning)) and message:
-        return message
-    return f"{type(error).__name__}: {message}".removesuffix(": ")
-
-
 def _load_sentence_splitter():
     """Return nltk's Punkt for English; without its model, an untrained one, and a warning."""
-    punkt = _import_extra("nltk.tokenize.punkt", "--split-sentences")
+    punkt = _import_extra("nltk.tokenize.punkt", "split_sentences")
     try:
         return punkt.PunktTokenizer("english")
     except LookupError:
@@ -6947,6 +6994,12 @@ def _receive(block, pipe):
     return block, *answer
 
 
+# The signals that end a command.  Windows has no SIGHUP.
+_SIGNALS = [signal.SIGINT, signal.SIGTERM]
+if hasattr(signal, "SIGHUP"):
+    _SIGNALS.append(signal.SIGHUP)
+
+
 def _run_worker(pipe, end_of_parent, encoder):
     """Encode the lines that come through a pipe: this is all that a worker process does.
 
@@ -6961,8 +7014,6 @@ def _run_worker(pipe, end_of_parent, encoder):
             signal.signal(number, signal.SIG_IGN)
         elif signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    if sys.platform == "linux":
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     # The processes keep all cores busy already: threads of the tokenizers library would compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with contextlib.suppress(EOFError, OSError):
@@ -7000,7 +7051,7 @@ def merge(
     prefixes = [os.fspath(prefix) for prefix in prefixes]
     if len(prefixes) == 0:
         raise ValueError("merge wants at least one input prefix")
-    _refuse_passwords([prefixes, output_prefix])
+    _refuse_passwords(prefixes)
     _check_all_shards(prefixes)
     dtype = IndexedDataset(prefixes[0]).dtype
     tokenizer, inputs = _join_records(prefixes)
@@ -7304,9 +7355,11 @@ class SFTDataset(MegatronDataset):
 
 @contextlib.contextmanager
 def _errors_that_name_row(name, rows, row):
-    """Have an error, of whatever kind, name the row."""
+    """Have errors, of whatever kind, name the row, but those that are not its fault."""
     try:
         yield
+    except (MemoryError, OSError):
+        raise
     except Exception as error:
         raise ValueError(
             f'{_place_of_row(name, rows, row)}: wanted "messages", a list of '
@@ -7432,15 +7485,6 @@ class _JsonlRows:
         with open(self.path, "rb") as file:
             file.seek(self.starts[row])
             return _read_object(file.readline())
-
-
-def _read_object(line):
-    """The object that a line of JSON is.  It is UTF-8, with or without a mark: json would guess."""
-    with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(line.decode("utf-8-sig"))
-        if isinstance(found, dict):
-            return found
-    raise ValueError(f"wanted a JSON object on the line, which begins with {line[:40]}")
 
 
 class _ParquetRows:
@@ -7673,7 +7717,7 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if len(arrived) > 0:  # what a signal stops may raise an error of its own
             sys.exit(128 + arrived[0])
-        print(f"megatron-min: {_one_line(error)}", file=sys.stderr)
+        print(f"{options.program}: {_one_line(error)}", file=sys.stderr)
         return 1
     finally:
         for number, handler in handlers.items():
@@ -7686,7 +7730,7 @@ def _print_warning(message, *details):
     print(f"warning: {_one_line(message)}", file=sys.stderr)
 
 
-def _say(line):
+def _print_line(line):
     """Print a line of what a command has found or made."""
     try:
         print(line, flush=True)
@@ -7700,11 +7744,13 @@ def _say(line):
 
 def _make_parser():
     """Return the parser of all commands; each stores the function that runs it as options.run."""
+    program = os.path.basename(sys.argv[0])  # as it was called: megatron-min or megatron_min.py
     parser = argparse.ArgumentParser(
-        "megatron-min",
+        program,
         description="Megatron-LM's GPT data path: text to files to indices to resumable batches.",
-        epilog="megatron-min COMMAND --help shows the options of a command.",
+        epilog="COMMAND --help shows the options of a command.",
     )
+    parser.set_defaults(program=program)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     text = "JSON lines, also compressed, to .bin/.idx pairs"
@@ -7787,10 +7833,10 @@ def _run_preprocess(options):
         verbose=options.verbose,
     )
     for prefix in prefixes.values():
-        _say(_counts(prefix, IndexedDataset(prefix)))
+        _print_line(_describe_pair(prefix, IndexedDataset(prefix)))
 
 
-def _counts(label, dataset):
+def _describe_pair(label, dataset):
     """A line about a pair."""
     num_documents = len(dataset.document_indices) - 1
     return (
@@ -7802,34 +7848,34 @@ def _counts(label, dataset):
 def _run_merge(options):
     prefixes = [path.removesuffix(".idx") for path in options.input]  # as a shell's * finds pairs
     merge(prefixes, options.output_prefix, options.multimodal)
-    _say(_counts(options.output_prefix, IndexedDataset(options.output_prefix)))
+    _print_line(_describe_pair(options.output_prefix, IndexedDataset(options.output_prefix)))
 
 
 def _run_inspect(options):
     tokenizer = build_tokenizer(options.tokenizer, options.eod_token, options.add_special_tokens)
     dataset = IndexedDataset(options.prefix)
-    _say(_counts(options.prefix, dataset))
+    _print_line(_describe_pair(options.prefix, dataset))
     if len(dataset) == 0:
         return
     lengths = dataset.sequence_lengths
     mean = dataset.num_tokens / len(dataset)
-    _say(f"lengths: {lengths.min():,} to {lengths.max():,} tokens, {mean:,.1f} on average")
+    _print_line(f"lengths: {lengths.min():,} to {lengths.max():,} tokens, {mean:,.1f} on average")
     tokens = dataset.get(0, 0, min(16, int(lengths[0]))).tolist()
-    _say(f"sequence 0: {tokens}")
+    _print_line(f"sequence 0: {tokens}")
     if max(tokens, default=0) < tokenizer.vocab_size:
-        _say(f"decoded: {tokenizer.detokenize(tokens)!r}")
+        _print_line(f"decoded: {tokenizer.detokenize(tokens)!r}")
     else:
-        _say("not decoded: name the tokenizer of the pair with --tokenizer")
+        _print_line("not decoded: name the tokenizer of the pair with --tokenizer")
 
 
 def _run_verify(options):
     for prefix in options.prefix:
-        _say(_counts(f"whole: {prefix}", IndexedDataset(prefix, check=True)))
+        _print_line(_describe_pair(f"whole: {prefix}", IndexedDataset(prefix, check=True)))
 
 
 def _run_demo(options):
     with tempfile.TemporaryDirectory() as folder:
-        _say("1. Text to pairs: Python's modules and docstrings; a token is a byte, or an end")
+        _print_line("1. Text to pairs: Python's modules and docstrings; a token is a byte, or eod")
         texts = []
         for path in sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:150]:
             code = path.read_text("utf-8", errors="replace")
@@ -7839,7 +7885,7 @@ def _run_demo(options):
         demo = os.path.join(folder, "demo")
         pairs = preprocess(texts=texts, output_prefix=demo, append_eod=True, json_keys=keys)
         for prefix in pairs.values():
-            _say(_counts(prefix, IndexedDataset(prefix)))
+            _print_line(_describe_pair(prefix, IndexedDataset(prefix)))
 
         config = GPTDatasetConfig(
             random_seed=1234,
@@ -7852,16 +7898,16 @@ def _run_demo(options):
         sizes = [600, 0, 0]
         builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
         train, _, _ = builder.build()
-        _say(f"2. A blend, 70 % code: {len(train):,} samples of 256 tokens; 90 % of the pairs have")
+        _print_line(f"2. A blend, 70 % code: {len(train):,} samples of 256 tokens; the pairs have")
         for key, dataset, count in zip(keys, train.datasets, train.samples_taken(), strict=True):
-            _say(f"   {key}: {len(dataset):,} samples, {count:,} of them in the blend")
+            _print_line(f"   {key}: {len(dataset):,} samples to train on, {count:,} in the blend")
 
         loaders = _make_demo_loaders(train, num_ranks=2)
         steps = _global_batches(loaders)
         text = ByteTokenizer().detokenize(next(steps)[0])
         for _ in range(4):
             next(steps)
-        _say(f"3. Batches: 2 ranks x 4 samples, first {text[:32]!r}, stopped after 5 steps")
+        _print_line(f"3. Batches: 2 ranks x 4 samples, first {text[:32]!r}, stopped after 5 steps")
 
         state = loaders[0].state_dict()
         resumed = _make_demo_loaders(train, num_ranks=4)
@@ -7870,9 +7916,10 @@ def _run_demo(options):
         equal = []
         for found, wanted in zip(_global_batches(resumed), steps, strict=True):
             equal.append(torch.equal(found, wanted))
-        _say(f"4. Resumed: 4 ranks x 2 samples, {len(equal)} more steps, equal: {all(equal)}")
-    _say("Next, your own text, a JSON object with a text on each line of a file:")
-    _say("megatron-min preprocess --input corpus.jsonl --output-prefix corpus --append-eod")
+        _print_line(f"4. Resumed: 4 ranks x 2, {len(equal)} more steps, equal: {all(equal)}")
+    _print_line("Next, your own text, a JSON object with a text on each line of a file:")
+    flags = "--input corpus.jsonl --output-prefix corpus --append-eod"
+    _print_line(f"{options.program} preprocess {flags}")
 
 
 def _make_demo_loaders(train, num_ranks):
