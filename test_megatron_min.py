@@ -70,6 +70,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 CASES = float(os.environ.get("MEGATRON_MIN_CASES", 1))
 IMPLEMENTATIONS = ["python"] if os.environ.get("MEGATRON_MIN_C") == "0" else ["python", "c"]
 FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else None
+ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and limits that hold")
 
 torch.set_num_threads(1)
@@ -105,6 +106,11 @@ def copy_of_module(implementation):
     return module
 
 
+for _implementation in IMPLEMENTATIONS:
+    # A worker process that imports this file then has the classes of what is sent to it.
+    with contextlib.suppress(ImportError, pytest.skip.Exception):  # the tests say what is missing
+        copy_of_module(_implementation)
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what it puts into the background so, and the commands under test would be, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -117,6 +123,8 @@ def this_process():
     The allocator of gcc 12's address sanitizer, unlike glibc's, does not see to its locks at a
     fork: where another thread holds one at that moment, the new process waits for it for ever.
     """
+    # Where workers are started by forkserver, it imports these once, and not each of them.
+    multiprocessing.set_forkserver_preload(["torch", __name__])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", do_not_wait)
         if os.environ.get("MEGATRON_MIN_FORK") == "0":
@@ -2861,7 +2869,6 @@ def run_on_ranks(world, folder, calls):
     for name, step in (("a", 1), ("b", 4)):
         lengths = step * rng.integers(1, 14, 60)
         mk(one, folder / name, [np.append(rng.integers(1, 99, n - 1), 0) for n in lengths])
-    multiprocessing.set_forkserver_preload(["torch", __name__])  # once, not on every rank
     torch.multiprocessing.start_processes(  # if one fails, it ends the others
         run_on_rank, (world, folder, list(calls)), world, start_method="forkserver"
     )
@@ -4974,20 +4981,28 @@ KINDS_OF_DATASET = {  # do threads make its batches, where C does?
 }
 
 
-def dataset_of(mm, folder, kind):
-    """A dataset of one of KINDS_OF_DATASET, of 23 samples."""
+def own_reader(implementation, prefix):
+    """A reader of a class of the user's own, which another process makes again."""
 
-    class Shifted(mm.IndexedDataset):
+    class Shifted(copy_of_module(implementation).IndexedDataset):
         def get(self, *arguments):
             return super().get(*arguments) + 1
 
+        def __reduce__(self):
+            return own_reader, (implementation, prefix)
+
+    return Shifted(prefix)
+
+
+def dataset_of(mm, folder, kind):
+    """A dataset of one of KINDS_OF_DATASET, of 23 samples."""
     if kind == "numbers":
         return Numbers(23)
     docs = [np.arange(n) for n in range(1, 20)]
     prefix = mk(mm, folder / "p", docs, np.uint16)
     dataset = gpt(mm, prefix, 23, mmap_bin_files=kind != "not mapped")
     if kind == "own reader":
-        dataset.dataset = Shifted(prefix)
+        dataset.dataset = own_reader(mm.IMPLEMENTATION, prefix)
     if kind.startswith("blend"):
         cfg = dataset.config
         if kind == "blend of another config":
@@ -6771,7 +6786,7 @@ def compress(content, extension):
     if extension == "":
         return content
     if extension == ".zst":
-        module = pytest.importorskip("backports.zstd")
+        module = pytest.importorskip(ZSTD)
     else:
         module = {".gz": gzip, ".bz2": bz2, ".xz": lzma}[extension]
     half = len(content) // 2
@@ -7115,7 +7130,7 @@ def test_zst_is_read_by_one_that_reads_all_of_it(one, tmp_path, monkeypatch):
 
 def test_a_zst_of_a_long_window_is_refused_with_the_way_out(one, tmp_path):
     """As `zstd --long=31` makes them: a reader would need 2 GiB."""
-    pytest.importorskip("backports.zstd")
+    pytest.importorskip(ZSTD)
     window = bytes([(31 - 10) << 3])  # of 2^31 bytes
     block = (len(GOOD) << 3 | 1).to_bytes(3, "little") + GOOD  # the last one, not compressed
     (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\0" + window + block)
@@ -7343,7 +7358,7 @@ BAD_LINES = {  # and what is said of each
     b'{"text": ["a", 5]}': UNDER + "in an object with the keys ['text']",
     b'["text"]': WANTED + r"""'["text"]\n': a list""",
     b'{"n": %s}' % (b"1" * 5000): "4300 digits",  # Python reads no longer numbers
-    b"[" * 100_000: "recursion",
+    b"[" * 100_000: "while decoding a JSON array",
 }
 
 
@@ -9124,9 +9139,16 @@ def run_training(folder, ranks=1, **layout):
     return done.stdout.splitlines()
 
 
+FORKSERVER = """
+import multiprocessing
+
+multiprocessing.set_start_method("forkserver", force=True)
+"""  # the default from Python 3.14 on
+
+
 @pytest.mark.slow
 def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, readme, tmp_path):
-    """It learns; and it goes on where it stopped, on other ranks."""
+    """It learns, goes on where it stopped on other ranks, and is not run by worker processes."""
     sources = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:20]
     texts = [path.read_text("utf-8", errors="replace") for path in sources]
     one.preprocess(texts=texts, output_prefix=tmp_path / "corpus", append_eod=True)
@@ -9140,11 +9162,15 @@ def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, readme, tmp_pa
         checkpoint.unlink()
         assert run_training(tmp_path, ranks, **layout) == lines, layout
     checkpoint.unlink()
-    (tmp_path / "train.py").write_text(script.replace("\nsteps = 20\n", "\nsteps = 10\n"))
+    (tmp_path / "train.py").write_text(script.replace(" steps = 20\n", " steps = 10\n"))
     first = run_training(tmp_path)
     (tmp_path / "train.py").write_text(script)
     assert first + run_training(tmp_path, 2) == lines
     assert run_training(tmp_path) == []
+    checkpoint.unlink()
+    started = FORKSERVER + script.replace(" **dp)", " num_workers=1, **dp)")
+    (tmp_path / "train.py").write_text(started)
+    assert run_training(tmp_path, MEGATRON_MIN_C="0") == lines
 
 
 def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path, monkeypatch):
