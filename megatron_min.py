@@ -698,9 +698,14 @@ class IndexedDataset(torch.utils.data.Dataset):
         return {"idx": self._idx_stamp, "fingerprint": self.fingerprint()}
 
     def is_noted(self, note: dict) -> bool:
-        """Are these the data of a note?  An .idx of the same size and time is not read again."""
+        """Are these the data of a note?  An .idx of the same size and time is not read again.
+
+        DatasetFormatError for a damaged .idx: of its arrays the fingerprint has the lengths alone.
+        """
         if note["idx"] == self._idx_stamp:
             self._fingerprint = note["fingerprint"]
+        else:
+            self.verify()
         return note["fingerprint"] == self.fingerprint()
 
     def __reduce__(self):

@@ -9002,13 +9002,14 @@ def damaged_bytes(rng, data, other):
     return damages[rng.integers(len(damages))]
 
 
-def put_files(files):
-    """Make these the files of the current folder; their times tell nothing of a damage."""
+def put_files(files, good):
+    """Make these the files of the current folder; those that are not the good ones are younger."""
     for path in files_of("."):
         os.unlink(path)
     for path, data in files.items():
         pathlib.Path(path).write_bytes(data)
-        os.utime(path, ns=(1, 1))
+        time_ns = 1 if data == good[path] else 2
+        os.utime(path, ns=(time_ns, time_ns))
 
 
 def samples_of_blend(mm, cache, mapped=True):
@@ -9036,7 +9037,7 @@ def read_damaged_files(mm, count):
             files[path] = damaged_bytes(rng, files[path], good[rng.choice(names)])
             if rng.random() < 0.1:
                 del files[path]
-        put_files(files)
+        put_files(files, good)
         mapped = bool(rng.integers(2))
         found = samples_of_blend(mm, "cache", mapped)
         wanted = samples_of_blend(mm, "new", mapped)
@@ -9056,7 +9057,7 @@ def test_damaged_pairs_and_caches_are_never_seen(mm, tmp_path, monkeypatch, coun
     rng = np.random.default_rng(5)
     mk(mm, "in/a", random_docs(rng, 12, 9), np.uint16)
     mk(mm, "in/b", random_docs(rng, 9))
-    put_files(files_of("."))
+    put_files(files_of("."), files_of("."))
     assert samples_of_blend(mm, "cache") is not None
     job = functools.partial(read_damaged_files, mm, count)
     assert in_children(job, timeout=100 + count) == [0]
