@@ -1415,7 +1415,7 @@ def orders_by_numpy(ds):
 
 def test_orders_by_numpys_shuffle(mm, tmp_path):
     """One generator draws both orders; with stable_order each epoch has one of its own."""
-    for case, rng in enumerate(cases(60)):
+    for case, rng in enumerate(cases(40)):
         prefix = mk(mm, tmp_path / "p", random_docs(rng))
         documents = rng.permutation(len(mm.IndexedDataset(prefix)))
         fields = random_orders(rng) | {"stable_order": case % 2 == 1}
@@ -1653,7 +1653,7 @@ def random_dataset(mm, rng, prefix, dtype):
 @pytest.mark.filterwarnings("ignore")
 def test_samples_equal_the_loops(mm, tmp_path):
     """Under every flag, from every dtype, mapped or not; their pieces and upstream's method too."""
-    for case, rng in enumerate(cases(40)):
+    for case, rng in enumerate(cases(24)):
         ds = random_dataset(mm, rng, tmp_path / f"{case}/p", INTEGERS[case % len(INTEGERS)])
         if len(ds) == 0:
             continue
@@ -1931,7 +1931,7 @@ def random_weights(rng, n):
 
 def test_blends_by_a_loop(mm):
     """The arrays may be long, or have gaps."""
-    for rng in cases(60):
+    for rng in cases(40):
         n = int(rng.choice([rng.integers(1, 40), rng.integers(33, 300)]))  # C has loops for both
         weights = random_weights(rng, n)
         size = int(rng.integers(0, 1000 if n < 33 else 300))
@@ -3833,7 +3833,13 @@ def fail(kind, *arguments):
     raise kind(*arguments)
 
 
-@pytest.mark.parametrize("make", [make_pair, merge_pairs, preprocess_two_keys])
+MORE_COMMITS = [
+    pytest.param(merge_pairs, marks=pytest.mark.slow),
+    pytest.param(preprocess_two_keys, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("make", [make_pair, *MORE_COMMITS])
 def test_whatever_call_fails_a_pair_is_whole_or_can_be_made_whole(one, tmp_path, make):
     """Each call on files fails, by an error of the disk or by Ctrl-C; or two of them do.
 
@@ -3876,7 +3882,7 @@ def die():
 
 
 @linux
-@pytest.mark.parametrize("make", [make_pair, preprocess_two_keys])
+@pytest.mark.parametrize("make", [make_pair, MORE_COMMITS[-1]])
 def test_where_a_process_dies_a_pair_is_whole_or_can_be_made_whole(one, tmp_path, make):
     old, new = two_generations(one, tmp_path, make)
     for has_old, works in itertools.product([False, True], [False, True]):
@@ -6834,7 +6840,7 @@ def random_input(rng):
 
 def test_random_corpora_equal_the_plain_loop(one, tmp_path, monkeypatch):
     """By 1 to 3 workers, and as 2 to 5 shards, which are merged; with blocks of all sizes."""
-    for case, rng in enumerate(cases(4)):
+    for case, rng in enumerate(cases(2)):
         monkeypatch.setattr(one, "_BLOCK_BYTES", int(rng.choice([1, 100, 5000, 1 << 19])))
         folder = tmp_path / str(case)
         folder.mkdir()
@@ -6911,7 +6917,7 @@ def document_of(name, number):
 
 def test_the_way_back_to_the_inputs(one, tmp_path, monkeypatch):
     """Of one job, of shards, of merged shards, and of several such pairs that are merged."""
-    for case, rng in enumerate(cases(4)):
+    for case, rng in enumerate(cases(2)):
         (tmp_path / str(case)).mkdir()
         monkeypatch.chdir(tmp_path / str(case))
         names = [f"{name}.jsonl" for name in "abc"]
@@ -8431,7 +8437,7 @@ sys.exit(mm.main({words}))
 
 
 @linux
-@pytest.mark.parametrize("most", [6, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [2, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "words",
     [
