@@ -6385,7 +6385,7 @@ def _find_pad_token_id(config):
 #   with IndexedDatasetBuilder(...)             _write_pairs()
 #   for line in file                            _read_lines(), _cut_blocks()
 #       if line.isspace(): continue             _Encoder.encode()
-#       text = json.loads(...)[json_key]        _Encoder._read_texts()
+#       text = json.loads(...)[json_key]        _read_object(), _read_sentences()
 #       sequences = encode_document(text, ...)  _Encoder._encode_documents()
 #       builder.add_item(), .end_document()     _write_pairs()
 #
@@ -6403,15 +6403,15 @@ def _find_pad_token_id(config):
 #
 # A compressed file cannot be entered in the middle: it belongs to the shard in which it begins.
 # The pairs of the shards, merged in order, are the files of one job, byte for byte.  Each pair has
-# a record of what it was made from, such as that of shard 1/3:
+# a record of what it was made from, such as this one of shard 1/3:
 #
 #   books_text_document_00001_of_00003.bin, .idx, .record.json
 #
-#   {"tokenizer": {...}, "inputs": [["b.jsonl", 1], ["c.jsonl.gz", 5]], "bin": 1200, "idx": 142}
+#   {"tokenizer": {...}, "bin": 1200, "idx": 142,    the sizes of the pair, in bytes
+#    "inputs": [["a.jsonl from byte 250 on", 0], ["b.jsonl", 1], ["c.jsonl.gz", 5]]}
 #
-# Its document 0 is that of b.jsonl, and documents 1 to 5 are those of c.jsonl.gz; bin and idx are
-# the sizes of the files.  Where a shard begins within an input, the name says so, as in "d.jsonl
-# from byte 250 on".  merge() puts the lists of inputs one after the other.
+# So document 0 of the pair is that of b.jsonl, and documents 1 to 5 are those of c.jsonl.gz.
+# merge() puts the lists of inputs one after the other.
 
 # How much text a worker gets at a time.  Smaller blocks cost more messages; larger ones more
 # memory, and more time until the death of a worker is noticed.
@@ -6494,10 +6494,9 @@ def preprocess(
 
     started = time.perf_counter()
     encoder = _Encoder(tokenizer, json_keys, append_eod, split_sentences)
-    with _progress_bar(inputs, verbose) as bar:
-        num_bytes, num_bad, first_bad = _write_pairs(
-            prefixes, encoder, inputs, workers, on_error, bar
-        )
+    num_bytes, num_bad, first_bad = _write_pairs(
+        prefixes, encoder, inputs, workers, on_error, verbose
+    )
     counts = [[each.name, each.documents] for each in inputs]
     for prefix in prefixes.values():
         _write_record(prefix, _identity_of_tokenizer(tokenizer), counts)
@@ -6510,7 +6509,7 @@ def preprocess(
     if num_bad > 0:
         warnings.warn(f"left out {num_bad:,} bad lines; the first: {first_bad}", stacklevel=2)
     # Of a part of an input no document need come.
-    whole = [each for each in inputs if (each.begin, each.end) == (0, math.inf)]
+    whole = [each for each in inputs if each.end - each.begin in (each.size, math.inf)]
     empty = [each.name for each in whole if each.documents == 0]
     if len(empty) > 0:
         found = f"{len(empty):,} of the inputs, such as {empty[0]}"
@@ -6518,7 +6517,7 @@ def preprocess(
     return prefixes
 
 
-def _write_pairs(prefixes, encoder, inputs, workers, on_error, bar):
+def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
     """The loop of encode_jsonl(), for blocks of lines and {key: prefix of a pair}.
 
     Returns how many bytes the lines have, how many lines are bad, and what is said of the first.
@@ -6527,6 +6526,7 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, bar):
     num_bad = 0
     first_bad = None
     with contextlib.ExitStack() as stack:
+        bar = stack.enter_context(_progress_bar(inputs, verbose))
         builders = {}
         for key, prefix in prefixes.items():
             builder = IndexedDatasetBuilder(get_bin_path(prefix), encoder.dtype)
@@ -6563,20 +6563,14 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, bar):
 
 def _progress_bar(inputs, verbose):
     """Return a bar of tqdm, if it is asked for and installed; else a context that gives None."""
-    if not verbose:
-        return contextlib.nullcontext()
-    try:
-        import tqdm
-    except ModuleNotFoundError:
-        return contextlib.nullcontext()
-    total = 0
-    for each in inputs:
-        if each.size is None or each.compression is not None:
-            total = math.inf  # tqdm shows no end then
-        else:
-            total += min(each.end, each.size) - each.begin
-    # disable=None: for a terminal alone
-    return tqdm.tqdm(total=total, unit="B", unit_scale=True, disable=None)
+    if verbose:
+        total = sum(each.end - each.begin for each in inputs)  # of math.inf tqdm shows no end
+        with contextlib.suppress(ModuleNotFoundError):
+            import tqdm
+
+            # disable=None: for a terminal alone
+            return tqdm.tqdm(total=total, unit="B", unit_scale=True, disable=None)
+    return contextlib.nullcontext()
 
 
 # -- Inputs ------------------------------------------------------------------------------------
@@ -6596,7 +6590,7 @@ class _Input:
         self.compression = _infer_compression(path)
         # The lines that begin in these bytes are read; math.inf: to its end, wherever that is.
         self.begin = 0
-        self.end = math.inf
+        self.end = math.inf if size is None or self.compression is not None else size
         self.lines = _read_lines(self)  # a generator: it opens the file at the first line
         self.lines_read = 0  # that have become documents, or were bad
         self.documents = 0  # that it has given so far
@@ -6717,12 +6711,12 @@ def _cut_inputs(inputs, shard):
         is_compressed = each.compression is not None
         if begin >= end or (is_compressed and begin > 0):
             continue
-        of_shard.append(each)
         if begin > 0:
-            each.begin = begin
             each.name += f" from byte {begin:,} on"
-        if end < each.size and not is_compressed:
+        if not is_compressed:
+            each.begin = begin
             each.end = end
+        of_shard.append(each)
     return of_shard
 
 
@@ -6795,7 +6789,9 @@ def _cut_blocks(inputs):
 
 
 def _read_object(line):
-    """Return the JSON object on a line; ValueError if there is none."""
+    """Return the JSON object on a line; ValueError if there is none; a str says why itself."""
+    if isinstance(line, str):
+        raise ValueError(line)
     try:
         found = json.loads(line.decode("utf-8-sig"))  # of bytes json would guess the encoding
         if isinstance(found, dict):
@@ -6864,15 +6860,11 @@ class _Encoder:
 
     def encode(self, lines):
         """Return {key: (content, lengths, ends)}: section 2's loop, for many lines."""
-        rows = [self._read_texts(line) for line in lines if not line.isspace()]
-        return {key: self._encode_documents([row[key] for row in rows]) for key in self.json_keys}
-
-    def _read_texts(self, line):
-        """Return {key: sentences} of a line; ValueError if the line itself is bad."""
-        if isinstance(line, str):
-            raise ValueError(line)
-        row = _read_object(line)
-        return {key: _read_sentences(row, key) for key in self.json_keys}
+        rows = [_read_object(line) for line in lines if not line.isspace()]
+        encoded = {}
+        for key in self.json_keys:
+            encoded[key] = self._encode_documents([_read_sentences(row, key) for row in rows])
+        return encoded
 
     def _encode_documents(self, documents):
         """Return (content, lengths, ends) of lists of sentences: encode_document(), for many."""
@@ -6897,8 +6889,7 @@ class _Encoder:
             if len(sequences) > 0:
                 lengths.extend(map(len, sequences))
                 lengths[-1] += len(self.eod)
-                pieces.extend(sequences)
-                pieces.append(self.eod)
+                pieces.extend([*sequences, self.eod])
             ends.append(len(lengths))  # a document may have no sequences
         return _encode_tokens(np.concatenate(pieces), self.dtype), lengths, ends
 
@@ -6945,10 +6936,17 @@ def _encode_blocks(encoder, blocks, workers):
             pipe = next(rounds)
             done = block_of[pipe]
             if done is not None:
-                answer = _receive(pipe)
+                try:
+                    answer = pipe.recv()
+                except (EOFError, OSError):
+                    answer = ChildProcessError(
+                        "a worker process was killed, perhaps for lack of memory: use fewer workers"
+                    )
+                if isinstance(answer, Exception):
+                    raise answer
             if block is not None:
                 _, lines = block
-                with contextlib.suppress(OSError):  # of a worker that is dead: _receive() says so
+                with contextlib.suppress(OSError):  # of a worker that is dead: recv() says so
                     pipe.send(lines)
             block_of[pipe] = block
             if done is not None:
@@ -6958,19 +6956,6 @@ def _encode_blocks(encoder, blocks, workers):
             if process.is_alive():
                 process.kill()
                 process.join()
-
-
-def _receive(pipe):
-    """Return what a worker makes of its block."""
-    try:
-        answer = pipe.recv()
-    except (EOFError, OSError):
-        raise ChildProcessError(
-            "a worker process was killed, perhaps for lack of memory: use fewer workers"
-        ) from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
 
 
 # The signals that end a command.  Windows has no SIGHUP.
@@ -7076,10 +7061,8 @@ def _join_records(prefixes):
 
 def _sizes_of_pair(path_prefix):
     """The sizes of the files of a pair, in bytes."""
-    return {
-        "bin": os.path.getsize(get_bin_path(path_prefix)),
-        "idx": os.path.getsize(get_idx_path(path_prefix)),
-    }
+    paths = {"bin": get_bin_path(path_prefix), "idx": get_idx_path(path_prefix)}
+    return {name: os.path.getsize(path) for name, path in paths.items()}
 
 
 def _write_record(path_prefix, tokenizer, inputs):
@@ -7106,9 +7089,7 @@ def _read_record(path_prefix):
 def _input_of_document(record, document):
     """Return the name of the input that has a document of a pair, and its number in there, from 0.
 
-    (None, None) if no record says it.  A number counts documents: blank lines, and bad lines that
-    were left out, are none.  Where a shard begins within an input, numbers count from there, and
-    the name says from which byte on.
+    (None, None) if no record says it.  Blank lines, and bad lines that were left out, do not count.
     """
     if record is not None:
         for name, documents in record["inputs"]:
