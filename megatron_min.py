@@ -6389,10 +6389,6 @@ def _find_pad_token_id(config):
 #       sequences = encode_document(text, ...)  _Encoder._encode_documents()
 #       builder.add_item(), .end_document()     _write_pairs()
 #
-# A line is bad for what it is itself: no JSON object in UTF-8, one without text under a key, one
-# that is too long, or one at which the tokenizer raises an error.  But a MemoryError or an OSError
-# is not the line's fault: it ends the job.
-#
 # Many machines share the work as shards: each reads its share of the bytes of all inputs, laid end
 # to end.  A line belongs to the shard in which it begins:
 #
@@ -6450,7 +6446,9 @@ def preprocess(
                   the names, as in _00001_of_00016
     on_error      "stop": the first bad line is an error; "skip": bad lines are left out, and a
                   warning says how many, and what is wrong with the first; if all lines are bad, it
-                  is an error
+                  is an error.  Blank lines do not count; a line is bad if it is no JSON object in
+                  UTF-8 with a text under each key, is too long, or if the tokenizer raises an error
+                  at it, but for MemoryError and OSError, which end the job.
     verbose       show a bar, where tqdm is installed, and at the end one line on stderr
     Returns       {key: path prefix of its pair}
     Raises        ValueError that names file, line and reason, or another error; then no pair
@@ -6488,9 +6486,10 @@ def preprocess(
         suffix += f"_{index:05}_of_{count:05}"  # so that the names sort as the shards do
     prefixes = {key: f"{os.fspath(output_prefix)}_{key}{suffix}" for key in json_keys}
     if texts is None:
-        inputs = _cut_inputs(_find_inputs(input), shard)
+        inputs = _find_inputs(input)
     else:
-        inputs = [_input_of_texts(texts, json_keys, count)]
+        inputs = [_Input("texts", None, _read_rows(texts, json_keys))]
+    inputs = _cut_inputs(inputs, shard)
 
     started = time.perf_counter()
     encoder = _Encoder(tokenizer, json_keys, append_eod, split_sentences)
@@ -6581,32 +6580,20 @@ class _Input:
 
     path   a path, a URL, or "-", which is standard input
     size   in bytes; None: not known, as of standard input, a pipe, and some URLs
+    lines  an iterator of lines, where they are not in the file
     """
 
-    def __init__(self, path: str, size: int | None) -> None:
+    def __init__(self, path, size, lines=None):
         self.path = path
         self.size = size
         self.name = _name_of_input(path)  # for messages and records
-        self.compression = _infer_compression(path)
+        self.compression = _infer_compression(self.name)
         # The lines that begin in these bytes are read; math.inf: to its end, wherever that is.
         self.begin = 0
         self.end = math.inf if size is None or self.compression is not None else size
-        self.lines = _read_lines(self)  # a generator: it opens the file at the first line
+        self.lines = _read_lines(self) if lines is None else lines
         self.lines_read = 0  # that have become documents, or were bad
         self.documents = 0  # that it has given so far
-
-
-def _input_of_texts(texts, json_keys, num_shards):
-    """Return an _Input whose lines are rows in memory."""
-    is_table = isinstance(texts, collections.abc.Mapping) or hasattr(texts, "columns")
-    if is_table or isinstance(texts, (str, bytes)) or num_shards > 1:
-        raise ValueError(
-            "texts must be an iterable of texts or of dicts, such as a column or the rows of a "
-            "table, without a shard: give each job its own"
-        )
-    source = _Input("texts", size=None)
-    source.lines = (_line_of_row(row, json_keys) for row in texts)
-    return source
 
 
 def _find_inputs(paths):
@@ -6670,11 +6657,10 @@ def _size_of(path):
     return os.path.getsize(path) if path != "-" and os.path.isfile(path) else None
 
 
-def _infer_compression(path):
+def _infer_compression(name):
     """How a file is compressed, as fsspec infers it from its name; None: it is not."""
     import fsspec
 
-    name = _name_of_input(path)
     compression = fsspec.utils.infer_compression(name)
     if compression == "zip":
         raise ValueError(f"{name}: a zip archive may hold several files: unpack it first")
@@ -6754,15 +6740,24 @@ def _read_lines(source):
         )
 
 
-def _line_of_row(row, json_keys):
-    """Return the JSON line of a text or a dict; of another row, as a str, what is wrong with it."""
-    if isinstance(row, str):
-        row = {json_keys[0]: row}
-    if isinstance(row, collections.abc.Mapping):
-        row = {key: row.get(key) for key in json_keys}
-        with contextlib.suppress(TypeError, ValueError, RecursionError):  # it is not JSON
-            return json.dumps(row).encode()
-    return f"wanted a text, or a dict of texts, got {row!r:.60}"
+def _read_rows(texts, json_keys):
+    """Yield the JSON lines of texts or dicts; of another row, as a str, what is wrong with it."""
+    is_table = isinstance(texts, collections.abc.Mapping) or hasattr(texts, "columns")
+    if is_table or isinstance(texts, (str, bytes)):
+        raise ValueError(
+            "texts must be an iterable of texts or of dicts, such as a column of a table, or rows"
+        )
+    for row in texts:
+        line = None
+        if isinstance(row, str):
+            row = {json_keys[0]: row}
+        if isinstance(row, collections.abc.Mapping):
+            row = {key: row.get(key) for key in json_keys}
+            with contextlib.suppress(TypeError, ValueError, RecursionError):  # it is not JSON
+                line = json.dumps(row).encode()
+        if line is None:
+            line = f"wanted a text, or a dict of texts, got {row!r:.60}"
+        yield line
 
 
 def _cut_blocks(inputs):
@@ -6958,12 +6953,6 @@ def _encode_blocks(encoder, blocks, workers):
                 process.join()
 
 
-# The signals that end a command.  Windows has no SIGHUP.
-_SIGNALS = [signal.SIGINT, signal.SIGTERM]
-if hasattr(signal, "SIGHUP"):
-    _SIGNALS.append(signal.SIGHUP)
-
-
 def _run_worker(pipe, end_of_parent, encoder):
     """Encode the lines that come through a pipe: this is all that a worker process does.
 
@@ -6971,13 +6960,11 @@ def _run_worker(pipe, end_of_parent, encoder):
     Workers started later hold copies of that end too: so they end in turn, the last one first.
     """
     end_of_parent.close()
-    # A terminal sends SIGINT and SIGHUP to all processes.  The parent alone answers: it ends its
-    # workers.  SIGTERM is for one process, and ends it, unless it was ignored before the command.
-    for number in _SIGNALS:
-        if number != signal.SIGTERM:
-            signal.signal(number, signal.SIG_IGN)
-        elif signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
+    # A terminal sends these to all processes, but the parent alone answers: it ends its workers.
+    # Windows has no SIGHUP.
+    for name in ("SIGINT", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     # The processes keep all cores busy already: threads of the tokenizers library would compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with contextlib.suppress(EOFError, OSError):
@@ -7644,6 +7631,12 @@ def _samples_of_sequence(dataset, sequence):
 #
 # In all these cases temporary files and workers go with the command.  A signal that was ignored
 # when the command began, as by nohup, stays ignored.
+
+
+# The signals that end a command.  Windows has no SIGHUP.
+_SIGNALS = [signal.SIGINT, signal.SIGTERM]
+if hasattr(signal, "SIGHUP"):
+    _SIGNALS.append(signal.SIGHUP)
 
 
 def main(argv: list[str] | None = None) -> int:
