@@ -6761,10 +6761,7 @@ def _read_rows(texts, json_keys):
 
 
 def _cut_blocks(inputs):
-    """Yield the lines of inputs in blocks: (input, lines).
-
-    In the place of a line that is bad already, a block has a str that says what is wrong with it.
-    """
+    """Yield the lines of inputs in blocks: (input, lines), where a str says why a line is bad."""
     for source in inputs:
         of_block = []
         size = 0
