@@ -6381,26 +6381,21 @@ def _find_pad_token_id(config):
 #   block 2  -- pipe 1 ->  worker 1  ...
 #
 # This process goes round the workers: it takes the tokens of a block from the next one, sends it a
-# new block, and writes the tokens.  So the tokens come in the order of the inputs, and the files do
-# not depend on the number of workers: they are those of encode_jsonl() in section 2, one pair for
-# each JSON key.  A worker has one block at a time, so nothing fills up; and a worker that dies is
-# the end of its pipe, which is an error.  With one worker this process does its work.
+# new block, and writes the tokens.  So the files do not depend on the number of workers: they are
+# those of encode_jsonl() in section 2, one pair for each JSON key.  A worker has one block at a
+# time, so nothing fills up; and a worker that dies is the end of its pipe, which is an error.
 #
 #   the loop of encode_jsonl()                  here, a block of lines at a time
 #
 #   with IndexedDatasetBuilder(...)             _write_pairs()
 #   for line in file                            _read_lines(), _cut_blocks()
 #       if line.isspace(): continue             _Encoder.encode()
-#       text = json.loads(...)[json_key]        _Encoder._read_texts()
+#       text = json.loads(...)[json_key]        _read_object(), _read_sentences()
 #       sequences = encode_document(text, ...)  _Encoder._encode_documents()
 #       builder.add_item(), .end_document()     _write_pairs()
 #
-# A line is bad for what it is itself: no JSON object in UTF-8, one without text under a key, one
-# that is too long, or one at which the tokenizer raises an error.  But a MemoryError or an OSError
-# is not the line's fault: it ends the job.
-#
-# Many machines share the work as shards: n jobs, of which job i reads its share of the bytes of all
-# inputs, laid end to end, and no others.  A line belongs to the shard in which it begins:
+# Many machines share the work as shards: each reads its share of the bytes of all inputs, laid end
+# to end.  A line belongs to the shard in which it begins:
 #
 #   inputs        a.jsonl                       b.jsonl c.jsonl.gz  d.jsonl
 #   lines         |------|---------|------------|-------|===========|-------|-------|
@@ -6408,23 +6403,19 @@ def _find_pad_token_id(config):
 #   read by         0/3      0/3         0/3       1/3       1/3       2/3     2/3
 #
 # A compressed file cannot be entered in the middle: it belongs to the shard in which it begins.
-# The shards cut the documents in order, so their pairs, merged in order, are the files of one job,
-# byte for byte.
+# The pairs of the shards, merged in order, are the files of one job, byte for byte.  Each pair has
+# a record of what it was made from, such as this one of shard 1/3:
 #
-#   books_text_document_00001_of_00003.bin, .idx       the pair of shard 1/3
-#   books_text_document_00001_of_00003.record.json     its record: what it was made from
+#   books_text_document_00001_of_00003.bin, .idx, .record.json
 #
-#   {"tokenizer": {...},
-#    "inputs": [["books-01.jsonl", 3], ["books-02.jsonl", 2]],
-#    "bin": 1200, "idx": 142}                  the sizes of the pair, in bytes
+#   {"tokenizer": {...}, "bin": 1200, "idx": 142,    the sizes of the pair, in bytes
+#    "inputs": [["a.jsonl from byte 250 on", 0], ["b.jsonl", 1], ["c.jsonl.gz", 5]]}
 #
-# Here documents 0 to 2 of the pair are those of books-01.jsonl, and documents 3 and 4 are the first
-# two of books-02.jsonl.  (Shard 0/3 has read books-00.jsonl, as a whole.)  Shard 2/3 goes on there:
-# its record begins with ["books-02.jsonl from byte 250 on", 4].  merge() puts the lists of its
-# pairs one after the other.
+# So document 0 of the pair is that of b.jsonl, and documents 1 to 5 are those of c.jsonl.gz.
+# merge() puts the lists of inputs one after the other.
 
 # How much text a worker gets at a time.  Smaller blocks cost more messages; larger ones more
-# memory, and more time until the death of a worker is noticed: the workers before it come first.
+# memory, and more time until the death of a worker is noticed.
 _BLOCK_BYTES = 1 << 19
 _LONGEST_LINE = 2**31 - 1  # bytes; no sequence may have more tokens
 
@@ -6445,8 +6436,6 @@ def preprocess(
 ) -> dict[str, str]:
     """Write files of JSON lines as pairs, <output_prefix>_<key>_document.bin and .idx for each key.
 
-    Blank lines are no documents.
-
     input         a path, URL or pattern such as s3://bucket/*.jsonl, or a list of these, which are
                   read in this order; the files of a pattern are read in sorted order.  They are
                   compressed if their names end in .gz, .bz2, .xz or .zst.  "-" is standard input.
@@ -6457,12 +6446,14 @@ def preprocess(
     json_keys     each key of these becomes a pair of its own
     split_sentences  each sentence becomes a sequence, as nltk finds sentences; the names end in
                   _sentence instead of _document
-    workers       how many processes tokenize; the files are the same for any number
+    workers       how many processes tokenize
     shard         (i, n), 0 <= i < n: read the i-th of n shares of the inputs, and add its number to
                   the names, as in _00001_of_00016
     on_error      "stop": the first bad line is an error; "skip": bad lines are left out, and a
-                  warning at the end gives their number and what is wrong with the first one; if
-                  all lines are bad, it is an error
+                  warning says how many, and what is wrong with the first; if all lines are bad, it
+                  is an error.  Blank lines do not count; a line is bad if it is no JSON object in
+                  UTF-8 with a text under each key, is too long, or if the tokenizer raises an error
+                  at it, but for MemoryError and OSError, which end the job.
     verbose       show a bar, where tqdm is installed, and at the end one line on stderr
     Returns       {key: path prefix of its pair}
     Raises        ValueError that names file, line and reason, or another error; then no pair
@@ -6500,16 +6491,16 @@ def preprocess(
         suffix += f"_{index:05}_of_{count:05}"  # so that the names sort as the shards do
     prefixes = {key: f"{os.fspath(output_prefix)}_{key}{suffix}" for key in json_keys}
     if texts is None:
-        inputs = _cut_inputs(_find_inputs(input), shard)
+        inputs = _find_inputs(input)
     else:
-        inputs = [_input_of_texts(texts, json_keys, count)]
+        inputs = [_Input("texts", None, _read_rows(texts, json_keys))]
+    inputs = _cut_inputs(inputs, shard)
 
     started = time.perf_counter()
     encoder = _Encoder(tokenizer, json_keys, append_eod, split_sentences)
-    with _progress_bar(inputs, verbose) as bar:
-        num_bytes, num_bad, first_bad = _write_pairs(
-            prefixes, encoder, inputs, workers, on_error, bar
-        )
+    num_bytes, num_bad, first_bad = _write_pairs(
+        prefixes, encoder, inputs, workers, on_error, verbose
+    )
     counts = [[each.name, each.documents] for each in inputs]
     for prefix in prefixes.values():
         _write_record(prefix, _identity_of_tokenizer(tokenizer), counts)
@@ -6521,14 +6512,16 @@ def preprocess(
         print(done, file=sys.stderr)
     if num_bad > 0:
         warnings.warn(f"left out {num_bad:,} bad lines; the first: {first_bad}", stacklevel=2)
-    empty = [each.name for each in inputs if each.documents == 0 and each.is_whole()]
+    # Of a part of an input no document need come.
+    whole = [each for each in inputs if each.end - each.begin in (each.size, math.inf)]
+    empty = [each.name for each in whole if each.documents == 0]
     if len(empty) > 0:
         found = f"{len(empty):,} of the inputs, such as {empty[0]}"
         warnings.warn(f"no document came from {found}", stacklevel=2)
     return prefixes
 
 
-def _write_pairs(prefixes, encoder, inputs, workers, on_error, bar):
+def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
     """The loop of encode_jsonl(), for blocks of lines and {key: prefix of a pair}.
 
     Returns how many bytes the lines have, how many lines are bad, and what is said of the first.
@@ -6537,6 +6530,7 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, bar):
     num_bad = 0
     first_bad = None
     with contextlib.ExitStack() as stack:
+        bar = stack.enter_context(_progress_bar(inputs, verbose))
         builders = {}
         for key, prefix in prefixes.items():
             builder = IndexedDatasetBuilder(get_bin_path(prefix), encoder.dtype)
@@ -6544,14 +6538,15 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, bar):
         encoded_blocks = _encode_blocks(encoder, _cut_blocks(inputs), workers)
         # Closed even where an exception ends the loop, so that workers never outlive the job.
         stack.enter_context(contextlib.closing(encoded_blocks))
-        for (source, first, lines), encoded, faults in encoded_blocks:
+        for (source, lines), encoded, faults in encoded_blocks:
             if len(faults) > 0 and num_bad == 0:
                 number, reason = faults[0]
-                first_bad = f"{source.name}: line {first + number}: {reason}"
+                first_bad = f"{source.name}: line {source.lines_read + number}: {reason}"
                 if on_error == "stop":
                     way_out = 'on_error="skip", or --on-error skip, leaves such lines out'
                     raise ValueError(f"{first_bad} ({way_out})")
             num_bad += len(faults)
+            source.lines_read += len(lines)
             for documents in encoded:
                 for key, builder in builders.items():
                     content, lengths, ends = documents[key]
@@ -6572,20 +6567,14 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, bar):
 
 def _progress_bar(inputs, verbose):
     """Return a bar of tqdm, if it is asked for and installed; else a context that gives None."""
-    if not verbose:
-        return contextlib.nullcontext()
-    try:
-        import tqdm
-    except ModuleNotFoundError:
-        return contextlib.nullcontext()
-    total = 0
-    for each in inputs:
-        if each.size is None or each.compression is not None:
-            total = math.inf  # tqdm shows no end then
-        else:
-            total += min(each.end, each.size) - each.begin
-    # disable=None: for a terminal alone
-    return tqdm.tqdm(total=total, unit="B", unit_scale=True, disable=None)
+    if verbose:
+        total = sum(each.end - each.begin for each in inputs)  # of math.inf tqdm shows no end
+        with contextlib.suppress(ModuleNotFoundError):
+            import tqdm
+
+            # disable=None: for a terminal alone
+            return tqdm.tqdm(total=total, unit="B", unit_scale=True, disable=None)
+    return contextlib.nullcontext()
 
 
 # -- Inputs ------------------------------------------------------------------------------------
@@ -6596,35 +6585,20 @@ class _Input:
 
     path   a path, a URL, or "-", which is standard input
     size   in bytes; None: not known, as of standard input, a pipe, and some URLs
+    lines  an iterator of lines, where they are not in the file
     """
 
-    def __init__(self, path: str, size: int | None) -> None:
+    def __init__(self, path, size, lines=None):
         self.path = path
         self.size = size
         self.name = _name_of_input(path)  # for messages and records
-        self.compression = _infer_compression(path)
+        self.compression = _infer_compression(self.name)
         # The lines that begin in these bytes are read; math.inf: to its end, wherever that is.
         self.begin = 0
-        self.end = math.inf
-        self.lines = _read_lines(self)  # a generator: it opens the file at the first line
+        self.end = math.inf if size is None or self.compression is not None else size
+        self.lines = _read_lines(self) if lines is None else lines
+        self.lines_read = 0  # that have become documents, or were bad
         self.documents = 0  # that it has given so far
-
-    def is_whole(self) -> bool:
-        """Whether this job reads all of it."""
-        return self.begin == 0 and self.end == math.inf
-
-
-def _input_of_texts(texts, json_keys, num_shards):
-    """Return an _Input whose lines are rows in memory."""
-    is_table = isinstance(texts, collections.abc.Mapping) or hasattr(texts, "columns")
-    if is_table or isinstance(texts, (str, bytes)) or num_shards > 1:
-        raise ValueError(
-            "texts must be an iterable of texts or of dicts, such as a column or the rows of a "
-            "table, without a shard: give each job its own"
-        )
-    source = _Input("texts", size=None)
-    source.lines = (_line_of_row(row, json_keys) for row in texts)
-    return source
 
 
 def _find_inputs(paths):
@@ -6639,16 +6613,17 @@ def _find_inputs(paths):
     _refuse_passwords(paths)
     inputs = []
     for path in paths:
-        if _is_remote(path):
-            with _errors_that_name(path):
+        with _errors_that_name(path):
+            if _is_remote(path):
                 found = _RemoteFile(path).find()
-        elif path == "-" or os.path.exists(path):
-            found = [(path, _size_of(path))]
-        else:
-            found = [(name, _size_of(name)) for name in sorted(glob.glob(path, recursive=True))]
+            elif path == "-" or os.path.exists(path):
+                found = [(path, _size_of(path))]
+            else:
+                found = [(name, _size_of(name)) for name in sorted(glob.glob(path, recursive=True))]
         if len(found) == 0:
-            name = _name_of_input(path)
-            raise FileNotFoundError(f"{name}: no such file, and as a pattern it matches none")
+            raise FileNotFoundError(
+                f"{_name_of_input(path)}: no such file, and as a pattern it matches none"
+            )
         inputs.extend(_Input(name, size) for name, size in found)
     if len(inputs) == 0:
         raise ValueError("preprocess wants at least one input")
@@ -6683,16 +6658,14 @@ def _errors_that_name(path):
 def _size_of(path):
     """The bytes of a file or an object; None if it has no size, such as standard input."""
     if _is_remote(path):
-        with _errors_that_name(path):
-            return _RemoteFile(path).size()
+        return _RemoteFile(path).size()
     return os.path.getsize(path) if path != "-" and os.path.isfile(path) else None
 
 
-def _infer_compression(path):
+def _infer_compression(name):
     """How a file is compressed, as fsspec infers it from its name; None: it is not."""
     import fsspec
 
-    name = _name_of_input(path)
     compression = fsspec.utils.infer_compression(name)
     if compression == "zip":
         raise ValueError(f"{name}: a zip archive may hold several files: unpack it first")
@@ -6713,14 +6686,13 @@ def _cut_inputs(inputs, shard):
     index, count = shard
     if count == 1:
         return inputs
-    total = 0
     for each in inputs:
         if each.size is None:
             raise ValueError(
                 f"{each.name}: its size is not known, so it cannot be cut into shards: write it to "
                 "a file first, or make the pair in one job"
             )
-        total += each.size
+    total = sum(each.size for each in inputs)
     of_shard = []
     start = 0  # where the input begins, if all inputs are laid end to end
     for each in inputs:
@@ -6731,9 +6703,9 @@ def _cut_inputs(inputs, shard):
         if begin >= end or (is_compressed and begin > 0):
             continue
         if begin > 0:
-            each.begin = begin
             each.name += f" from byte {begin:,} on"
-        if end < each.size and not is_compressed:
+        if not is_compressed:
+            each.begin = begin
             each.end = end
         of_shard.append(each)
     return of_shard
@@ -6765,9 +6737,7 @@ def _read_lines(source):
             if not is_rest:
                 yield line
             is_rest = not line.endswith(b"\n")
-    if source.size is None:
-        return
-    size = _size_of(source.path)
+        size = None if source.size is None else _size_of(source.path)
     if size != source.size:
         raise OSError(
             f"{source.name}: it had {source.size} bytes when this job began, and {size} after it "
@@ -6775,24 +6745,29 @@ def _read_lines(source):
         )
 
 
-def _line_of_row(row, json_keys):
-    """Return the JSON line of a text or a dict; of another row, as a str, what is wrong with it."""
-    if isinstance(row, str):
-        row = {json_keys[0]: row}
-    if isinstance(row, collections.abc.Mapping):
-        row = {key: row.get(key) for key in json_keys}
-        with contextlib.suppress(TypeError, ValueError, RecursionError):  # it is not JSON
-            return json.dumps(row).encode()
-    return f"wanted a text, or a dict of texts, got {row!r:.60}"
+def _read_rows(texts, json_keys):
+    """Yield the JSON lines of texts or dicts; of another row, as a str, what is wrong with it."""
+    is_table = isinstance(texts, collections.abc.Mapping) or hasattr(texts, "columns")
+    if is_table or isinstance(texts, (str, bytes)):
+        raise ValueError(
+            "texts must be an iterable of texts or of dicts, such as a column of a table, or rows"
+        )
+    for row in texts:
+        line = None
+        if isinstance(row, str):
+            row = {json_keys[0]: row}
+        if isinstance(row, collections.abc.Mapping):
+            row = {key: row.get(key) for key in json_keys}
+            with contextlib.suppress(TypeError, ValueError, RecursionError):  # it is not JSON
+                line = json.dumps(row).encode()
+        if line is None:
+            line = f"wanted a text, or a dict of texts, got {row!r:.60}"
+        yield line
 
 
 def _cut_blocks(inputs):
-    """Yield the lines of inputs in blocks: (input, number of the first line from 1 on, lines).
-
-    In the place of a line that is bad already, a block has a str that says what is wrong with it.
-    """
+    """Yield the lines of inputs in blocks: (input, lines), where a str says why a line is bad."""
     for source in inputs:
-        first = 1
         of_block = []
         size = 0
         for line in source.lines:
@@ -6801,18 +6776,19 @@ def _cut_blocks(inputs):
             of_block.append(line)
             size += len(line)
             if size >= _BLOCK_BYTES:
-                yield source, first, of_block
-                first += len(of_block)
+                yield source, of_block
                 of_block = []
                 size = 0
-        yield source, first, of_block
+        yield source, of_block
 
 
 # -- Workers -----------------------------------------------------------------------------------
 
 
 def _read_object(line):
-    """Return the JSON object on a line; ValueError if there is none."""
+    """Return the JSON object on a line; ValueError if there is none; a str says why itself."""
+    if isinstance(line, str):
+        raise ValueError(line)
     try:
         found = json.loads(line.decode("utf-8-sig"))  # of bytes json would guess the encoding
         if isinstance(found, dict):
@@ -6830,15 +6806,14 @@ def _read_sentences(row, key):
     """Return the sentences that an object has under a key; ValueError if it has none."""
     try:
         sentences = _sentences(row.get(key))
-    except ValueError:
-        raise ValueError(
-            f"wanted a text under {key!r}, in an object with the keys {list(row)!s:.60}"
-        ) from None
-    try:
         "".join(sentences).encode()
     except UnicodeEncodeError:
-        raise ValueError(f"wanted a text under {key!r}, got one with a lone surrogate") from None
-    return sentences
+        found = "got one with a lone surrogate"
+    except ValueError:
+        found = f"in an object with the keys {list(row)!s:.60}"
+    else:
+        return sentences
+    raise ValueError(f"wanted a text under {key!r}, {found}")
 
 
 class _Encoder:
@@ -6863,45 +6838,45 @@ class _Encoder:
     def encode_block(self, lines):
         """Return what encode() makes of the lines, in a list, and (number, reason) of bad lines.
 
-        Numbers count from 0.  A tokenizer may raise anything, and says nothing about lines: where
+        Numbers count from 1.  A tokenizer may raise anything, and says nothing about lines: where
         it does, encode() gets each line by itself.
         """
-        encoded, faults = self._encode_each([lines])
-        if len(faults) > 0:
-            encoded, faults = self._encode_each([[line] for line in lines])
-        return encoded, faults
-
-    def _encode_each(self, groups):
-        """Return what encode() makes of groups of lines, and (number, reason) of bad groups."""
-        encoded = []
-        faults = []
-        for number, lines in enumerate(groups):
-            try:
-                encoded.append(self.encode(lines))
-            except (MemoryError, OSError, *_ENDS_OF_A_PROCESS):  # not for what the lines are
-                raise
-            except BaseException as error:  # a panic of native code is no Exception
-                faults.append((number, _one_line(error)))
+        for groups in ([lines], [[line] for line in lines]):
+            encoded = []
+            faults = []
+            for number, group in enumerate(groups, 1):
+                try:
+                    encoded.append(self.encode(group))
+                except (MemoryError, OSError, *_ENDS_OF_A_PROCESS):  # not for what the lines are
+                    raise
+                except BaseException as error:  # a panic of native code is no Exception
+                    faults.append((number, _one_line(error)))
+            if len(faults) == 0:
+                break
         return encoded, faults
 
     def encode(self, lines):
         """Return {key: (content, lengths, ends)}: section 2's loop, for many lines."""
-        rows = [self._read_texts(line) for line in lines if not line.isspace()]
-        return {key: self._encode_documents([row[key] for row in rows]) for key in self.json_keys}
-
-    def _read_texts(self, line):
-        """Return {key: sentences} of a line; ValueError if the line itself is bad."""
-        if isinstance(line, str):
-            raise ValueError(line)
-        row = _read_object(line)
-        return {key: _read_sentences(row, key) for key in self.json_keys}
+        rows = [_read_object(line) for line in lines if not line.isspace()]
+        encoded = {}
+        for key in self.json_keys:
+            encoded[key] = self._encode_documents([_read_sentences(row, key) for row in rows])
+        return encoded
 
     def _encode_documents(self, documents):
         """Return (content, lengths, ends) of lists of sentences: encode_document(), for many."""
         if self.splitter is not None:
             split = self.splitter.tokenize
             documents = [list(itertools.chain(*map(split, parts))) for parts in documents]
-        all_tokens = iter(self._tokenize(list(itertools.chain(*documents))))
+        texts = list(itertools.chain(*documents))
+        if hasattr(self.tokenizer, "tokenize_batch"):
+            found = self.tokenizer.tokenize_batch(texts)
+        else:
+            found = map(self.tokenizer.tokenize, texts)
+        arrays = [np.asarray(ids) for ids in found]
+        if len(arrays) != len(texts):
+            raise ValueError(f"tokenize_batch returned {len(arrays)} lists for {len(texts)} texts")
+        all_tokens = iter(arrays)
         pieces = [self.eod[:0]]  # so that there is something to concatenate
         lengths = []
         ends = []
@@ -6911,21 +6886,9 @@ class _Encoder:
             if len(sequences) > 0:
                 lengths.extend(map(len, sequences))
                 lengths[-1] += len(self.eod)
-                pieces.extend(sequences)
-                pieces.append(self.eod)
+                pieces.extend([*sequences, self.eod])
             ends.append(len(lengths))  # a document may have no sequences
         return _encode_tokens(np.concatenate(pieces), self.dtype), lengths, ends
-
-    def _tokenize(self, texts):
-        """Return the ids of each text as an array."""
-        if hasattr(self.tokenizer, "tokenize_batch"):
-            found = self.tokenizer.tokenize_batch(texts)
-        else:
-            found = map(self.tokenizer.tokenize, texts)
-        arrays = [np.asarray(ids) for ids in found]
-        if len(arrays) != len(texts):
-            raise ValueError(f"tokenize_batch returned {len(arrays)} lists for {len(texts)} texts")
-        return arrays
 
 
 def _load_sentence_splitter():
@@ -6945,16 +6908,14 @@ def _load_sentence_splitter():
 def _encode_blocks(encoder, blocks, workers):
     """Yield each block, in order, and the two things that encoder.encode_block() makes of it."""
     if workers == 1:
-        for block in blocks:
-            _, _, lines = block
-            yield block, *encoder.encode_block(lines)
+        for source, lines in blocks:
+            yield (source, lines), *encoder.encode_block(lines)
         return
     # A forked process has everything at once; the other ways to start one import torch again.
     # Elsewhere than on Linux a library may not survive a fork, or the system has none.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     processes = []
-    pipes = []
-    busy = collections.deque()  # (block, pipe of the worker that has it), in order
+    block_of = {}  # {pipe: block that its worker has, or None}
     try:
         for _ in range(workers):
             pipe, end_of_worker = context.Pipe()
@@ -6965,44 +6926,33 @@ def _encode_blocks(encoder, blocks, workers):
                 # Python 3.12 and later warn of threads here: the worker does without them.
                 warnings.filterwarnings("ignore", ".*multi-threaded.* fork", DeprecationWarning)
                 _undisturbed(process.start)  # Python loses a signal that comes while it forks
-            pipes.append(pipe)
+            block_of[pipe] = None
             end_of_worker.close()  # so that the pipe ends when the worker does
-        for block, pipe in zip(blocks, itertools.cycle(pipes)):
-            _, _, lines = block
-            encoded = None
-            if len(busy) == workers:
-                encoded = _receive(*busy.popleft())
-            with contextlib.suppress(OSError):  # of a worker that is dead: _receive() says so
-                pipe.send(lines)
-            busy.append((block, pipe))
-            if encoded is not None:
-                yield encoded  # it is written while the worker has a block already
-        for block, pipe in busy:
-            yield _receive(block, pipe)
+        rounds = itertools.cycle(list(block_of))
+        for block in itertools.chain(blocks, [None] * workers):  # a last round takes what is left
+            pipe = next(rounds)
+            done = block_of[pipe]
+            if done is not None:
+                try:
+                    answer = pipe.recv()
+                except (EOFError, OSError):
+                    answer = ChildProcessError(
+                        "a worker process was killed, perhaps for lack of memory: use fewer workers"
+                    )
+                if isinstance(answer, Exception):
+                    raise answer
+            if block is not None:
+                _, lines = block
+                with contextlib.suppress(OSError):  # of a worker that is dead: recv() says so
+                    pipe.send(lines)
+            block_of[pipe] = block
+            if done is not None:
+                yield done, *answer  # it is written while the worker has a block already
     finally:
         for process in processes:
             if process.is_alive():
                 process.kill()
                 process.join()
-
-
-def _receive(block, pipe):
-    """Return a block, and what the worker that has it makes of it."""
-    try:
-        answer = pipe.recv()
-    except (EOFError, OSError):
-        raise ChildProcessError(
-            "a worker process was killed, perhaps for lack of memory: use fewer workers"
-        ) from None
-    if isinstance(answer, Exception):
-        raise answer
-    return block, *answer
-
-
-# The signals that end a command.  Windows has no SIGHUP.
-_SIGNALS = [signal.SIGINT, signal.SIGTERM]
-if hasattr(signal, "SIGHUP"):
-    _SIGNALS.append(signal.SIGHUP)
 
 
 def _run_worker(pipe, end_of_parent, encoder):
@@ -7012,13 +6962,11 @@ def _run_worker(pipe, end_of_parent, encoder):
     Workers started later hold copies of that end too: so they end in turn, the last one first.
     """
     end_of_parent.close()
-    # A terminal sends SIGINT and SIGHUP to all processes.  The parent alone answers: it ends its
-    # workers.  SIGTERM is for one process, and ends it, unless it was ignored before the command.
-    for number in _SIGNALS:
-        if number != signal.SIGTERM:
-            signal.signal(number, signal.SIG_IGN)
-        elif signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
+    # A terminal sends these to all processes, but the parent alone answers: it ends its workers.
+    # Windows has no SIGHUP.
+    for name in ("SIGINT", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     # The processes keep all cores busy already: threads of the tokenizers library would compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with contextlib.suppress(EOFError, OSError):
@@ -7089,25 +7037,21 @@ def _join_records(prefixes):
     for prefix in prefixes:
         record = _read_record(prefix)
         if record is None:  # such as upstream's pair: an input of its own
-            documents = len(IndexedDataset(prefix).document_indices) - 1
-            record = {"tokenizer": None, "inputs": [[_name_of_input(prefix), documents]]}
-        inputs += record["inputs"]
-        if not _is_same_tokenizer(tokenizer, record["tokenizer"]):
-            raise ValueError(
-                f"{prefix} was made with the tokenizer {record['tokenizer']}, and a pair before it "
-                f"with {tokenizer}: the ids of one are other texts for the other"
-            )
+            inputs.append([prefix, len(IndexedDataset(prefix).document_indices) - 1])
+            continue
+        difference = _compare_tokenizers(prefix, record, "a pair before it", tokenizer)
+        if difference is not None:
+            raise ValueError(difference)
         if tokenizer is None:
             tokenizer = record["tokenizer"]
+        inputs += record["inputs"]
     return tokenizer, inputs
 
 
 def _sizes_of_pair(path_prefix):
     """The sizes of the files of a pair, in bytes."""
-    return {
-        "bin": os.path.getsize(get_bin_path(path_prefix)),
-        "idx": os.path.getsize(get_idx_path(path_prefix)),
-    }
+    paths = {"bin": get_bin_path(path_prefix), "idx": get_idx_path(path_prefix)}
+    return {name: os.path.getsize(path) for name, path in paths.items()}
 
 
 def _write_record(path_prefix, tokenizer, inputs):
@@ -7134,9 +7078,7 @@ def _read_record(path_prefix):
 def _input_of_document(record, document):
     """Return the name of the input that has a document of a pair, and its number in there, from 0.
 
-    (None, None) if no record says it.  A number counts documents: blank lines, and bad lines that
-    were left out, are none.  Where a shard begins within an input, numbers count from there, and
-    the name says from which byte on.
+    (None, None) if no record says it.  Blank lines, and bad lines that were left out, do not count.
     """
     if record is not None:
         for name, documents in record["inputs"]:
@@ -7153,31 +7095,32 @@ def _identity_of_tokenizer(tokenizer):
     return identity if isinstance(identity, dict) else None
 
 
-def _is_same_tokenizer(first, second):
-    """Whether two identities may be one tokenizer's; None, which is not known, may be any one's.
+def _compare_tokenizers(prefix, record, other_place, other):
+    """What to say of a pair whose record names another tokenizer than this; None if it does not.
 
-    The package that reads a tokenizer.json (section 17) makes no other tokenizer of it.
+    None, which is not known, may be any one's identity.  And the package that reads a
+    tokenizer.json (section 17) makes no other tokenizer of it.
     """
-    if first is None or second is None:
-        return True
-    return first | {"package": None} == second | {"package": None}
+    found = record["tokenizer"]
+    if found is None or other is None or found | {"package": None} == other | {"package": None}:
+        return None
+    return (
+        f"{prefix} was made with the tokenizer {found}, and that of {other_place} is {other}: the "
+        "ids of one are other texts for the other"
+    )
 
 
 def _warn_of_other_tokenizer(pair, tokenizer):
-    """Warn, once, if the record of an opened pair names another tokenizer: ids mean other texts."""
+    """Warn, once, if the record of an opened pair names another tokenizer than the config's."""
     if pair.is_record_compared:
         return
     pair.is_record_compared = True
     record = _read_record(pair.absolute_prefix)
-    if record is None:
-        return
-    identity = _identity_of_tokenizer(tokenizer)
-    if not _is_same_tokenizer(record["tokenizer"], identity):
-        warnings.warn(
-            f"{pair.path_prefix} was made with the tokenizer {record['tokenizer']}, and the "
-            f"config has {identity}: the ids of one are other texts for the other",
-            stacklevel=3,
-        )
+    if record is not None:
+        identity = _identity_of_tokenizer(tokenizer)
+        difference = _compare_tokenizers(pair.path_prefix, record, "the config", identity)
+        if difference is not None:
+            warnings.warn(difference, stacklevel=3)
 
 
 # ==============================================================================
@@ -7690,6 +7633,12 @@ def _samples_of_sequence(dataset, sequence):
 #
 # In all these cases temporary files and workers go with the command.  A signal that was ignored
 # when the command began, as by nohup, stays ignored.
+
+
+# The signals that end a command.  Windows has no SIGHUP.
+_SIGNALS = [signal.SIGINT, signal.SIGTERM]
+if hasattr(signal, "SIGHUP"):
+    _SIGNALS.append(signal.SIGHUP)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7330,7 +7330,11 @@ REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the err
     "bytes": (GOOD, {"input": None, "texts": b"abc"}, "an iterable of texts"),
     "splits": (GOOD, {"input": None, "texts": {"train": ["a"]}}, "an iterable of texts"),
     "a table": (GOOD, {"input": None, "texts": Table()}, "an iterable of texts"),
-    "a shard of texts": (GOOD, {"input": None, "texts": ["a"], "shard": (0, 2)}, "without a shard"),
+    "a shard of texts": (
+        GOOD,
+        {"input": None, "texts": ["a"], "shard": (0, 2)},
+        "size is not known",
+    ),
     "workers": (GOOD, {"workers": 0}, "workers must be >= 1"),
     "shard": (GOOD, {"shard": (2, 2)}, "wanted a shard i/n .* got 2/2"),
     "a shard of a pipe": (GOOD, {"input": "-", "shard": (0, 2)}, "-: its size is not known"),
