@@ -5547,7 +5547,7 @@ def past_of(dataset, run, consumed, kind):
     return orders, {key: values.tolist() for key, values in batch.items()}
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
 def test_of_random_pairs_of_runs_a_state_fits_where_the_samples_are_equal(
     one, corpora_of_runs, count
 ):
@@ -7604,10 +7604,6 @@ def test_a_killed_worker_is_an_error_and_no_hang(one, tmp_path, first, second, n
 def test_workers_leave_signals_to_the_command(one, tmp_path, ignored, names):
     """A terminal sends SIGINT and SIGHUP to all processes; and what was ignored stays so."""
     numbers = {name: getattr(signal, f"SIG{name}") for name in ("INT", "HUP", "TERM")}
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers.values()}
-    for name in ignored:
-        signal.signal(numbers[name], signal.SIG_IGN)
-
     command = os.getpid()
 
     def send_to_this_worker(text):
@@ -7616,9 +7612,14 @@ def test_workers_leave_signals_to_the_command(one, tmp_path, ignored, names):
                 os.kill(os.getpid(), numbers[name])
 
     path = jsonl(tmp_path / "a.jsonl", ["5", "6"])
-    made = one.preprocess(path, tmp_path / "o", Acting(send_to_this_worker), workers=2)
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers.values()}
+    try:
+        for name in ignored:
+            signal.signal(numbers[name], signal.SIG_IGN)
+        made = one.preprocess(path, tmp_path / "o", Acting(send_to_this_worker), workers=2)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     assert len(one.IndexedDataset(made["text"])) == 2
 
 
@@ -8441,7 +8442,7 @@ sys.exit(mm.main({words}))
 
 
 @linux
-@pytest.mark.parametrize("most", [2, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [2, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "words",
     [
