@@ -3700,6 +3700,7 @@ class Calls:
         self.patches = pytest.MonkeyPatch()
 
     def __enter__(self):
+        gc.disable()  # what earlier tests left would close its files among the calls
         for name in ("open", "close", "fsync", "replace", "unlink", "listdir"):
             call = functools.partial(self.call, name, getattr(os, name))
             self.patches.setattr(os, name, call)
@@ -3707,6 +3708,7 @@ class Calls:
 
     def __exit__(self, *error):
         self.patches.undo()
+        gc.enable()
 
     def call(self, name, function, *arguments, **options):
         self.names.append(name)
