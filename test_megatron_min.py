@@ -8198,13 +8198,10 @@ def end_of(programs):
     return int(programs.stdout.readline())
 
 
-def is_gone(group):
-    """Has a group of processes no process any more?"""
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return True
-    return False
+def wait_for_group(group):
+    """Until a group of processes has no process any more."""
+    with pytest.raises(ProcessLookupError):
+        in_a_minute(os.killpg, group, 0)
 
 
 def in_a_minute(happened, *arguments):
@@ -8276,7 +8273,7 @@ def test_a_signal_while_a_worker_is_started(programs, tmp_path):
     jsonl(tmp_path / "a.jsonl", ["5"])
     program = begin(programs, tmp_path, f"{AT_A_FORK}\n{PREPROCESS}")
     assert end_of(programs) == 143
-    in_a_minute(is_gone, program)
+    wait_for_group(program)
     assert glob.glob(f"{tmp_path}/o*") == []
 
 
@@ -8312,7 +8309,7 @@ def test_a_command_that_is_stopped_at_any_moment(one, programs, tmp_path, monkey
         code = end_of(programs)
         note = (number, code)
         assert code in (0, 128 + number, -number), note  # -number: before main(), or behind it
-        in_a_minute(is_gone, program)
+        wait_for_group(program)
         check_what_is_left("out", made[-1:] if code == 0 else made, note, number != signal.SIGKILL)
         shutil.rmtree("out")
 
