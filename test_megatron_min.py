@@ -6477,29 +6477,22 @@ def test_flags_that_change_doubles_are_refused_or_change_nothing(c, tmp_path, fl
 # ==============================================================================
 
 
-MY_TOKENS = """
-class Odd:
-    vocab_size, eod, unique_identifiers = 9, 8, {}
-    def tokenize(self, text): return [len(text)]
-odd = Odd()
-def make(): return odd
-name = "bytes"
-def nothing(): return {}
-class Half: vocab_size = 9
-"""
-
-
 def test_tokenizer_by_module_and_attribute(one, tmp_path, monkeypatch):
     """A class, an object or a function; the module lies in the current folder."""
-    (tmp_path / "my_tokens.py").write_text(MY_TOKENS)
+    lines = [
+        f"from {__name__} import Tok",
+        "object = Tok()",
+        "def make(): return object",
+        "text = ''",
+    ]
+    (tmp_path / "my_tokens.py").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "my_tokens", raising=False)
     before = list(sys.path)
-    for attribute in ("Odd", "odd", "make"):
-        assert one.build_tokenizer(f"my_tokens:{attribute}").tokenize("abc") == [3]
-    for attribute, words in (("name", "str"), ("nothing", "dict"), ("Half", "Half.* tokenize")):
-        with pytest.raises(ValueError, match=f"wanted a tokenizer, got {words}"):
-            one.build_tokenizer(f"my_tokens:{attribute}")
+    for attribute in ("Tok", "object", "make"):
+        assert one.build_tokenizer(f"my_tokens:{attribute}").tokenize("7 8") == [7, 8]
+    with pytest.raises(ValueError, match="wanted a tokenizer, got str"):
+        one.build_tokenizer("my_tokens:text")
     assert sys.path == before
 
 
@@ -6545,9 +6538,10 @@ def test_hugging_face_tokenizer(one, tmp_path, hf):
         assert lists(tokenizer.tokenize_batch(texts)) == wanted
         assert tokenizer.detokenize([1, 3]) == "ja <|endoftext|>"
     assert len(identifiers) == 3
-    content = pathlib.Path(hf).read_bytes()
-    assert tokenizer.unique_identifiers["tokenizer.json"] == hashlib.md5(content).hexdigest()
     plain = one.build_tokenizer(os.path.dirname(hf))  # the folder that holds tokenizer.json
+    of_file = {"tokenizer.json": hashlib.md5(pathlib.Path(hf).read_bytes()).hexdigest(), "eod": 3}
+    of_class = {"class": "HuggingFaceTokenizer", "package": "tokenizers"}
+    assert plain.unique_identifiers == of_class | of_file
     assert plain.tokenize("ja</s>nein") == [1, 4, 2], "the text of a special token is that token"
     made = one.preprocess(texts=texts, output_prefix=tmp_path / "o", tokenizer=plain, workers=2)
     assert texts_of(one, made["text"]) == [[2, 1, 1], [], [0], [70_000]]
@@ -8213,51 +8207,22 @@ def in_a_minute(happened, *arguments):
         time.sleep(0.01)
 
 
-ENDS = """
+PREPROCESS = """
+sys.exit(mm.main("preprocess --input a.jsonl --output-prefix o --no-verbose --workers 2".split()))
+"""
+UNFINISHED = """
 new_file = mm._NewFile("f")
 builder = mm.IndexedDatasetBuilder("q.bin")
-with mm.IndexedDatasetBuilder("p.bin") as pair:
+with mm.IndexedDatasetBuilder("o.bin") as pair:
     pair.add_document([1], [1])
     if os.fork() == 0:
         sys.exit()
     os.wait()
-mm.IndexedDataset("p", check=True)
+mm.IndexedDataset("o", check=True)
 os.chdir("/")
-"""
-
-
-@linux
-def test_what_a_program_leaves_that_ends(programs, tmp_path):
-    """No temporary file; and a forked process leaves those of the one that forked it."""
-    begin(programs, tmp_path, ENDS)
-    assert end_of(programs) == 0
-    assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx"]
-
-
-PREPROCESS = """
-os.dup2(os.open("messages", os.O_CREAT | os.O_WRONLY), 2)
-sys.exit(mm.main("preprocess --input a.jsonl --output-prefix o --no-verbose --workers 2".split()))
 """
 FULL_DISK = "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
 CLOSED_PIPE = "reader, writer = os.pipe(); os.dup2(writer, 1); os.close(reader)"
-
-
-@linux
-@pytest.mark.parametrize(
-    "lines, code, word",
-    [(FULL_DISK, 1, "[Errno 28] No space left"), (CLOSED_PIPE, 0, "")],
-    ids=["full", "closed"],
-)
-def test_what_is_printed_cannot_be_written(one, programs, tmp_path, lines, code, word):
-    """A reader that has seen enough is no error; no room is one, with the pair that is made."""
-    jsonl(tmp_path / "a.jsonl", ["abc"])
-    begin(programs, tmp_path, f"{lines}\n{PREPROCESS}")
-    assert end_of(programs) == code
-    messages = (tmp_path / "messages").read_text()
-    assert word in messages and messages.count("\n") == code  # lines, too
-    assert texts_of(one, tmp_path / "o_text_document") == [[97, 98, 99]]
-
-
 AT_A_FORK = """
 def signal_once():
     if not os.path.exists("seen"):
@@ -8266,16 +8231,30 @@ def signal_once():
 os.register_at_fork(before=signal_once)
 threading.Thread(target=time.sleep, args=[60], daemon=True).start()
 """
+NO_ROOM = f"-c: [Errno 28] {os.strerror(errno.ENOSPC)}\n"
+MADE = ["o_text_document.bin", "o_text_document.idx", "o_text_document.record.json"]
+ENDS = {  # lines, the exit code, files, what stands on stderr
+    # A forked process leaves the files of the one that forked it.
+    "files that are not finished go": (UNFINISHED, 0, ["o.bin", "o.idx"], ""),
+    "no room for what is printed": (FULL_DISK + PREPROCESS, 1, MADE, NO_ROOM),
+    "its reader has seen enough": (CLOSED_PIPE + PREPROCESS, 0, MADE, ""),
+    # Python drops what is raised in a thread that forks.
+    "a signal while a worker is started": (AT_A_FORK + PREPROCESS, 143, ["seen"], ""),
+}
 
 
 @linux
-def test_a_signal_while_a_worker_is_started(programs, tmp_path):
-    """The command answers it, though Python drops what is raised in a thread that forks."""
-    jsonl(tmp_path / "a.jsonl", ["5"])
-    program = begin(programs, tmp_path, f"{AT_A_FORK}\n{PREPROCESS}")
-    assert end_of(programs) == 143
+@pytest.mark.parametrize("case", ENDS)
+def test_how_a_program_ends(programs, tmp_path, case):
+    """With its exit code, what it has made whole, and no other file or process."""
+    lines, code, files, messages = ENDS[case]
+    jsonl(tmp_path / "a.jsonl", ["abc"])
+    redirected = "os.dup2(os.open('messages', os.O_CREAT | os.O_WRONLY), 2)\n"
+    program = begin(programs, tmp_path, redirected + lines)
+    assert end_of(programs) == code
     wait_for_group(program)
-    assert glob.glob(f"{tmp_path}/o*") == []
+    assert sorted(os.listdir(tmp_path)) == sorted(["a.jsonl", "messages", *files])
+    assert (tmp_path / "messages").read_text() == messages
 
 
 @linux
