@@ -7732,7 +7732,6 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
     bad = {
         "{oops": "wanted a JSON object on the line, which begins '{oops",
         "[" * 100_000: "wanted a JSON object",
-        '[{"messages": []}]': "wanted a JSON object",
         '{"text": "a"}': "KeyError: 'messages'",
         '{"messages": []}': "empty",
         '{"messages": "a"}': "string indices",
@@ -7759,7 +7758,10 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
 def test_a_file_of_no_rows_is_refused_when_it_is_opened(one, tmp_path):
     """By its first row, as a whole epoch may pass before another one is read."""
     good = json.dumps({"messages": ROW})
-    contents = [f"oops\n{good}".encode(), json.dumps([{"messages": ROW}] * 2, indent=1).encode()]
+    contents = [
+        f"{line}\n{good}".encode() for line in ("oops", '{"text": "a"}', '{"messages": []}')
+    ]
+    contents += [json.dumps([{"messages": ROW}] * 2, indent=1).encode()]
     contents += [gzip.compress(good.encode()), good.encode("utf-16"), b"PAR1\x15\x04", bytes(99)]
     refused = []
     for number, content in enumerate(contents):
@@ -7795,25 +7797,19 @@ def test_the_first_sample_without_any_loss_is_told(one, tmp_path):
 def test_what_fine_tuning_refuses(one, tmp_path):
     """Such as one target for three tokens, which would be spread over all of them."""
     one_target = mock.Mock(return_value=([1, 2, 3], [5]))
+    with_start = mock.Mock(return_value=[5])  # as a BOS around each text, of which this has none
     path = jsonl(tmp_path / "chat.jsonl", [ROW], "messages")
     for fields, words in (
         ({"create_attention_mask": True}, "create_attention_mask must be False"),
         ({"reset_position_ids": True}, "reset_position_ids must be False"),
         ({"n": 3, "rows": []}, "holds no rows for 3 samples"),
-        ({"tokenizer": Adding()}, r"without add_special_tokens: .* \[5\] around"),
+        ({"tokenizer": Tok(tokenize=with_start)}, r"without add_special_tokens: .* \[5\] around"),
         ({"tokenizer": Tok(eod=None)}, "lacks eod"),
         ({"tokenizer": Tok(tokenize_conversation=one_target)}, "line 1: .*3 tokens have 1 targets"),
     ):
         with pytest.raises(ValueError, match=words):
             chat(one, path, **fields)[0]
-    chat(one, path, tokenizer=Adding(tokenize_conversation=print))  # a template of its own
-
-
-class Adding(Tok):
-    """A tokenizer that begins each text with a token of its own."""
-
-    def tokenize(self, text):
-        return [5, *super().tokenize(text)]
+    chat(one, path, tokenizer=Tok(tokenize=with_start, tokenize_conversation=print))
 
 
 def test_without_a_template_of_the_tokenizer_there_is_a_plain_one(one, tmp_path):
