@@ -7758,26 +7758,22 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
 def test_a_file_of_no_rows_is_refused_when_it_is_opened(one, tmp_path):
     """By its first row, as a whole epoch may pass before another one is read."""
     good = json.dumps({"messages": ROW})
-    contents = [
-        f"{line}\n{good}".encode() for line in ("oops", '{"text": "a"}', '{"messages": []}')
-    ]
-    contents += [json.dumps([{"messages": ROW}] * 2, indent=1).encode()]
+    array_of_rows = json.dumps([{"messages": ROW}] * 2, indent=1)
+    texts = [f"oops\n{good}", f'{{"text": "a"}}\n{good}', '{"messages": []}', array_of_rows]
+    contents = [text.encode() for text in texts]
     contents += [gzip.compress(good.encode()), good.encode("utf-16"), b"PAR1\x15\x04", bytes(99)]
-    refused = []
+    refused = {}
     for number, content in enumerate(contents):
         path = tmp_path / f"{number}.jsonl"
         path.write_bytes(content)
-        refused.append((path, "line 1: wanted .messages., a list"))
-    (tmp_path / "damaged.parquet").write_bytes(b"nothing")
-    refused += [
-        (
-            write_parquet(tmp_path / "a.parquet", {"messages": [good]}),
-            "row 1: wanted .messages., a",
-        ),
-        (write_parquet(tmp_path / "b.parquet", {"text": ["a"]}), "wanted a Parquet file with"),
-        (tmp_path / "damaged.parquet", "wanted a Parquet file with"),
-    ]
-    for path, words in refused:
+        refused[path] = "line 1: wanted .messages., a list"
+    damaged = tmp_path / "damaged.parquet"
+    damaged.write_bytes(b"nothing")
+    no_messages = write_parquet(tmp_path / "a.parquet", {"text": ["a"]})
+    no_lists = write_parquet(tmp_path / "b.parquet", {"messages": [good]})
+    refused[damaged] = refused[no_messages] = "wanted a Parquet file with"
+    refused[no_lists] = "row 1: wanted .messages., a list"
+    for path, words in refused.items():
         with pytest.raises(ValueError, match=f"{path.name}.*{words}"):
             chat(one, path)
 
