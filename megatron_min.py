@@ -7395,7 +7395,7 @@ def _pack_conversations(encoded, sequence_length, fill, granularity):
         targets[places] = conversation_targets[:room]
         is_filled[places] = False
         ends.append(_ceil_div(end, granularity) * granularity)
-        if ends[-1] > S:  # as upstream: at S one more follows, cut to nothing
+        if ends[-1] >= S:
             break
     ends[-1] = S
     return tokens, targets, is_filled, ends

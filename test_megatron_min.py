@@ -7717,8 +7717,8 @@ def test_files_of_rows_are_told_apart(one, tmp_path):
     row = json.dumps({"messages": ROW})
     gap = "\n" * 9000
     found = []
-    contents = [f" {row}{gap}{row}", f"{row}{gap} {row}", f"{row}{gap}{row} "]
-    for number, content in enumerate([*contents, f"{row}{gap}\n{row} ", *contents]):
+    contents = [f" {row}{gap}{row}", f"{row}\n{gap}{row}", f"{row}{gap}{row} "]
+    for number, content in enumerate([*contents, f"{row}\n{gap}\n{row}", *contents]):
         path = tmp_path / str(number)
         path.write_text(content)
         found.append(chat(one, path).dataset.fingerprint())
