@@ -8098,7 +8098,9 @@ def test_the_demo_resumes_and_leaves_nothing(one, tmp_path, capsys, monkeypatch)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code, out, err = command(one, capsys, "demo", program="megatron_min.py")
     assert code == 0, err
-    assert out.splitlines()[-1].startswith("python megatron_min.py preprocess --input ")
+    *_, what_follows, words = out.splitlines()
+    assert what_follows.startswith("Next, your own text")
+    assert words.startswith("python megatron_min.py preprocess --input ")
     assert "600 samples of 256 tokens" in out and "70 more steps, equal: True\n" in out
     assert os.listdir(tmp_path) == []
 
