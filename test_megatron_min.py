@@ -353,15 +353,6 @@ def command(mm, capsys, *argv, program="megatron-min"):
     return code, captured.out, captured.err
 
 
-def one_sentence(err):
-    """Is this one line that begins with the program's name, behind warnings and lines on usage?"""
-    *others, sentence = err.strip().split("\n")
-    for line in others:
-        if not line.startswith(("warning: ", "usage: ", " ")):
-            return False
-    return sentence.startswith("megatron-min") and len(sentence.split()) > 3
-
-
 def in_children(*jobs, timeout=600):
     """Run functions, each in a process of its own, all at once -> their exit codes.
 
@@ -6486,36 +6477,22 @@ def test_flags_that_change_doubles_are_refused_or_change_nothing(c, tmp_path, fl
 # ==============================================================================
 
 
-def test_the_null_tokenizer_takes_numbers(one):
-    tokenizer = one.build_tokenizer("null:100")
-    assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
-    assert tokenizer.tokenize("1 2 30") == [1, 2, 30]
-    assert one.NullTokenizer(7).unique_identifiers != tokenizer.unique_identifiers
-
-
-MY_TOKENS = """
-class Odd:
-    vocab_size, eod, unique_identifiers = 9, 8, {}
-    def tokenize(self, text): return [len(text)]
-odd = Odd()
-def make(): return odd
-name = "bytes"
-def nothing(): return {}
-class Half: vocab_size = 9
-"""
-
-
 def test_tokenizer_by_module_and_attribute(one, tmp_path, monkeypatch):
     """A class, an object or a function; the module lies in the current folder."""
-    (tmp_path / "my_tokens.py").write_text(MY_TOKENS)
+    lines = [
+        f"from {__name__} import Tok",
+        "object = Tok()",
+        "def make(): return object",
+        "text = ''",
+    ]
+    (tmp_path / "my_tokens.py").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "my_tokens", raising=False)
     before = list(sys.path)
-    for attribute in ("Odd", "odd", "make"):
-        assert one.build_tokenizer(f"my_tokens:{attribute}").tokenize("abc") == [3]
-    for attribute, words in (("name", "str"), ("nothing", "dict"), ("Half", "Half.* tokenize")):
-        with pytest.raises(ValueError, match=f"wanted a tokenizer, got {words}"):
-            one.build_tokenizer(f"my_tokens:{attribute}")
+    for attribute in ("Tok", "object", "make"):
+        assert one.build_tokenizer(f"my_tokens:{attribute}").tokenize("7 8") == [7, 8]
+    with pytest.raises(ValueError, match="wanted a tokenizer, got str"):
+        one.build_tokenizer("my_tokens:text")
     assert sys.path == before
 
 
@@ -6523,10 +6500,11 @@ def test_tokenizer_by_module_and_attribute(one, tmp_path, monkeypatch):
 def hf(tmp_path):
     """A tokenizer.json of whole words, made here, which puts </s> in front of a text, if asked.
 
-    It asks for texts to be cut off and filled up: for models that read one text, not for a corpus.
+    Its ids have a gap.  It asks for texts to be cut off and filled up: for models that read one
+    text, not for a corpus.
     """
     tokenizers = pytest.importorskip("tokenizers")
-    words = {"[UNK]": 0, "ja": 1, "nein": 2, "<|endoftext|>": 3, "</s>": 4}
+    words = {"[UNK]": 0, "ja": 1, "nein": 2, "<|endoftext|>": 3, "</s>": 4, "weit": 70_000}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(["<|endoftext|>", "</s>"])
@@ -6541,27 +6519,56 @@ def hf(tmp_path):
 
 
 def test_hugging_face_tokenizer(one, tmp_path, hf):
-    """Its identifiers tell apart what makes other tokens."""
-    plain = one.build_tokenizer(os.path.dirname(hf))  # the folder that holds tokenizer.json
-    texts = ["nein ja ja", "", "was"]
+    """Its identifiers tell apart what makes other tokens.
+
+    Upstream counts the ids, 6 here, so that the file would get two bytes for an id of 70,000.
+    """
+    texts = ["nein ja ja", "", "was", "weit"]
+    identifiers = set()
     for eod_text, start, eod in (
         (None, [], 3),
         ("</s>", [], 4),
         (None, [4], 3),  # with special tokens, as Llama's file has them, for those who ask
     ):
         tokenizer = one.build_tokenizer(hf, eod_text, bool(start))
-        assert (tokenizer.vocab_size, tokenizer.eod) == (5, eod)
-        wanted = [[*start, 2, 1, 1], start, [*start, 0]]
+        identifiers.add(json.dumps(tokenizer.unique_identifiers))
+        assert tokenizer.eod == eod
+        wanted = [[*start, 2, 1, 1], start, [*start, 0], [*start, 70_000]]
         assert [tokenizer.tokenize(text) for text in texts] == wanted
         assert lists(tokenizer.tokenize_batch(texts)) == wanted
-        assert tokenizer.detokenize([1, 3]) == "ja <|endoftext|>"
-        is_same = tokenizer.unique_identifiers == plain.unique_identifiers
-        assert is_same == (eod_text is None and start == [])
-    assert plain.tokenize("ja</s>nein") == [1, 4, 2], "the text of a special token is that token"
-    content = pathlib.Path(hf).read_bytes()
-    assert plain.unique_identifiers["tokenizer.json"] == hashlib.md5(content).hexdigest()
+    assert len(identifiers) == 3
+    plain = one.build_tokenizer(os.path.dirname(hf))  # the folder that holds tokenizer.json
+    of_file = {"tokenizer.json": hashlib.md5(pathlib.Path(hf).read_bytes()).hexdigest(), "eod": 3}
+    of_class = {"class": "HuggingFaceTokenizer", "package": "tokenizers"}
+    assert plain.unique_identifiers == of_class | of_file
     made = one.preprocess(texts=texts, output_prefix=tmp_path / "o", tokenizer=plain, workers=2)
-    assert texts_of(one, made["text"]) == [[2, 1, 1], [], [0]]
+    assert texts_of(one, made["text"]) == [[2, 1, 1], [], [0], [70_000]]
+
+
+def test_the_eod_of_a_folder(one, tmp_path, hf):
+    """Its eos_token, in the two forms that it has, unless another one is asked for.
+
+    Where tokenizer_config.json cannot be used, no other token is taken without a word.
+    """
+    for content, eod in (
+        ("{}", 3),
+        ('{"eos_token": null}', 3),
+        ('{"eos_token": "ja"}', 1),
+        ('{"eos_token": {"content": "ja", "lstrip": false}}', 1),
+        ('{"eos_token": "j', "tokenizer_config.json: "),
+        ("[]", "tokenizer_config.json: "),
+        ('{"eos_token": {"text": "ja"}}', "tokenizer_config.json: .*content"),
+        ('{"eos_token": "<none>"}', "tokenizer.json: no token <none>"),
+        ('{"eos_token": 12}', "tokenizer.json: no token 12"),
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        if isinstance(eod, int):
+            assert one.build_tokenizer(tmp_path).eod == eod
+        else:
+            with pytest.raises(ValueError, match=eod):
+                one.build_tokenizer(tmp_path)
+        assert one.build_tokenizer(tmp_path, "nein").eod == 2
+        assert one.build_tokenizer(hf).eod == 3, "a bare file as ever"
 
 
 def test_a_tokenizer_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
@@ -6576,7 +6583,6 @@ def test_a_tokenizer_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
         (hf, "<none>", False, "<none>"),
         ("bytes", None, True, "special tokens"),
         (f"gigatoken:{hf}", None, True, "special tokens"),
-        ("bytes", "</s>", False, "eod and special tokens can be chosen"),
         ("null:9", "</s>", False, "eod and special tokens can be chosen"),
         ("null:x", None, False, "unknown tokenizer 'null:x'"),
         ("null:-1", None, False, "unknown tokenizer 'null:-1'"),
@@ -6601,136 +6607,63 @@ def test_a_package_that_is_missing_is_named(one, tmp_path, hf, monkeypatch):
             use()
 
 
-def rewrite(path, change):
-    """Change what a file of JSON holds, by a function."""
-    content = json.loads(pathlib.Path(path).read_bytes())
-    change(content)
-    pathlib.Path(path).write_text(json.dumps(content))
+def test_text_and_ids_of_all_kinds(one, hf):
+    """Of each tokenizer; ids are lists, arrays, tensors, and what can be read only once.
 
-
-def test_ids_of_a_tokenizer_may_have_gaps(one, tmp_path, hf):
-    """Upstream counts them: 5 here, so that the file gets two bytes for an id."""
-    rewrite(hf, leave_a_gap)
-    tokenizer = one.build_tokenizer(hf)
-    assert tokenizer.vocab_size == 70_001
-    made = one.preprocess(texts=["nein ja"], output_prefix=tmp_path / "o", tokenizer=tokenizer)
-    assert texts_of(one, made["text"]) == [[70_000, 1]]
-
-
-def leave_a_gap(content):
-    """In the ids of a tokenizer.json."""
-    content["model"]["vocab"]["nein"] = 70_000
-
-
-@pytest.mark.parametrize("name", ["bytes", "null:300", "tokenizer.json"])
-def test_ids_of_all_kinds_become_text(one, hf, name):
-    """Lists, arrays, tensors, and what can be read only once."""
-    tokenizer = one.build_tokenizer(hf if name == "tokenizer.json" else name)
-    ids = [1, 2, 1]
-    wanted = {"bytes": "\x01\x02\x01", "null:300": "1 2 1", "tokenizer.json": "ja nein ja"}[name]
-    for given in (
-        ids,
-        tuple(ids),
-        np.array(ids, np.uint16),
-        np.array(ids),
-        torch.tensor(ids),
-        torch.tensor(ids, dtype=torch.int32),
-        list(torch.tensor(ids)),
-        iter(ids),
-        (token for token in np.array(ids)),
-    ):
-        assert tokenizer.detokenize(given) == wanted
-    assert tokenizer.detokenize([]) == tokenizer.detokenize(torch.tensor([])) == ""
-    with pytest.raises(TypeError):
-        tokenizer.detokenize(torch.tensor([1.0]))  # such as a loss mask
-
-
-@pytest.mark.parametrize("package", ["tokenizers", "gigatoken"])
-def test_the_eod_of_a_folder(one, tmp_path, package):
-    """Its eos_token, in the two forms that it has, unless another one is asked for.
-
-    Where tokenizer_config.json cannot be used, no other token is taken without a word.
+    The text of a special token is that token.
     """
-    pytest.importorskip(package)
-    tokenizers = pytest.importorskip("tokenizers")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        special_tokens=["<|endoftext|>", "<|im_end|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["a text"], trainer)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    prefix = "gigatoken:" if package == "gigatoken" else ""
-    folder = f"{prefix}{tmp_path}"
-    for content, eod in (
-        (None, 0),
-        ("{}", 0),
-        ('{"eos_token": null}', 0),
-        ('{"eos_token": "<|im_end|>"}', 1),
-        ('{"eos_token": {"content": "<|im_end|>", "lstrip": false}}', 1),
-        ('{"eos_token": "<|im_e', "tokenizer_config.json: "),
-        ("[]", "tokenizer_config.json: "),
-        ('{"eos_token": {"text": "<|im_end|>"}}', "tokenizer_config.json: .*content"),
-        ('{"eos_token": "<none>"}', "tokenizer.json: no token <none>"),
-        ('{"eos_token": 12}', "tokenizer.json: no token 12"),
+    ids = [1, 3, 1]
+    for name, eod, vocab_size, text in (
+        ("bytes", 256, 257, "\x01\x03\x01"),
+        ("null:300", 300, 301, "1 3 1"),
+        (hf, 3, 70_001, "ja <|endoftext|> ja"),
     ):
-        if content is not None:
-            (tmp_path / "tokenizer_config.json").write_text(content)
-        if isinstance(eod, int):
-            assert one.build_tokenizer(folder).eod == eod
-        else:
-            with pytest.raises(ValueError, match=eod):
-                one.build_tokenizer(folder)
-        assert one.build_tokenizer(folder, "<|im_end|>").eod == 1
-        assert one.build_tokenizer(f"{folder}/tokenizer.json").eod == 0, "a bare file as ever"
+        tokenizer = one.build_tokenizer(name)
+        assert (tokenizer.eod, tokenizer.vocab_size) == (eod, vocab_size)
+        assert tokenizer.tokenize(text) == ids
+        for given in (ids, np.array(ids, np.uint16), torch.tensor(ids), iter(torch.tensor(ids))):
+            assert tokenizer.detokenize(given) == text
+        assert tokenizer.detokenize([]) == tokenizer.detokenize(torch.tensor([])) == ""
+        with pytest.raises(TypeError):
+            tokenizer.detokenize(torch.tensor([1.0]))  # such as a loss mask
 
 
-NO_TOKENIZERS = {  # what is no tokenizer, other arguments, and words of the error
-    # as in the package transformers:
-    "a list of texts": (Tok(tokenize=str.split), {}, r"got Tok, whose tokenize.* makes \['a'\] of"),
-    "a text": (Tok(tokenize=str.upper), {}, "got Tok, whose tokenize.* makes 'A' of 'a'"),
-    "a class": (Tok, {}, "make an object of Tok"),
-    "no size": (Tok(vocab_size=None), {}, "got Tok, which lacks vocab_size"),
-    "no eod": (Tok(eod=None), {"append_eod": True}, "got Tok, which lacks eod"),
-    "a dict": ({}, {}, "got dict, which lacks vocab_size"),
-}
-
-
-@pytest.mark.parametrize("case", NO_TOKENIZERS)
-def test_what_is_no_tokenizer_makes_no_corpus(one, tmp_path, case):
+def test_what_is_no_tokenizer_makes_no_corpus(one, tmp_path):
     """Not even of decimal numbers, which could be taken for ids."""
-    tokenizer, fields, words = NO_TOKENIZERS[case]
     path = jsonl(tmp_path / "a.jsonl", ["12 7"])
-    for make in (one.preprocess, one.encode_jsonl):
-        with pytest.raises(ValueError, match=words):
-            make(path, tmp_path / "o", tokenizer, **fields)
+    for tokenizer, fields, words in (
+        # as in the package transformers:
+        (Tok(tokenize=str.split), {}, r"got Tok, whose tokenize.* makes \['a'\] of"),
+        (Tok(tokenize=str.upper), {}, "got Tok, whose tokenize.* makes 'A' of 'a'"),
+        (Tok, {}, "make an object of Tok"),
+        (Tok(vocab_size=None), {}, "got Tok, which lacks vocab_size"),
+        (Tok(eod=None), {"append_eod": True}, "got Tok, which lacks eod"),
+        ({}, {}, "got dict, which lacks vocab_size"),
+    ):
+        for make in (one.preprocess, one.encode_jsonl):
+            with pytest.raises(ValueError, match=words):
+                make(path, tmp_path / "o", tokenizer, **fields)
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
 def test_two_eods_are_told(one, tmp_path, hf):
     """One by the file's post-processor, one by append_eod; a beginning of texts is none."""
+    ends = json.loads(pathlib.Path(hf).read_bytes())
+    ends["post_processor"]["single"].reverse()  # so that </s> is put behind a text
+    (tmp_path / "ends.json").write_text(json.dumps(ends))
     path = jsonl(tmp_path / "a.jsonl", ["ja", ""])
-    with_start = one.build_tokenizer(hf, "</s>", add_special_tokens=True)
-    rewrite(hf, put_the_special_token_behind)
-    with_end = functools.partial(one.build_tokenizer, hf, add_special_tokens=True)
-    for tokenizer, append_eod, count in (
-        (with_start, True, 0),
-        (with_end(eod_token="</s>"), True, 1),
-        (with_end(eod_token="</s>"), False, 0),
-        (with_end(), True, 0),  # it ends texts in another token
-        (one.build_tokenizer(hf, "</s>"), True, 0),
-        (one.build_tokenizer(hf, "[UNK]"), True, 0),  # as a letter that is not known
+    for name, eod_token, adds_special_tokens, append_eod, count in (
+        ("tokenizer.json", "</s>", True, True, 0),
+        ("ends.json", "</s>", True, True, 1),
+        ("ends.json", "</s>", True, False, 0),
+        ("ends.json", None, True, True, 0),  # it ends texts in another token
+        ("ends.json", "</s>", False, True, 0),
+        ("ends.json", "[UNK]", False, True, 0),  # as a letter that is not known
     ):
+        tokenizer = one.build_tokenizer(tmp_path / name, eod_token, adds_special_tokens)
         for make in (one.preprocess, one.encode_jsonl):
             _, messages = heard(make, path, tmp_path / "o", tokenizer, append_eod=append_eod)
             assert ["ends texts in eod by itself" in text for text in messages] == [True] * count
-
-
-def put_the_special_token_behind(content):
-    """Behind each text, where the post-processor puts it before."""
-    content["post_processor"]["single"].reverse()
 
 
 PIECES = ["the", " the", "The", " ", "\n", "\r\n", "\t", "12345", "don't", "é", "e\u0301", "日本"]
@@ -6746,38 +6679,37 @@ def odd_texts(rng, count):
 
 
 def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path):
-    """Of a file as GPT-2's, for any number of workers; the records say which package made them.
+    """Of a file as GPT-2's, for any number of workers; only the name of the package differs.
 
-    Such pairs may be merged.
+    It is made anew after much text, and where it was pickled.
     """
     pytest.importorskip("gigatoken")
     tokenizers = pytest.importorskip("tokenizers")
     of_bytes = tokenizers.pre_tokenizers.ByteLevel
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = of_bytes(add_prefix_space=False)
+    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
+    trained.pre_tokenizer = of_bytes(add_prefix_space=False)
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=400,
-        special_tokens=["<|endoftext|>"],
+        special_tokens=["<|endoftext|>", "<|im_end|>"],
         initial_alphabet=of_bytes.alphabet(),
         show_progress=False,
     )
     texts = odd_texts(np.random.default_rng(0), 300)
-    tokenizer.train_from_iterator(texts, trainer)
-    path = str(tmp_path / "tokenizer.json")
-    tokenizer.save(path)
-    ids = [one.build_tokenizer(path).tokenize(text) for text in texts]
-    pairs = []
-    for package, name in (("tokenizers", path), ("gigatoken", f"gigatoken:{path}")):
-        tokenizer = one.build_tokenizer(name)
-        for other in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):
-            assert lists(other.tokenize_batch(texts)) == ids
-        assert tokenizer.tokenize(texts[1]) == ids[1]
-        assert lists(tokenizer.tokenize_batch([])) == []
-        job = {"output_prefix": tmp_path / package, "tokenizer": tokenizer, "workers": 2}
-        pairs.append(one.preprocess(texts=texts, **job)["text"])
-        assert record_of(pairs[-1])["tokenizer"]["package"] == package
-    assert bytes_of_pair(pairs[0]) == bytes_of_pair(pairs[1])
-    one.merge(pairs, tmp_path / "all")
+    trained.train_from_iterator(texts, trainer)
+    trained.save(str(tmp_path / "tokenizer.json"))
+    slow = one.build_tokenizer(tmp_path, "<|im_end|>")
+    fast = one.build_tokenizer(f"gigatoken:{tmp_path}", "<|im_end|>")
+    ids = [slow.tokenize(text) for text in texts]
+    assert fast.unique_identifiers == slow.unique_identifiers | {"package": "gigatoken"}
+    assert fast.tokenize(texts[1]) == ids[1]
+    assert lists(fast.tokenize_batch([])) == []
+    made = one.preprocess(texts=texts, output_prefix=tmp_path / "o", tokenizer=fast, workers=2)
+    assert texts_of(one, made["text"]) == ids
+    fast._MOST_BYTES = 0
+    for tokenizer in (fast, pickle.loads(pickle.dumps(fast))):
+        before = tokenizer._gigatoken
+        assert lists(tokenizer.tokenize_batch(texts)) == ids
+        assert tokenizer._gigatoken not in (before, None)
 
 
 # ==============================================================================
@@ -7688,7 +7620,10 @@ def write_parquet(path, columns, **arguments):
 
 
 def random_rows(rng, count, longest):
-    """Rows of one to five conversations each, of numbers for ChatTokenizer."""
+    """Rows of one to five conversations each, of numbers for ChatTokenizer.
+
+    A template of the tokenizer's own gets all keys of a message, weight too.
+    """
     rows = []
     for _ in range(count):
         messages = []
@@ -7696,38 +7631,30 @@ def random_rows(rng, count, longest):
             roles = ["system", "user", "assistant"][rng.integers(0, 2) :]
             for role in roles[: rng.integers(1, 4)]:
                 numbers = rng.integers(1, 50, rng.integers(1, longest))
-                messages.append({"role": role, "content": " ".join(map(str, numbers))})
+                content = " ".join(map(str, numbers))
+                messages.append({"role": role, "content": content, "weight": 0})
         rows.append(messages)
     return rows
 
 
-def brute_chat_sample(messages, S, pad, eod, cp):
-    """A sample by the rules of upstream, one after the other, on a list."""
-    fill = eod if pad is None else pad
-    conversations = []
-    for message in messages:
-        if message["role"] == "system" or not conversations:
-            conversations.append([])
-        conversations[-1].append(message)
+def brute_chat_sample(messages, S, pad, cp):
+    """A sample by the rules of upstream, one after the other, on a list; the eod is 0."""
+    fill = 0 if pad is None else pad
     places = []  # token, target, position, is it filled up?
     ends = [0]
-    for conversation in conversations:
-        position = 0
-        for message in conversation:
-            for number in message["content"].split():
-                target = int(number) if message["role"] == "assistant" else -100
-                places.append((int(number), target, position, False))
-                position += 1
-        while cp > 1 and len(places) % (2 * cp):
-            places.append((fill, fill, position, True))
-            position += 1
-        ends.append(len(places))
-        if len(places) > S:
-            places = places[:S]
-            break
+    for number, message in enumerate([*messages, {"role": "system", "content": ""}]):
+        if message["role"] == "system" and number > 0:  # a conversation ends
+            while cp > 1 and len(places) % (2 * cp):
+                places.append((fill, fill, len(places) - ends[-1], True))
+            ends.append(len(places))
+            if len(places) > S:
+                break
+        for token in message["content"].split():
+            target = int(token) if message["role"] == "assistant" else -100
+            places.append((int(token), target, len(places) - ends[-1], False))
+    places = places[:S]
     while len(places) < S + 1:
-        places.append((fill, fill, position, True))
-        position += 1
+        places.append((fill, fill, len(places) - ends[-2], True))
     ends[-1] = S
     tokens, targets, positions, filled = zip(*places, strict=True)
     loss_mask = []
@@ -7758,7 +7685,7 @@ def test_samples_of_conversations_equal_the_rules(one, tmp_path, pad):
         fields = {"sequence_length": S, "context_parallel_size": cp, "tokenizer": tokenizer}
         ds = chat(one, path, 2 * len(rows), **fields)
         for k in range(len(ds)):
-            wanted = brute_chat_sample(rows[k % len(rows)], S, pad, 0, cp)
+            wanted = brute_chat_sample(rows[k % len(rows)], S, pad, cp)
             same_samples(quiet(ds.__getitem__, k), wanted, (rows[k % len(rows)], S, cp))
         same_samples(ds[None], {**ds[0], "loss_mask": torch.zeros(S)})
 
@@ -7780,18 +7707,41 @@ def test_rows_are_found_wherever_they_lie(one, tmp_path, kind):
         opened = one.SFTDataset.build_low_level_dataset(str(path), None)
         assert len(opened) == len(wanted)
         opened = pickle.loads(pickle.dumps(opened))
+        assert opened.fingerprint()["size"] == path.stat().st_size
         for row in rng.permutation(len(opened)).tolist():
             assert opened[row]["messages"] == wanted[row]
+
+
+def test_files_of_rows_are_told_apart(one, tmp_path):
+    """By their sizes and both ends, wherever they lie."""
+    row = json.dumps({"messages": ROW})
+    gap = "\n" * 9000
+    found = []
+    contents = [f" {row}{gap}{row}", f"{row}\n{gap}{row}", f"{row}{gap}{row} "]
+    for number, content in enumerate([*contents, f"{row}\n{gap}\n{row}", *contents]):
+        path = tmp_path / str(number)
+        path.write_text(content)
+        found.append(chat(one, path).dataset.fingerprint())
+    assert found[:3] == found[4:]
+    for one_of_them, another in itertools.combinations(found[:4], 2):
+        assert one_of_them != another
 
 
 def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
     """Each of these lines, all but the first and the last, with a word of the error."""
     good = json.dumps({"messages": ROW})
-    bad = NO_ROWS | {
+    bad = {
+        "{oops": "wanted a JSON object on the line, which begins '{oops",
+        "[" * 100_000: "wanted a JSON object",
+        '{"text": "a"}': "KeyError: 'messages'",
+        '{"messages": []}': "empty",
+        '{"messages": "a"}': "string indices",
+        '{"messages": [{"from": "human", "value": "a"}]}': "KeyError: 'role'",
         '{"messages": [{"role": "user", "content": null}]}': "wanted texts",
         '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}': "wanted texts",
     }
-    for key, value in LOST.items():
+    lost = {"tool_calls": [{"id": "a"}], "weight": 0, "train": False, "name": "b", "tools": {"": 1}}
+    for key, value in lost.items():
         message = {"role": "assistant", "content": "2", key: value}
         bad[json.dumps({"messages": [message]})] = f"{key} of a message would be lost"
     path = tmp_path / "chat.jsonl"
@@ -7806,49 +7756,27 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
         ds[0]
 
 
-NO_ROWS = {  # lines that are no rows, and a word of the error
-    "{oops": "wanted a JSON object on the line, which begins '{oops",
-    "[" * 100_000: "wanted a JSON object",
-    '[{"messages": []}]': "wanted a JSON object",
-    '{"text": "a"}': "KeyError: 'messages'",
-    '{"messages": []}': "empty",
-    '{"messages": "a"}': "string indices",
-    '{"messages": [{"from": "human", "value": "a"}]}': "KeyError: 'role'",
-}
-LOST = {"tool_calls": [{"id": "a"}], "weight": 0, "train": False, "name": "b", "tools": {"c": 1}}
-
-
-def test_keys_of_a_message_that_hold_nothing_are_no_loss(one, tmp_path):
-    """As Parquet files and converters write them; a template of the tokenizer's own gets all."""
-    nothing = {"tool_calls": None, "name": "", "tools": [], "function_call": {}}
-    empty = [message | nothing for message in ROW]
-    path = jsonl(tmp_path / "chat.jsonl", [ROW, empty], "messages")
-    ds = chat(one, path, tokenizer=one.ByteTokenizer(), sequence_length=32)
-    same_samples(ds[1], ds[0])
-    lost = [message | LOST for message in ROW]
-    path = jsonl(tmp_path / "chat.jsonl", [ROW, lost], "messages")
-    ds = chat(one, path)
-    same_samples(ds[1], ds[0])
-
-
 def test_a_file_of_no_rows_is_refused_when_it_is_opened(one, tmp_path):
     """By its first row, as a whole epoch may pass before another one is read."""
     good = json.dumps({"messages": ROW})
-    texts = [f"{line}\n{good}" for line in NO_ROWS]
+    array_of_rows = json.dumps([{"messages": ROW}] * 2, indent=1)
+    texts = [f"oops\n{good}", f'{{"text": "a"}}\n{good}', '{"messages": []}', array_of_rows]
     contents = [text.encode() for text in texts]
-    contents += [json.dumps([{"messages": ROW}] * 2, indent=1).encode()]
     contents += [gzip.compress(good.encode()), good.encode("utf-16"), b"PAR1\x15\x04", bytes(99)]
+    refused = {}
     for number, content in enumerate(contents):
         path = tmp_path / f"{number}.jsonl"
         path.write_bytes(content)
-        cfg = config(one, ([str(path)], None))
-        with pytest.raises(
-            ValueError, match=rf"{number}\.jsonl, line 1: wanted .messages., a list"
-        ):
-            build(one, [1, 0, 0], cfg, one.SFTDataset)
-    texts = write_parquet(tmp_path / "chat.parquet", {"messages": [good]})
-    with pytest.raises(ValueError, match=r"chat\.parquet, row 1: wanted .messages., a list"):
-        chat(one, texts)
+        refused[path] = "line 1: wanted .messages., a list"
+    damaged = tmp_path / "damaged.parquet"
+    damaged.write_bytes(b"nothing")
+    no_messages = write_parquet(tmp_path / "a.parquet", {"text": ["a"]})
+    no_lists = write_parquet(tmp_path / "b.parquet", {"messages": [good]})
+    refused[damaged] = refused[no_messages] = "wanted a Parquet file with"
+    refused[no_lists] = "row 1: wanted .messages., a list"
+    for path, words in refused.items():
+        with pytest.raises(ValueError, match=f"{path.name}.*{words}"):
+            chat(one, path)
 
 
 def test_the_first_sample_without_any_loss_is_told(one, tmp_path):
@@ -7856,53 +7784,40 @@ def test_the_first_sample_without_any_loss_is_told(one, tmp_path):
     other = [{"role": "human", "content": "1"}, {"role": "gpt", "content": "2"}]
     long = [{"role": "user", "content": "1 " * 9}, ROW[1]]
     path = jsonl(tmp_path / "chat.jsonl", [ROW, long, other, long], "messages")
-    for tokenizer, S in ((ChatTokenizer(pad=999), 8), (one.ByteTokenizer(), 32)):
-        for rows, line in (([0, 1, 2], 2), ([2, 1], 3), ([0], None)):
-            ds = chat(one, path, rows=rows, tokenizer=tokenizer, sequence_length=S)
-            _, messages = heard(list, (ds[k] for k in (*range(len(ds)), None)))
-            told = [
-                re.search(r"chat\.jsonl, line (\d+): nothing is learned", m)[1] for m in messages
-            ]
-            assert told == ([] if line is None else [str(line)])
-
-
-def test_as_many_targets_as_tokens(one):
-    """One target for three tokens would be spread over all of them without a word."""
-    tokenizer = ChatTokenizer()
-    tokenizer.tokenize_conversation = mock.Mock(return_value=([1, 2, 3], [5]))
-    cfg = config(one, tokenizer=tokenizer)
-    rows = np.arange(1, dtype=np.int32)
-    ds = one.SFTDataset([{"messages": ROW}], "rows", rows, 1, one.Split.train, cfg)
-    with pytest.raises(ValueError, match=r"rows, row 1: .*3 tokens have 1 targets"):
-        ds[0]
+    for rows, lines in (([0, 1, 2], [2]), ([2, 1], [3]), ([0], [])):
+        ds = chat(one, path, rows=rows, tokenizer=one.ByteTokenizer(), sequence_length=32)
+        _, messages = heard(list, (ds[k] for k in (*range(len(ds)), None)))
+        for message, line in zip(messages, lines, strict=True):
+            assert f"chat.jsonl, line {line}: nothing is learned" in message
 
 
 def test_what_fine_tuning_refuses(one, tmp_path):
+    """Such as one target for three tokens, which would be spread over all of them."""
+    one_target = mock.Mock(return_value=([1, 2, 3], [5]))
+    with_start = mock.Mock(return_value=[5])  # as a BOS around each text, of which this has none
     path = jsonl(tmp_path / "chat.jsonl", [ROW], "messages")
     for fields, words in (
         ({"create_attention_mask": True}, "create_attention_mask must be False"),
         ({"reset_position_ids": True}, "reset_position_ids must be False"),
         ({"n": 3, "rows": []}, "holds no rows for 3 samples"),
-        ({"tokenizer": Adding()}, r"without add_special_tokens: .* \[5\] around"),
+        ({"tokenizer": Tok(tokenize=with_start)}, r"without add_special_tokens: .* \[5\] around"),
         ({"tokenizer": Tok(eod=None)}, "lacks eod"),
+        ({"tokenizer": Tok(tokenize_conversation=one_target)}, "line 1: .*3 tokens have 1 targets"),
     ):
         with pytest.raises(ValueError, match=words):
-            chat(one, path, **fields)
-    chat(one, path, tokenizer=Adding(tokenize_conversation=print))  # a template of its own
-
-
-class Adding(Tok):
-    """A tokenizer that begins each text with a token of its own."""
-
-    def tokenize(self, text):
-        return [5, *super().tokenize(text)]
+            chat(one, path, **fields)[0]
+    chat(one, path, tokenizer=Tok(tokenize=with_start, tokenize_conversation=print))
 
 
 def test_without_a_template_of_the_tokenizer_there_is_a_plain_one(one, tmp_path):
-    """Lines of role and content; what the assistant says, and the eod behind it, are learned."""
+    """Lines of role and content; what the assistant says, and the eod behind it, are learned.
+
+    Keys that hold nothing, as Parquet files and converters write them, are no loss.
+    """
+    nothing = {"tool_calls": None, "name": "", "tools": [], "function_call": {}}
     turns = [("system", "be brief"), ("user", "2+2"), ("assistant", "4")]
     turns += [("user", "3+3"), ("assistant", "six")]
-    messages = [{"role": role, "content": content} for role, content in turns]
+    messages = [{"role": role, "content": content} | nothing for role, content in turns]
     text = "system: be brief\nuser: 2+2\nassistant: 4$user: 3+3\nassistant: six$"  # $ is eod
     path = jsonl(tmp_path / "chat.jsonl", [messages], "messages")
     sample = chat(one, path, sequence_length=len(text), tokenizer=one.ByteTokenizer())[0]
@@ -7934,31 +7849,6 @@ def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
     other = loader_of(one, changed, **fields_of("sharded"))
     with pytest.raises(ValueError, match="does not fit"):
         other.load_state_dict(state)
-
-
-def test_files_of_rows_are_told_apart(one, tmp_path):
-    """By their sizes and both ends, wherever they lie."""
-    long = [{"role": "user", "content": "1 " * 70_000}]
-    found = []
-    for rows in ([ROW, long, ROW], [ROW[::-1], long, ROW], [ROW, long, ROW[::-1]]):
-        for folder in "ab":
-            (tmp_path / folder).mkdir(exist_ok=True)
-            path = jsonl(tmp_path / folder / "chat.jsonl", rows, "messages")
-            found.append(chat(one, path).dataset.fingerprint())
-        assert found[-1] == found[-2]
-        assert found[-1]["size"] == found[0]["size"]
-    for one_of_them, another in itertools.combinations(found[::2], 2):
-        assert one_of_them != another
-
-
-def test_parquet_files_of_no_use(one, tmp_path):
-    """Damaged, or without messages."""
-    other = write_parquet(tmp_path / "other.parquet", {"text": ["a"]})
-    damaged = tmp_path / "damaged.parquet"
-    damaged.write_bytes(b"nothing")
-    for path in (damaged, other):
-        with pytest.raises(ValueError, match=path.name):
-            chat(one, path)
 
 
 # ==============================================================================
@@ -8024,12 +7914,17 @@ def test_trace_and_find_of_random_datasets(mm, tmp_path):
 
 
 def test_trace_and_find_of_blends(one, tmp_path):
-    """Also of a pair that is in the blend twice; of each part some samples are not in it."""
+    """Also of a pair that is in the blend twice; of each part some samples are not in it.
+
+    No token is read.
+    """
     rng = np.random.default_rng(1)
     a, b = (mk_sentences(one, tmp_path / name, rng) for name in "ab")
     phases = [(10, [1, 1, 0]), (25, [0, 1, 3]), (5, [1, 1, 1])]
     cfg = config(one, ([a, b, a], None), blend_phases=phases, stable_order=True)
     blend = build(one, [None, 0, 0], cfg)[0]
+    for part in blend.datasets:
+        part.dataset._tokens = None
     for i in range(len(blend)):
         part = blend.datasets[blend.dataset_index[i]]
         assert one.trace(blend, i) == one.trace(part, blend.dataset_sample_index[i]) != []
@@ -8038,35 +7933,23 @@ def test_trace_and_find_of_blends(one, tmp_path):
         check_find(one, blend, prefix)
 
 
-def test_an_audit_reads_no_token(one, web, some_pair, tmp_path):
-    """The .bin on the server is asked for nothing."""
-    prefix = web.put(some_pair[0])
-    cfg = config(one, ([prefix], None), path_to_cache=str(tmp_path / "cache"))
-    ds = build(one, [9, 0, 0], cfg)[0]
-    web.server.requests.clear()
-    [span, *_] = one.trace(ds, 3)
-    assert 3 in one.find(ds, prefix, span.sequence)
-    assert [name for _, name, _ in web.server.requests if name == "pair.bin"] == []
-
-
 def test_what_cannot_be_traced_or_found(one, tmp_path):
     a = mk(one, tmp_path / "a", [[1] * 9] * 9)
     ds = gpt(one, a, 5, documents=np.arange(4, dtype=np.int32))
     blend = build(one, [5, 0, 0], config(one, ([a, a], [1, 1])))[0]
+    chats = chat(one, jsonl(tmp_path / "chat.jsonl", [ROW], "messages"), 5)
+    of_chats = one.BlendedDataset([chats], [1], 5, chats.config)
+    others = [torch.utils.data.Subset(ds, [1, 2]), chats, of_chats, Numbers(5)]
     assert one.find(ds, a, 8) == []  # of another split
-    with pytest.raises(ValueError, match=f"other is not a pair.*{re.escape(a)}"):
-        one.find(blend, "other", 1)
-    with pytest.raises(IndexError, match="9"):
-        one.find(ds, a, 9)
-    for dataset in (ds, blend):
-        with pytest.raises(IndexError, match=str(len(dataset))):
-            one.trace(dataset, len(dataset))
-    pathlib.Path(tmp_path / "chat.jsonl").write_text(json.dumps({"messages": ROW}))
-    conversations = chat(one, tmp_path / "chat.jsonl", 5)
-    of_these = one.BlendedDataset([conversations], [1], 5, conversations.config)
-    for dataset in (torch.utils.data.Subset(ds, [1, 2]), conversations, of_these, Numbers(5)):
-        for audit, arguments in ((one.trace, (0,)), (one.find, (a, 0))):
-            with pytest.raises(ValueError, match="want a GPTDataset.*got (Subset|SFT|Numbers)"):
+    for audit, datasets, arguments, error, words in (
+        (one.find, [ds, blend], ["other", 1], ValueError, f"other is not a pair.*{re.escape(a)}"),
+        (one.find, [ds, blend], [a, 9], IndexError, "9"),
+        (one.trace, [ds, blend], [9], IndexError, "9"),
+        (one.trace, others, [0], ValueError, "want a GPTDataset.*got (Subset|SFT|Numbers)"),
+        (one.find, others, [a, 0], ValueError, "want a GPTDataset.*got (Subset|SFT|Numbers)"),
+    ):
+        for dataset in datasets:
+            with pytest.raises(error, match=words):
                 audit(dataset, *arguments)
 
 
@@ -8109,38 +7992,32 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
     assert one.IndexedDataset("q", multimodal=True).sequence_modes.tolist() == [0, 5]
 
 
-def test_options_of_preprocess_reach_the_function(one, capsys, monkeypatch):
-    """Each of them; those that are not given have the function's defaults, but for verbose."""
+def test_options_of_preprocess_reach_the_function(one, hf, capsys, monkeypatch):
+    """Each of them; those that are not given have the function's defaults, but for verbose.
+
+    Special tokens, such as the BOS of Llama's file, which upstream adds, are for those who ask.
+    """
     made = mock.Mock(return_value={})
     defaults = inspect.signature(one.preprocess).parameters
     monkeypatch.setattr(one, "preprocess", made)
-    argv = ["preprocess", "--input", "x", "-", "--output-prefix", "o", "--tokenizer", "null:9"]
+    argv = ["preprocess", "--input", "x", "-", "--output-prefix", "o", "--tokenizer", hf]
     flags = "--append-eod --json-keys a b --split-sentences --workers 3 --shard 2/5 --on-error skip"
-    assert command(one, capsys, *argv, *flags.split(), "--no-verbose")[0] == 0
-    (inputs, prefix, tokenizer), found = made.call_args
-    assert (inputs, prefix, tokenizer.vocab_size) == (["x", "-"], "o", 10)
-    wanted = {"append_eod": True, "json_keys": ["a", "b"], "split_sentences": True, "workers": 3}
-    assert found == wanted | {"shard": (2, 5), "on_error": "skip", "verbose": False}
-    assert command(one, capsys, *argv)[0] == 0
-    wanted = {name: defaults[name].default for name in found}
-    assert made.call_args.kwargs == wanted | {"json_keys": ["text"], "verbose": True}
-
-
-def test_special_tokens_are_an_option(one, hf, tmp_path, capsys, monkeypatch):
-    """Such as a Llama's BOS, which upstream adds; of commands that take a tokenizer."""
-    monkeypatch.chdir(tmp_path)
-    jsonl("a.jsonl", ["ja nein"])
-    for flags, ids in (([], [1, 2]), (["--add-special-tokens"], [4, 1, 2])):
-        flags = ["--tokenizer", hf, *flags]
-        argv = ["preprocess", "--input", "a.jsonl", "--output-prefix", "o", *flags]
-        assert command(one, capsys, *argv)[0] == 0
-        assert texts_of(one, "o_text_document") == [ids]
-        code, out, _ = command(one, capsys, "inspect", "o_text_document", *flags)
-        assert (code, f"sequence 0: {ids}" in out, "ja nein" in out) == (0, True, True)
+    flags += " --no-verbose --eod-token </s> --add-special-tokens"
+    given = {"append_eod": True, "json_keys": ["a", "b"], "split_sentences": True, "workers": 3}
+    given |= {"shard": (2, 5), "on_error": "skip", "verbose": False}
+    for words, eod, ids, wanted in (
+        ("", 3, [1], {"json_keys": ["text"], "verbose": True}),
+        (flags, 4, [4, 1], given),
+    ):
+        assert command(one, capsys, *argv, *words.split())[0] == 0
+        (inputs, prefix, tokenizer), found = made.call_args
+        assert (inputs, prefix) == (["x", "-"], "o")
+        assert (tokenizer.eod, tokenizer.tokenize("ja")) == (eod, ids)
+        assert found == {name: defaults[name].default for name in given} | wanted
 
 
 def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys):
-    """And it leaves no file."""
+    """Of the program as it was called; and it leaves no file."""
     monkeypatch.chdir(tmp_path)
     jsonl("a.jsonl", ["a"])
     for name in ("good", "damaged"):
@@ -8148,27 +8025,21 @@ def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys):
     patch("damaged.idx", 34, b"\x13")  # the first length
     before = files_of(".")
     preprocess = "preprocess --output-prefix o --no-verbose --input a.jsonl"
-    for arguments, code, word in (
+    for arguments, wanted, word in (
         ("", 2, "COMMAND"),
         (f"{preprocess} --json-keys x", 1, "a.jsonl: line 1: "),
-        (f"{preprocess} --shard 1", 2, "argument --shard: wanted i/n, such as 3/16, got '1'"),
         (f"{preprocess} --shard z", 2, "argument --shard: wanted i/n, such as 3/16, got 'z'"),
         (f"{preprocess} --on-error foo", 2, "argument --on-error: invalid choice: 'foo'"),
         ("merge --input good none --output-prefix o", 1, "none.idx"),
         ("verify good damaged", 1, "damaged.idx: sequence_pointers[1]"),
     ):
-        found, _, err = command(one, capsys, *arguments.split())
-        assert found == code and one_sentence(err) and word in err.split("\n")[-2]
+        code, _, err = command(one, capsys, *arguments.split(), program="megatron_min.py")
+        *usage, sentence = err.splitlines()
+        for line in usage:
+            assert code == 2 and line.startswith(("usage: python megatron_min.py", " "))
+        assert code == wanted and word in sentence
+        assert sentence.startswith("python megatron_min.py")
         assert files_of(".") == before
-
-
-def test_the_program_is_named_as_it_was_called(one, tmp_path, capsys):
-    for argv, start in (
-        (["merge", "--help"], "usage: python megatron_min.py merge "),
-        (["verify", tmp_path / "none"], "python megatron_min.py: "),
-    ):
-        _, out, err = command(one, capsys, *argv, program="megatron_min.py")
-        assert (out + err).startswith(start)
 
 
 def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch):
@@ -8182,106 +8053,56 @@ def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch):
     assert (code, err) == (1, f"warning: a warning of two lines\n{sentence}")
 
 
-SIGNALLED = """
-import os, signal
-class Signalled:
-    vocab_size, eod, unique_identifiers = 9, 8, {}
+class Signalled(Tok):
+    """It sends this process the signal that a text names; what that stops raises another error."""
+
     def tokenize(self, text):
         try:
             os.kill(os.getpid(), getattr(signal, text))
         except SystemExit:
-            raise RuntimeError("cannot join thread before it is started")
+            raise RuntimeError("cannot join thread before it is started") from None
         return [1]
-"""
 
 
 @linux
 @pytest.mark.parametrize("is_ignored", [False, True])
 @pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
-def test_a_signal_unwinds_a_command(one, tmp_path, monkeypatch, capsys, name, code, is_ignored):
-    """The tokenizer signals its own process, in the middle of the work: no file is left.
+def test_a_signal_unwinds_a_command(one, tmp_path, capsys, name, code, is_ignored):
+    """It comes in the middle of the work: no file is left, and there is no message.
 
-    Nor is there a message, though what the signal stops raises an error of its own.  But one that
-    was ignored when the command began, as by nohup, stays ignored.
+    One that was ignored when the command began, as by nohup, stays ignored.
     """
-    (tmp_path / "signalled.py").write_text(SIGNALLED)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "signalled", raising=False)
     path = jsonl(tmp_path / "a.jsonl", [name])
     handler = signal.SIG_IGN if is_ignored else signal.SIG_DFL
     before = signal.signal(getattr(signal, name), handler)
-    flags = ["--no-verbose", "--tokenizer", "signalled:Signalled"]
-    argv = ["preprocess", "--input", path, "--output-prefix", "o", *flags]
+    flags = ["--no-verbose", "--tokenizer", f"{__name__}:Signalled"]
+    argv = ["preprocess", "--input", path, "--output-prefix", tmp_path / "o", *flags]
     found, _, err = command(one, capsys, *argv)
     assert signal.signal(getattr(signal, name), before) is handler
     assert (found, err) == (0 if is_ignored else code, "")
-    made = {*os.listdir(tmp_path)} - {"__pycache__", "a.jsonl", "signalled.py"}
-    assert len(made) == (3 if is_ignored else 0)
+    assert len(os.listdir(tmp_path)) == (4 if is_ignored else 1)
 
 
-def test_a_command_works_in_any_thread(one, tmp_path, capsys):
-    """Signals are left to others there."""
-    prefix = mk(one, tmp_path / "p", [[1]])
-    with concurrent.futures.ThreadPoolExecutor(1) as executor:
-        for name, wanted in ((prefix, 0), (f"{prefix}q", 1)):
-            assert executor.submit(command, one, capsys, "verify", name).result()[0] == wanted
-
-
-def test_a_command_removes_no_file_of_others(one, tmp_path, capsys):
-    """Here a builder is open in the same process."""
+def test_a_command_beside_other_work(one, tmp_path, capsys):
+    """In a thread, where signals are left to others; a builder of this process keeps its file."""
     prefix = mk(one, tmp_path / "p", [[1]])
     with one.IndexedDatasetBuilder(tmp_path / "q.bin") as builder:
         builder.add_document([2, 3], [2])
-        assert command(one, capsys, "verify", prefix)[0] == 0
+        with concurrent.futures.ThreadPoolExecutor(1) as executor:
+            for name, wanted in ((prefix, 0), (f"{prefix}q", 1)):
+                assert executor.submit(command, one, capsys, "verify", name).result()[0] == wanted
     assert lists(one.IndexedDataset(tmp_path / "q")) == [[2, 3]]
 
 
-@linux
-def test_a_signal_while_a_file_is_made_leaves_none(one, tmp_path, monkeypatch, capsys):
-    """It comes when the file is there, and nobody has it yet."""
-
-    def open_and_signal(path, mode="r", *arguments, **options):
-        file = open(path, mode, *arguments, **options)
-        if mode == "xb":
-            os.kill(os.getpid(), signal.SIGTERM)
-        return file
-
-    prefix = mk(one, tmp_path / "p", [[1]])
-    monkeypatch.setattr(one, "open", open_and_signal, raising=False)
-    monkeypatch.chdir(tmp_path)
-    before = files_of(tmp_path)
-    code, _, err = command(one, capsys, "merge", "--input", prefix, "--output-prefix", "o")
-    assert (code, err) == (143, "") and files_of(tmp_path) == before
-
-
-def test_the_demo_resumes_and_leaves_nothing(mm, tmp_path, capsys, monkeypatch):
+def test_the_demo_resumes_and_leaves_nothing(one, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    code, out, err = command(mm, capsys, "demo", program="megatron_min.py")
+    code, out, err = command(one, capsys, "demo", program="megatron_min.py")
     assert code == 0, err
-    assert out.splitlines()[-1].startswith("python megatron_min.py preprocess --input ")
+    *_, what_follows, words = out.splitlines()
+    assert what_follows.startswith("Next, your own text")
+    assert words.startswith("python megatron_min.py preprocess --input ")
     assert "600 samples of 256 tokens" in out and "70 more steps, equal: True\n" in out
     assert os.listdir(tmp_path) == []
-
-
-# -- Long tests: real processes, closed pipes, kills -------------------------------------------
-
-
-@linux
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "redirected, code, word", [(">/dev/full", 1, "[Errno 28] No space left"), ("| :", 0, "")]
-)
-def test_what_is_printed_cannot_be_written(one, tmp_path, redirected, code, word):
-    """A reader that has seen enough is no error; no room is one, with the pair that is made."""
-    jsonl(tmp_path / "a.jsonl", ["abc"])
-    run = [sys.executable, "-E", str(HERE / "megatron_min.py")]  # -E: with a buffer, in any case
-    run += ["preprocess", "--input", "a.jsonl", "--output-prefix", "o", "--no-verbose"]
-    script = f'"$@" {redirected}; exit ${{PIPESTATUS[0]}}'
-    run = ["bash", "-c", script, "bash", *run]
-    ran = subprocess.run(run, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-    assert ran.returncode == code and word in ran.stderr
-    assert ran.stderr.count("\n") == code  # lines, too
-    assert texts_of(one, tmp_path / "o_text_document") == [[97, 98, 99]]
 
 
 BARE_PLATFORM = """
@@ -8302,12 +8123,10 @@ if __name__ == "__main__":
     config = mm.GPTDatasetConfig(
         1, 8, blend=([prefix, prefix], [1, 2]), split="9,1,0", tokenizer=mm.ByteTokenizer(),
         path_to_cache="cache")
-    sizes = [40, 4, 0]
-    train = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, sizes, lambda: True, config).build()[0]
-    assert len(mm.trace(train, 0)) > 0
+    builder = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, [40, 4, 0], lambda: True, config)
+    [train, *_] = builder.build()
     loader = mm.build_pretraining_data_loader(train, 0, micro_batch_size=4, num_workers=2)
-    assert len(list(loader)) == 10 and loader.state_dict()["consumed_samples"] == 40
-    assert mm.main(["verify", prefix]) == 0
+    assert len(list(loader)) == 10
     print("read by", mm.IMPLEMENTATION)
 """
 
@@ -8325,23 +8144,6 @@ def test_platforms_without_fcntl_and_fork(tmp_path, kernels):
     done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=300)
     assert done.returncode == 0, done.stderr
     assert f"read by {kernels}\n" in done.stdout
-
-
-def is_gone(group):
-    """Has a group of processes no process any more?"""
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
-def in_a_minute(happened, *arguments):
-    """Wait until happened(*arguments) is true, for a minute at most."""
-    end = time.monotonic() + 60
-    while not happened(*arguments):
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.01)
 
 
 # -- Programs: they begin, end and are stopped as a user's do, but import torch once for all -----
@@ -8365,56 +8167,57 @@ for line in sys.stdin:
 """
 
 
-class Programs:
-    """Runs lines of Python in a process, and a group of processes, of their own."""
-
-    def __init__(self):
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen([sys.executable, "-c", PROGRAMS], cwd=HERE, **pipes)
-
-    def start(self, folder, lines):
-        """-> the number of the process, and of the group."""
-        lines = f"os.chdir({os.fspath(folder)!r})\n{lines}"
-        self.process.stdin.write(json.dumps(lines) + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
-
-    def wait(self):
-        """-> the exit code of what was started, negative for the signal that ended it."""
-        return int(self.process.stdout.readline())
-
-
 @pytest.fixture(scope="session")
 def programs():
-    programs = Programs()
-    yield programs
-    programs.process.communicate()
+    """The process of PROGRAMS: it is told lines of Python, and tells a number and an exit code."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", PROGRAMS], cwd=HERE, **pipes) as process:
+        yield process
 
 
-# the lines of a program: the files that it leaves
-ENDS = {
-    "builder = mm.IndexedDatasetBuilder('p.bin')": [],
-    "new_file = mm._NewFile('f'); os.chdir('/')": [],
-    """
-with mm.IndexedDatasetBuilder("p.bin") as builder:
-    builder.add_document([1], [1])
+def begin(programs, folder, lines):
+    """Run lines of Python in a process of their own -> its number, and that of its group."""
+    lines = f"os.chdir({os.fspath(folder)!r})\n{lines}"
+    programs.stdin.write(json.dumps(lines) + "\n")
+    programs.stdin.flush()
+    return int(programs.stdout.readline())
+
+
+def end_of(programs):
+    """The exit code of what was started, negative for the signal that ended it."""
+    return int(programs.stdout.readline())
+
+
+def wait_for_group(group):
+    """Until a group of processes has no process any more."""
+    with pytest.raises(ProcessLookupError):
+        in_a_minute(os.killpg, group, 0)
+
+
+def in_a_minute(happened, *arguments):
+    """Wait until happened(*arguments) is true, for a minute at most."""
+    end = time.monotonic() + 60
+    while not happened(*arguments):
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.01)
+
+
+PREPROCESS = """
+sys.exit(mm.main("preprocess --input a.jsonl --output-prefix o --no-verbose --workers 2".split()))
+"""
+UNFINISHED = """
+new_file = mm._NewFile("f")
+builder = mm.IndexedDatasetBuilder("q.bin")
+with mm.IndexedDatasetBuilder("o.bin") as pair:
+    pair.add_document([1], [1])
     if os.fork() == 0:
         sys.exit()
     os.wait()
-mm.IndexedDataset("p", check=True)
-""": ["p.bin", "p.idx"],
-}
-
-
-@linux
-@pytest.mark.parametrize("lines", ENDS, ids=["builder", "file", "fork"])
-def test_what_a_program_leaves_that_ends(programs, tmp_path, lines):
-    """No temporary file; and a forked process leaves those of the one that forked it."""
-    programs.start(tmp_path, lines)
-    assert programs.wait() == 0
-    assert sorted(os.listdir(tmp_path)) == ENDS[lines]
-
-
+mm.IndexedDataset("o", check=True)
+os.chdir("/")
+"""
+FULL_DISK = "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
+CLOSED_PIPE = "reader, writer = os.pipe(); os.dup2(writer, 1); os.close(reader)"
 AT_A_FORK = """
 def signal_once():
     if not os.path.exists("seen"):
@@ -8422,38 +8225,36 @@ def signal_once():
         os.kill(os.getpid(), signal.SIGTERM)
 os.register_at_fork(before=signal_once)
 threading.Thread(target=time.sleep, args=[60], daemon=True).start()
-sys.exit(mm.main("preprocess --input a.jsonl --output-prefix o --workers 2".split()))
 """
+NO_ROOM = f"-c: [Errno 28] {os.strerror(errno.ENOSPC)}\n"
+MADE = ["o_text_document.bin", "o_text_document.idx", "o_text_document.record.json"]
+ENDS = {  # lines, the exit code, files, what stands on stderr
+    # A forked process leaves the files of the one that forked it.
+    "files that are not finished go": (UNFINISHED, 0, ["o.bin", "o.idx"], ""),
+    "no room for what is printed": (FULL_DISK + PREPROCESS, 1, MADE, NO_ROOM),
+    "its reader has seen enough": (CLOSED_PIPE + PREPROCESS, 0, MADE, ""),
+    # Python drops what is raised in a thread that forks.
+    "a signal while a worker is started": (AT_A_FORK + PREPROCESS, 143, ["seen"], ""),
+}
 
 
 @linux
-def test_a_signal_while_a_worker_is_started(programs, tmp_path):
-    """The command answers it, though Python drops what is raised in a thread that forks."""
-    jsonl(tmp_path / "a.jsonl", ["5"])
-    program = programs.start(tmp_path, AT_A_FORK)
-    assert programs.wait() == 143
-    in_a_minute(is_gone, program)
-    assert glob.glob(f"{tmp_path}/o*") == []
-
-
-COMMAND = """
-if {has_thread}:
-    threading.Thread(target=time.sleep, args=[60], daemon=True).start()
-sys.exit(mm.main({words}))
-"""
+@pytest.mark.parametrize("case", ENDS)
+def test_how_a_program_ends(programs, tmp_path, case):
+    """With its exit code, what it has made whole, and no other file or process."""
+    lines, code, files, messages = ENDS[case]
+    jsonl(tmp_path / "a.jsonl", ["abc"])
+    redirected = "os.dup2(os.open('messages', os.O_CREAT | os.O_WRONLY), 2)\n"
+    program = begin(programs, tmp_path, redirected + lines)
+    assert end_of(programs) == code
+    wait_for_group(program)
+    assert sorted(os.listdir(tmp_path)) == sorted(["a.jsonl", "messages", *files])
+    assert (tmp_path / "messages").read_text() == messages
 
 
 @linux
 @pytest.mark.parametrize("most", [2, pytest.param(40, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "words",
-    [
-        "preprocess --input {0}.jsonl --output-prefix out/p --workers 2 --no-verbose",
-        "merge --input {0} {0} {0} --output-prefix out/p",
-    ],
-    ids=["preprocess", "merge"],
-)
-def test_a_command_that_is_stopped_at_any_moment(one, programs, tmp_path, monkeypatch, words, most):
+def test_a_command_that_is_stopped_at_any_moment(one, programs, tmp_path, monkeypatch, most):
     """Its pair is the old one or the new one, whole; there is no other file, and no process.
 
     After a kill -9 there may be other files, and one of them may be the .idx of a .bin.
@@ -8461,31 +8262,29 @@ def test_a_command_that_is_stopped_at_any_moment(one, programs, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     made = []
     for generation in ("old", "new"):
-        docs = random_docs(np.random.default_rng(len(made)), 40, 30)
-        jsonl(f"{generation}.jsonl", [" ".join(map(str, doc)) for doc in docs] * 500)
-        mk(one, tmp_path / generation, docs * 2000)
-        words_now = words.format(generation).split()
-        os.mkdir("out")
+        jsonl(f"{generation}.jsonl", [generation, f"{generation} " * 40] * 5000)
         began = time.monotonic()
-        programs.start(tmp_path, COMMAND.format(has_thread=False, words=words_now))
-        assert programs.wait() == 0
+        os.mkdir("out")
+        one.preprocess(f"{generation}.jsonl", "out/p", workers=2)
         duration = time.monotonic() - began
         made.append(files_of("out"))
         os.rename("out", f"out {generation}")
+    thread = "threading.Thread(target=time.sleep, args=[60], daemon=True).start()\n"
+    words = "preprocess --input new.jsonl --output-prefix out/p --workers 2 --no-verbose"
+    lines = f"sys.exit(mm.main({words.split()}))"
     for rng in cases(most):
         shutil.copytree("out old", "out")
-        has_thread = rng.random() < 0.5
-        program = programs.start(tmp_path, COMMAND.format(has_thread=has_thread, words=words_now))
-        time.sleep(rng.random() * duration)
+        program = begin(programs, tmp_path, str(rng.choice(["", thread])) + lines)
+        time.sleep(2 * rng.random() * duration)
         number = rng.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
         # A terminal sends its signals to all processes.
         send = os.killpg if number in (signal.SIGINT, signal.SIGHUP) else os.kill
         with contextlib.suppress(ProcessLookupError):
             send(program, number)
-        code = programs.wait()
+        code = end_of(programs)
         note = (number, code)
         assert code in (0, 128 + number, -number), note  # -number: before main(), or behind it
-        in_a_minute(is_gone, program)
+        wait_for_group(program)
         check_what_is_left("out", made[-1:] if code == 0 else made, note, number != signal.SIGKILL)
         shutil.rmtree("out")
 
