@@ -5631,8 +5631,6 @@ def _as_part_of_look(value):
         return [str(value.dtype), list(value.shape), _md5(value.tobytes())]
     if isinstance(value, collections.abc.Mapping):
         return dict(value)
-    if dataclasses.is_dataclass(value):
-        return vars(value)
     if isinstance(value, bytes | numbers.Number):
         return repr(value)
     return type(value).__name__
