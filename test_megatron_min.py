@@ -5078,7 +5078,7 @@ def test_further_arguments_are_those_of_torchs_loader(mm, tmp_path):
 
 @pytest.mark.parametrize("num_workers", [0, 3])
 def test_batches_are_made_only_a_few_ahead(c, tmp_path, num_workers, monkeypatch):
-    """Without workers, none: by the thread that asks for it."""
+    """Without workers, none: by the thread that asks for it.  An error comes at its batch."""
     dataset = dataset_of(c, tmp_path, "plain")
     make = c._make_batch
     makers = []
@@ -5089,25 +5089,14 @@ def test_batches_are_made_only_a_few_ahead(c, tmp_path, num_workers, monkeypatch
 
     monkeypatch.setattr(c, "_make_batch", make_and_note)
     ahead = num_workers + 1 if num_workers else 0
-    loader = loader_of(c, dataset, micro_batch_size=1, num_workers=num_workers)
-    for number, _ in enumerate(loader, 1):
-        assert number <= len(makers) <= number + ahead
-    assert len(makers) == len(dataset)
-    assert (threading.current_thread() in makers) == (num_workers == 0)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_error_ahead_reaches_the_loop_at_its_batch(c, tmp_path, num_workers):
-    """Those before it are handed over."""
-    dataset = dataset_of(c, tmp_path, "plain")
-    sampler = c.MegatronPretrainingSampler(40, 0, 4, 0, 1)
+    sampler = c.MegatronPretrainingSampler(len(dataset) + 3, 0, 1, 0, 1)
     loader = c.PretrainingDataLoader(dataset, sampler, num_workers)
-    iterator = iter(loader)
-    for _ in range(5):
-        next(iterator)
+    number = 0
     with pytest.raises(IndexError, match=f"samples of {dataset.dataset_path}"):
-        next(iterator)
-    assert loader.state_dict()["consumed_samples"] == 20
+        for number, _ in enumerate(loader, 1):
+            assert number <= len(makers) <= number + ahead
+    assert number == loader.state_dict()["consumed_samples"] == len(dataset)
+    assert (threading.current_thread() in makers) == (num_workers == 0)
 
 
 def test_which_iterator_goes_on_where_a_state_was_taken(one):
