@@ -5289,7 +5289,8 @@ def test_a_past_has_the_first_and_the_last_sample_and_some_between(one, kind, co
 def test_a_state_reads_a_mix_on_from_the_last_one(one, tmp_path):
     """And from the beginning for an earlier place: always the state of a new loader."""
     part = data_of_a_run(one, tmp_path)
-    blend = one.BlendedDataset([part, part], [1, 2], 60, part.config)
+    phases = [(12, (1, 2, 0)), (48, (1, 2, 1))]
+    blend = one.BlendedDataset([part] * 3, None, None, part.config, phases=phases)
     places = (8, 20, 12, 40, 4)
     states = [state_of(one, blend, consumed) for consumed in places]
     loader = loader_of(one, blend)
