@@ -5557,11 +5557,9 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         """
         if not isinstance(self.dataset, BlendedDataset):
             return None, [0]
+        if self._mix[0] > num_samples:
+            self._mix = (0, 0, 0)
         read, checksum, counts = self._mix
-        if read > num_samples:
-            read = 0
-            checksum = 0
-            counts = 0
         new = self.dataset.dataset_index[read:num_samples]
         checksum = zlib.crc32(np.ascontiguousarray(new, np.int16), checksum)
         counts = np.add(counts, _count_datasets(new, len(self._corpora)))
