@@ -5817,17 +5817,35 @@ def test_shuffle_goes_on_where_numpy_would(c, dtype):
         assert repr(state.get_state()) == repr(other.get_state())
 
 
-def test_a_subclass_of_a_pair_keeps_its_own_method(mm, toy):
-    """C would read the tokens of the file."""
+def test_what_c_can_read_is_left_to_c(c, toy, monkeypatch):
+    """Else all would be right, and ten times slower."""
+    monkeypatch.setattr(c, "_FEW_ITEMS", 0)
+    for name in ("_make_batch", *HOSTILE):
+        monkeypatch.setattr(getattr(c, name), "__wrapped__", None)
+    monkeypatch.setattr(c.GPTDataset.__getitem__, "__wrapped__", None)
+    for fields in ({"tokenizer": Tok(eod=None)}, DOCUMENTS, WITH_MASK | RESETS):
+        for size, weights in ((6, [1, 2]), (None, None)):
+            blend = build(c, [size, 0, 0], config(c, ([toy] * 2, weights), **fields))[0]
+            c._make_batch(blend, [0, None])
+            assert len(blend[0]["tokens"]) == 8
+
+
+def test_what_c_cannot_read_is_left_to_the_definition(mm, toy):
+    """A reader of one's own, of which C would read the file; an array with gaps; a large id."""
 
     class Shifted(mm.IndexedDataset):
         def get(self, *arguments):
             return super().get(*arguments) + 1
 
-    ds = gpt(mm, toy, 3, sequence_length=4)
-    ds.dataset = Shifted(toy)
-    for [sample] in read_in_all_ways(ds, [0]):
-        assert bytes(sample["tokens"].tolist()) == b"cccd"
+    fields = {"n": 3, "sequence_length": 4}
+    own = gpt(mm, toy, **fields)
+    own.dataset = Shifted(toy)
+    gaps = gpt(mm, toy, **fields)
+    gaps.shuffle_index = np.repeat(gaps.shuffle_index, 2)[::2]
+    large = gpt(mm, toy, tokenizer=Tok(eod=2**63), **fields)
+    for ds, wanted in ((own, b"cccd"), (gaps, b"bbbc"), (large, b"bbbc")):
+        for [sample] in read_in_all_ways(ds, [0]):
+            assert bytes(sample["tokens"].tolist()) == wanted
 
 
 # -- arguments in all forms: C takes and refuses what the definition does -----------------------
