@@ -5557,11 +5557,9 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         """
         if not isinstance(self.dataset, BlendedDataset):
             return None, [0]
+        if self._mix[0] > num_samples:
+            self._mix = (0, 0, 0)
         read, checksum, counts = self._mix
-        if read > num_samples:
-            read = 0
-            checksum = 0
-            counts = 0
         new = self.dataset.dataset_index[read:num_samples]
         checksum = zlib.crc32(np.ascontiguousarray(new, np.int16), checksum)
         counts = np.add(counts, _count_datasets(new, len(self._corpora)))
@@ -5631,8 +5629,6 @@ def _as_part_of_look(value):
         return [str(value.dtype), list(value.shape), _md5(value.tobytes())]
     if isinstance(value, collections.abc.Mapping):
         return dict(value)
-    if dataclasses.is_dataclass(value):
-        return vars(value)
     if isinstance(value, bytes | numbers.Number):
         return repr(value)
     return type(value).__name__

@@ -4968,29 +4968,15 @@ def test_a_url_with_a_password_is_refused_at_every_door(
 # ==============================================================================
 
 
-# -- The batches of a loader -------------------------------------------------------------------
+# -- The batches of a loader, and the place that its state counts ------------------------------
 
 KINDS_OF_DATASET = {  # do threads make its batches, where C does?
     "plain": True,
     "not mapped": True,
-    "own reader": True,
     "blend": True,
     "blend of another config": False,
     "numbers": False,
 }
-
-
-def own_reader(implementation, prefix):
-    """A reader of a class of the user's own, which another process makes again."""
-
-    class Shifted(copy_of_module(implementation).IndexedDataset):
-        def get(self, *arguments):
-            return super().get(*arguments) + 1
-
-        def __reduce__(self):
-            return own_reader, (implementation, prefix)
-
-    return Shifted(prefix)
 
 
 def dataset_of(mm, folder, kind):
@@ -5000,8 +4986,6 @@ def dataset_of(mm, folder, kind):
     docs = [np.arange(n) for n in range(1, 20)]
     prefix = mk(mm, folder / "p", docs, np.uint16)
     dataset = gpt(mm, prefix, 23, mmap_bin_files=kind != "not mapped")
-    if kind == "own reader":
-        dataset.dataset = own_reader(mm.IMPLEMENTATION, prefix)
     if kind.startswith("blend"):
         cfg = dataset.config
         if kind == "blend of another config":
@@ -5016,20 +5000,38 @@ def same_batches(found, wanted, note=""):
         same_samples(ours, theirs, (note, number))
 
 
-@pytest.mark.parametrize("kind", KINDS_OF_DATASET)
-def test_a_loader_yields_the_batches_of_the_plain_loader(mm, tmp_path, kind):
-    """Whoever makes them: C in threads, or torch's DataLoader in processes."""
+KINDS_AND_ORDERS = [(kind, "single") for kind in KINDS_OF_DATASET]
+KINDS_AND_ORDERS += [("plain", "unsharded"), ("numbers", "sharded")]
+
+
+@pytest.mark.parametrize("kind, order", KINDS_AND_ORDERS)
+def test_a_loader_yields_the_batches_of_the_plain_loader(mm, tmp_path, kind, order):
+    """Whoever makes them: C in threads, or torch's DataLoader in processes.
+
+    What was made ahead and not used is made again.  No thread is left in the end.
+    """
+    others = set(threading.enumerate())
     by_threads = KINDS_OF_DATASET[kind] and mm.IMPLEMENTATION == "c"
     dataset = dataset_of(mm, tmp_path, kind)
-    sampler = sampler_of(mm, "single", 23, 0, 4, 0, 1, drop_last=False)
+    fields = fields_of(order)
+    sampler = sampler_of(mm, order, 23, 0, 4, 0, 1, drop_last=False)
     wanted = list(mm.batches_of(dataset, sampler))
-    assert len(wanted) == 6
     for num_workers in (0, 1):
-        loader = loader_of(mm, dataset, num_workers=num_workers, drop_last=False)
-        same_batches(loader, wanted, num_workers)
-        assert loader.state_dict()["consumed_samples"] == 23
+        loader = loader_of(mm, dataset, num_workers=num_workers, **fields)
         assert loader.makes_own_batches == by_threads
         assert loader.num_workers == (0 if by_threads else num_workers)
+        iterator = iter(loader)
+        found = [next(iterator), next(iterator)]
+        del iterator
+        state = loader.state_dict()
+        assert state["consumed_samples"] == 8
+        for resumed in (loader_of(mm, dataset, **fields), loader):
+            resumed.load_state_dict(state)
+            same_batches(found + list(resumed), wanted, num_workers)
+            assert resumed.state_dict()["consumed_samples"] == min(23, 4 * len(wanted))
+    for thread in set(threading.enumerate()) - others:
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 def test_batches_are_pinned_where_there_is_a_gpu(c, tmp_path, monkeypatch):
@@ -5056,41 +5058,18 @@ def test_which_loader(one):
             loader_of(one, data, **{field: value})
 
 
-def test_with_a_collate_fn_torch_makes_the_batches(mm, tmp_path):
+def test_further_arguments_are_those_of_torchs_loader(mm, tmp_path):
+    """With a collate_fn torch makes the batches.  Another order cannot be counted."""
     dataset = dataset_of(mm, tmp_path, "plain")
     sampler = mm.MegatronPretrainingSampler(8, 0, 4, 0, 1)
     assert list(mm.PretrainingDataLoader(dataset, sampler, collate_fn=len)) == [4, 4]
-
-
-# -- Ahead of the training loop ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", ["plain", "numbers"])
-@pytest.mark.parametrize("order", ["single", "cyclic"])
-def test_the_state_counts_the_batches_that_were_delivered(mm, tmp_path, num_workers, kind, order):
-    """What was made ahead and not used is made again.  No thread is left in the end."""
-    others = set(threading.enumerate())
-    dataset = dataset_of(mm, tmp_path, kind)
-    fields = {"dataloader_type": order, "seed": 2}
-    whole = list(loader_of(mm, dataset, **fields))
-    loader = loader_of(mm, dataset, num_workers=num_workers, **fields)
-    iterator = iter(loader)
-    found = [next(iterator), next(iterator)]
-    del iterator
-    state = loader.state_dict()
-    assert state["consumed_samples"] == 8
-    for resumed in (loader_of(mm, dataset, **fields), loader):
-        resumed.load_state_dict(state)
-        same_batches(found + list(resumed), whole)
-    for thread in set(threading.enumerate()) - others:
-        thread.join(20)
-        assert not thread.is_alive()
+    with pytest.raises(ValueError, match="in_order=False"):
+        mm.PretrainingDataLoader(dataset, sampler, in_order=False)
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])
 def test_batches_are_made_only_a_few_ahead(c, tmp_path, num_workers, monkeypatch):
-    """Without workers, none: by the thread that asks for it."""
+    """Without workers, none: by the thread that asks for it.  An error comes at its batch."""
     dataset = dataset_of(c, tmp_path, "plain")
     make = c._make_batch
     makers = []
@@ -5101,10 +5080,13 @@ def test_batches_are_made_only_a_few_ahead(c, tmp_path, num_workers, monkeypatch
 
     monkeypatch.setattr(c, "_make_batch", make_and_note)
     ahead = num_workers + 1 if num_workers else 0
-    loader = loader_of(c, dataset, micro_batch_size=1, num_workers=num_workers)
-    for number, _ in enumerate(loader, 1):
-        assert number <= len(makers) <= number + ahead
-    assert len(makers) == len(dataset)
+    sampler = c.MegatronPretrainingSampler(len(dataset) + 3, 0, 1, 0, 1)
+    loader = c.PretrainingDataLoader(dataset, sampler, num_workers)
+    number = 0
+    with pytest.raises(IndexError, match=f"samples of {dataset.dataset_path}"):
+        for number, _ in enumerate(loader, 1):
+            assert number <= len(makers) <= number + ahead
+    assert number == loader.state_dict()["consumed_samples"] == len(dataset)
     assert (threading.current_thread() in makers) == (num_workers == 0)
 
 
@@ -5124,132 +5106,63 @@ def test_which_iterator_goes_on_where_a_state_was_taken(one):
     assert firsts == [16, 0]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("kind", ["single", *SHUFFLED])
-def test_of_two_iterators_the_newest_counts(one, kind, num_workers):
+def test_of_two_iterators_the_newest_counts(one, kind):
     """Each gives its own batches; the state is that of the newest, wherever the other one is.
 
     A pass in order starts at 0; a shuffled one goes on, and counts the samples of all turns.
     """
     whole = [batch["k"].tolist() for batch in loader_of(one, Numbers(64), **fields_of(kind))]
-    loader = loader_of(one, Numbers(64), num_workers=num_workers, **fields_of(kind))
+    loader = loader_of(one, Numbers(64), **fields_of(kind))
+    start = 1 if kind in SHUFFLED else 0
     older = iter(loader)
     found = [next(older)["k"].tolist()]
     newest = iter(loader)
-    start = 0
-    if kind in SHUFFLED:
-        start = 1
     assert next(newest)["k"].tolist() == whole[start]
     found += [next(older)["k"].tolist() for _ in range(3)]
     assert found == whole[:4]
     assert loader.state_dict()["consumed_samples"] == 4 * (start + 1)
-    rest = [batch["k"].tolist() for batch in newest]
-    assert rest == whole[start + 1 :]
+    assert [batch["k"].tolist() for batch in newest] == whole[start + 1 :]
     assert loader.state_dict()["consumed_samples"] == 64
     assert len(list(loader)) == len(whole)
     assert loader.state_dict()["consumed_samples"] == 64 * (start + 1)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_error_ahead_reaches_the_loop_at_its_batch(c, tmp_path, num_workers):
-    """Those before it are handed over."""
-    dataset = dataset_of(c, tmp_path, "plain")
-    sampler = c.MegatronPretrainingSampler(40, 0, 4, 0, 1)
-    loader = c.PretrainingDataLoader(dataset, sampler, num_workers)
-    iterator = iter(loader)
-    for _ in range(5):
-        next(iterator)
-    with pytest.raises(IndexError, match=f"samples of {dataset.dataset_path}"):
-        next(iterator)
-    assert loader.state_dict()["consumed_samples"] == 20
-
-
-UNFINISHED_LOADERS = """
-import sys
-import megatron_min as mm
-
-config = mm.GPTDatasetConfig(1, 4, blend=([mm.toy_corpus(sys.argv[1])], None), split="1",
-                             tokenizer=mm.ByteTokenizer(), create_attention_mask=False)
-builder = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, [4000, 0, 0], bool, config)
-dataset = builder.build()[0]
-
-def loader_of():
-    return mm.build_pretraining_data_loader(dataset, 0, micro_batch_size=1, num_workers=2)
-
-unfinished = iter(loader_of())
-next(unfinished)
-for _ in range(300):
-    cycle = [iter(loader_of())]
-    next(cycle[0])
-    cycle.append(cycle)
-    del cycle
-print("done")
-"""
-
-
-@pytest.mark.slow
-def test_a_script_ends_with_loaders_that_it_has_not_read_to_their_ends(tmp_path):
-    """Nobody waits for their threads, nor do cycles of objects with loaders hang it."""
-    argv = [sys.executable, "-c", UNFINISHED_LOADERS, tmp_path]
-    variables = os.environ | {"PYTHONPATH": str(HERE)}
-    ran = subprocess.run(argv, capture_output=True, text=True, timeout=100, env=variables)
-    assert (ran.stdout, ran.stderr, ran.returncode) == ("done\n", "", 0)
-
-
 # -- The generators and the default device of the process --------------------------------------
-
-
-ORDERS = {  # {kind: arguments of build_pretraining_data_loader()}
-    "single": {},
-    "full_validation": {"full_validation": True},
-    "sharded": {"dataloader_type": "cyclic"},
-    "unsharded": {"dataloader_type": "cyclic", "data_sharding": False},
-}
 
 
 def all_kinds_of_samples(mm, folder):
     """Yield (what was done, samples or batches of it), for all that this module does with data."""
+    folder.mkdir()
     texts = [" ".join(str(n) for n in range(k, k + 9)) for k in range(12)]
-    folder.mkdir(exist_ok=True)
     made = mm.preprocess(jsonl(folder / "texts", texts), folder / "corpus", Tok(), append_eod=True)
     prefix = made["text"]
-    other = str(folder / "other")
-    mm.merge([prefix], other)
     yield "files", []
-    rows = [{"messages": ROW}] * 12
-    chat = folder / "chat.jsonl"
-    chat.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with_mask = {"create_attention_mask": True, "reset_attention_mask": True}
-    built = {
-        "plain": (mm.GPTDataset, [prefix], {}),
-        "mask": (mm.GPTDataset, [prefix], with_mask | {"reset_position_ids": True}),
-        "blend": (mm.GPTDataset, [prefix, other], DOCUMENTS),
-        "chat": (mm.SFTDataset, [str(chat)], {}),
-    }
+    chat = jsonl(folder / "chat.jsonl", [ROW] * 12, "messages")
     datasets = {"own": Numbers(16)}
-    for kind, (cls, prefixes, fields) in built.items():
+    for kind, cls, prefixes, fields in (
+        ("plain", mm.GPTDataset, [prefix], {}),
+        ("mask", mm.GPTDataset, [prefix], WITH_MASK | RESETS),
+        ("blend", mm.GPTDataset, [prefix, prefix], DOCUMENTS),
+        ("chat", mm.SFTDataset, [chat], {}),
+    ):
         fields = {"tokenizer": ChatTokenizer(), "stable_order": True} | fields
         cfg = config(mm, (prefixes, None), path_to_cache=str(folder / "cache"), **fields)
         datasets[kind] = build(mm, [12, 0, 0], cfg, cls)[0]
         yield kind, [datasets[kind][k] for k in (0, 3, None)]
-    [span, *_] = mm.trace(datasets["plain"], 0)
-    assert 0 in mm.find(datasets["plain"], prefix, span.sequence)
-    yield "trace and find", []
     runs = [(kind, "single", 0) for kind in datasets]
-    runs += [("plain", order, 0) for order in ORDERS if order != "single"]
-    runs += [("blend", "sharded", 2), ("own", "unsharded", 2)]
+    runs += [("plain", "unsharded", 0), ("blend", "sharded", 2), ("own", "unsharded", 2)]
     for kind, order, num_workers in runs:
-        fields = {"num_workers": num_workers} | ORDERS[order]
+        fields = {"num_workers": num_workers} | fields_of(order)
         run = f"{kind}, {order}, {num_workers} workers"
         loader = loader_of(mm, datasets[kind], **fields)
         yield run, list(itertools.islice(loader, 2))
         again = loader_of(mm, datasets[kind], **fields)
         again.load_state_dict(loader.state_dict())
         yield f"{run}, gone on", list(again)
-    groups = mm.ParallelGroups()
     batches = mm.RerunDataIterator(mm.cyclic_iter(loader_of(mm, datasets["blend"])))
     shape = {"micro_batch_size": 4, "sequence_length": 8, "packed": True}
-    batch = mm.get_batch(batches, groups, **shape)
+    batch = mm.get_batch(batches, mm.ParallelGroups(), **shape)
     yield "get_batch", [{key: values for key, values in batch.items() if values is not None}]
 
 
@@ -5258,28 +5171,17 @@ def states_of_generators():
     return [torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()]
 
 
-def test_no_global_generator_is_drawn_from(mm, tmp_path):
-    """Upstream: torch's DataLoader does, on some ranks, and their dropout differs from then on."""
+def test_no_global_generator_is_drawn_from_and_all_is_on_the_cpu(mm, tmp_path):
+    """Whatever the default device is, here one without values; it stays that of the caller.
+
+    Upstream: torch's DataLoader draws, on some ranks, and their dropout differs from then on.
+    """
     before = states_of_generators()
-    for done, _ in all_kinds_of_samples(mm, tmp_path):
+    wanted = {}
+    for done, found in all_kinds_of_samples(mm, tmp_path / "a"):
         assert states_of_generators() == before, done
-
-
-@contextlib.contextmanager
-def set_default_device(device):
-    """As torch.device(device) in a with block, but as scripts do it."""
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-@pytest.mark.parametrize("default_device", [torch.device, set_default_device])
-def test_samples_and_batches_are_on_the_cpu(mm, tmp_path, default_device):
-    """Whatever the default device is, here one without values; it stays that of the caller."""
-    wanted = dict(all_kinds_of_samples(mm, tmp_path / "a"))
-    with default_device("meta"):
+        wanted[done] = found
+    with torch.device("meta"):
         for done, found in all_kinds_of_samples(mm, tmp_path / "b"):
             assert torch.empty(1).device.type == "meta", done
             same_batches(found, wanted.pop(done), done)
@@ -5287,30 +5189,30 @@ def test_samples_and_batches_are_on_the_cpu(mm, tmp_path, default_device):
 
 
 class Drawn(Numbers):
-    """A sample is a number that is drawn when it is read."""
+    """A sample is drawn when it is read, from three generators; sample 7 cannot be read."""
 
     def __getitem__(self, k):
-        return torch.rand(())
+        if k == 7:
+            raise OSError("the file of sample 7 is gone")
+        return k + torch.rand(1).item() + np.random.rand() + random.random()
 
 
 def test_what_worker_processes_draw_depends_on_the_seed_the_rank_and_the_place(one):
     """And on nothing else, unless a generator is given."""
 
-    def drawn(consumed=0, rank=0, seed=1, **arguments):
+    def drawn(consumed=0, rank=0, seed=1, state=None, **arguments):
         torch.manual_seed(seed)
         sampler = sampler_of(one, "single", 16, consumed, 2, rank, 2)
         loader = one.PretrainingDataLoader(Drawn(16), sampler, 1, **arguments)
+        if state is not None:
+            loader.load_state_dict(state, strict=False)
         return next(iter(loader)).tolist()
 
     others = [drawn(), drawn(4), drawn(rank=1), drawn(seed=2)]
     others.append(drawn(generator=torch.Generator().manual_seed(3)))
     assert len(set(map(tuple, others))) == 5
     assert drawn() == others[0]
-    torch.manual_seed(1)
-    loader = loader_of(one, Drawn(16), num_workers=1)
-    loader.load_state_dict({"version": 6, "consumed_samples": 4, "past": "{}"}, strict=False)
-    resumed = next(iter(loader))
-    assert resumed.tolist() == next(iter(loader_of(one, Drawn(16), 4, num_workers=1))).tolist()
+    assert drawn(state={"version": 6, "consumed_samples": 4, "past": "{}"}) == others[1]
 
 
 # -- The state: what it holds ------------------------------------------------------------------
@@ -5345,38 +5247,21 @@ def test_the_past_of_the_toy_corpus_by_hand(mm, toy):
 def test_the_past_of_a_blend_by_hand(one, tmp_path):
     """Of the corpora that gave no sample yet, here 1 and 3, it holds nothing."""
     part = data_of_a_run(one, tmp_path)
-    other = one.MockGPTDataset(FiveTwos(), None, range(5), 40, one.Split.train, part.config)
+    other = Bare(40, one.Split.train)  # which has no fingerprint
     phases = [(6, (1, 0, 1, 0)), (9, (1, 1, 1, 1))]
     parts = [part, part, other, other]
     blend = one.BlendedDataset(parts, None, None, part.config, phases=phases)
     past = json.loads(state_of(one, blend, 6, micro_batch_size=2)["past"])
-    order = [0, 2, 0, 2, 0, 2]
-    assert past["mix"] == zlib.crc32(np.array(order, "<i2"))
+    assert past["mix"] == zlib.crc32(np.array([0, 2, 0, 2, 0, 2], "<i2"))
     assert past["corpora"] == [part.dataset.fingerprint(), None, None]
-    looks = [[md5_of_text(ds, k) for k in range(3)] for ds in parts]
-    probes = {"0 of corpus 0": looks[0][0], "0 of corpus 2": looks[2][0]}
-    numbers = [0, 0, 1, 1, 2, 2]
-    for i, (d, k) in enumerate(zip(order, numbers, strict=True)):
-        probes[f"{i} of the 6 that were consumed"] = looks[d][k]
-    assert past["probes"] == probes
-
-
-class FiveTwos:
-    """Five documents of nineteen twos, which have no fingerprint."""
-
-    sequence_lengths = np.full(5, 19, np.int32)
-
-    def __len__(self):
-        return 5
-
-    def get(self, i, offset, length):
-        return np.full(length, 2)
-
-
-def md5_of_text(dataset, k):
-    """The md5 of the S + x tokens of sample k of a GPTDataset."""
-    text, _ = dataset._query_document_sample_shuffle_indices(k)
-    return hashlib.md5(text.astype("<i8")).hexdigest()
+    probes = {}
+    for k in range(3):
+        text, _ = part._query_document_sample_shuffle_indices(k)
+        probes[f"{2 * k} of the 6 that were consumed"] = text.astype("<i8")
+        probes[f"{2 * k + 1} of the 6 that were consumed"] = f'{{"sample": {k}}}'.encode()
+    for d in (0, 2):
+        probes[f"0 of corpus {d}"] = probes[f"{d // 2} of the 6 that were consumed"]
+    assert past["probes"] == {key: hashlib.md5(look).hexdigest() for key, look in probes.items()}
 
 
 @pytest.mark.parametrize("kind", ["single", *SHUFFLED])
@@ -5395,7 +5280,8 @@ def test_a_past_has_the_first_and_the_last_sample_and_some_between(one, kind, co
 def test_a_state_reads_a_mix_on_from_the_last_one(one, tmp_path):
     """And from the beginning for an earlier place: always the state of a new loader."""
     part = data_of_a_run(one, tmp_path)
-    blend = one.BlendedDataset([part, part], [1, 2], 60, part.config)
+    phases = [(12, (1, 2, 0)), (48, (1, 2, 1))]
+    blend = one.BlendedDataset([part] * 3, None, None, part.config, phases=phases)
     places = (8, 20, 12, 40, 4)
     states = [state_of(one, blend, consumed) for consumed in places]
     loader = loader_of(one, blend)
@@ -5407,24 +5293,12 @@ def test_a_state_reads_a_mix_on_from_the_last_one(one, tmp_path):
     assert read == [8, 0, 12, 0, 12, 0, 28, 0, 4, 0]
 
 
-def test_a_state_goes_through_torchs_checkpoints(one, tmp_path):
-    import torch.distributed.checkpoint as checkpoint
-
-    dataset = data_of_a_run(one, tmp_path)
-    old = loader_of(one, dataset, 8)
-    fresh = loader_of(one, dataset)
-    quiet(checkpoint.save, {"loader": old}, checkpoint_id=tmp_path / "saved", no_dist=True)
-    quiet(checkpoint.load, {"loader": fresh}, checkpoint_id=tmp_path / "saved", no_dist=True)
-    assert fresh.state_dict() == old.state_dict()
-
-
 # -- The state: of two random runs -------------------------------------------------------------
 # The judge knows nothing of states: it reads the samples of both runs.
 
 TWO_PHASES = [(24, (1, 2, 0)), (24, (2, 1, 0))]
-MANY = [f"m{d}" for d in range(40)]  # small corpora: an epoch of each is some ten samples
 CHOICES_OF_RUNS = {  # {what two runs may differ in: its values}
-    "folder": ["here", "copies", "copies", "other tokens", "other end"],
+    "folder": ["here", "copies", "copies", "other tokens"],
     "corpora": ["ab", "ab", "abc", "abc", "ba", "a"],
     "mix": [  # (samples, weights) of each phase; without any: the corpora end to end
         [(40, (1, 2, 2))],
@@ -5448,14 +5322,6 @@ CHOICES_OF_RUNS = {  # {what two runs may differ in: its values}
     "add_extra_token_to_sequence": [True, True, True, False],
     "split": ["1,0,0", "8,2,0", "80,20,0"],
 }
-MIXES_OF_MANY = [
-    [(300, (1, 2, 2))],
-    [(400, (1, 2, 2))],
-    [(600, (1, 2, 2))],
-    [(900, (1, 2, 2))],
-    [(200, (1, 2, 2)), (200, (1, 0, 0))],
-    [(200, (1, 2, 2)), (100, (0, 1, 0)), (600, (1, 1, 1))],
-]
 A_RUN = {key: values[0] for key, values in CHOICES_OF_RUNS.items()}
 
 
@@ -5463,36 +5329,23 @@ A_RUN = {key: values[0] for key, values in CHOICES_OF_RUNS.items()}
 def corpora_of_runs(one, tmp_path_factory):
     """A folder of corpora, of copies of them, and of some of the same lengths."""
     folder = tmp_path_factory.mktemp("runs")
-    for number, name in enumerate(["a", "b", "c", *MANY]):
+    for number, name in enumerate("abc"):
         rng = np.random.default_rng(number)
-        lengths = rng.integers(0, 30, 40)
-        if name in MANY:
-            lengths = rng.integers(4, 14, rng.integers(8, 14))
-        docs = [rng.integers(0, 2**30, length) for length in lengths]
+        docs = [rng.integers(0, 2**30, length) for length in rng.integers(0, 30, 40)]
         mk(one, folder / "here" / name, docs)
         mk(one, folder / "other tokens" / name, [doc + 1 for doc in docs])
-        mk(one, folder / "other end" / name, [*docs[:-1], docs[-1] + 1])
     shutil.copytree(folder / "here", folder / "copies")
     return folder
 
 
 def two_runs(rng):
-    """Two runs that differ in one or two things, at most; many small corpora in their mix."""
-    if rng.random() < 0.05:
-        many = A_RUN | {"corpora": MANY, "random_seed": int(rng.integers(1000))}
-        many["stable_order"] = bool(rng.integers(2))
-        return [many | {"mix": MIXES_OF_MANY[k]} for k in rng.permutation(len(MIXES_OF_MANY))[:2]]
+    """Two runs that differ in one or two things, at most."""
     runs = [{}, {}]
     others = rng.choice(list(CHOICES_OF_RUNS), rng.choice([1, 1, 2]), replace=False)
     for key, values in CHOICES_OF_RUNS.items():
         before, after = rng.choice(len(values), 2, replace=False)
         runs[0][key] = values[before]
         runs[1][key] = values[after if key in others else before]
-    for run in runs:
-        if run["folder"] == "other end" and "all" not in (runs[0]["part"], runs[1]["part"]):
-            run["folder"] = (
-                "here"  # no fingerprint of a Subset shows one document, nor must a probe
-            )
     return runs
 
 
@@ -5500,14 +5353,10 @@ def data_of_run(mm, folder, run):
     """The dataset of a run."""
     fields = {name: run[name] for name in list(run)[6:]}  # those of the config
     prefixes = [str(folder / run["folder"] / name) for name in run["corpora"]]
-    phases = [(samples, (weights * 40)[: len(prefixes)]) for samples, weights in run["mix"]]
-    size = None
-    weights = None
-    if len(phases) == 1:
-        [(size, weights)] = phases
-    elif phases:
+    if run["mix"]:
+        phases = [(samples, weights[: len(prefixes)]) for samples, weights in run["mix"]]
         fields["blend_phases"] = phases
-    data = build(mm, [size, 0, 0], config(mm, (prefixes, weights), **fields))[0]
+    data = build(mm, [None, 0, 0], config(mm, (prefixes, None), **fields))[0]
     numbers = {"from 8 on": range(8, len(data)), "every other": range(0, len(data), 2)}
     if run["part"] in numbers:
         return torch.utils.data.Subset(data, numbers[run["part"]])
@@ -5517,11 +5366,8 @@ def data_of_run(mm, folder, run):
 def fields_of_run(run, kind):
     """The arguments of build_pretraining_data_loader() for a run in an order of this kind."""
     micro, ranks = run["ranks"]
-    return fields_of(kind) | {
-        "micro_batch_size": micro,
-        "data_parallel_size": ranks,
-        "seed": run["seed"],
-    }
+    fields = {"micro_batch_size": micro, "data_parallel_size": ranks, "seed": run["seed"]}
+    return fields_of(kind) | fields
 
 
 def past_of(dataset, run, consumed, kind):
@@ -5556,12 +5402,9 @@ def test_of_random_pairs_of_runs_a_state_fits_where_the_samples_are_equal(
         consumed = 4 * math.ceil(rounds * rng.random() ** 2)
         state = state_of(one, before, consumed, **fields_of_run(runs[0], kind))
         loader = loader_of(one, after, **fields_of_run(runs[1], kind))
-        pasts = [
-            past_of(before, runs[0], consumed, kind),
-            past_of(after, runs[1], consumed, kind),
-        ]
-        is_equal = pasts[0] == pasts[1]
-        is_replaced = not {runs[0]["folder"], runs[1]["folder"]} <= {"here", "copies"}
+        past = past_of(before, runs[0], consumed, kind)
+        is_equal = past == past_of(after, runs[1], consumed, kind)
+        is_replaced = "other tokens" in (runs[0]["folder"], runs[1]["folder"])
         try:
             loader.load_state_dict(state)
         except ValueError as error:
@@ -5577,15 +5420,12 @@ def test_of_random_pairs_of_runs_a_state_fits_where_the_samples_are_equal(
 
 def test_a_refusal_says_what_differs_and_what_to_do(one, corpora_of_runs):
     phases = A_RUN | {"mix": TWO_PHASES}
-    one_grows = [(40, (1,)), (60, (0, 0, 0, 0, 1, *[0] * 35))]  # by four epochs
-    many = A_RUN | {"corpora": MANY, "mix": one_grows, "stable_order": False}
+    one_of_b = [(4, (1, 0)), (1, (0, 1)), (95, (1, 0))]
+    b_grows = [*one_of_b, (300, (0, 1))]  # by epochs, so its sample 0 is another
+    every_other = A_RUN | {"part": "every other"}
+    few_of_b = A_RUN | {"mix": one_of_b, "stable_order": False}
     for kind, run, changes, words in (
-        (
-            "single",
-            A_RUN,
-            {"corpora": "ba"},
-            r"corpus 0 \(b\) is .*bin_size.* in the state, .* here",
-        ),
+        ("single", A_RUN, {"corpora": "ba"}, r"corpus 0 \(b\) is .*bin_size.* in the state, .*"),
         ("single", A_RUN, {"folder": "other tokens"}, r"corpus 0 \(a\) is another one here"),
         ("single", A_RUN, {"random_seed": 2}, "sample 0 of the 40 that were consumed is another"),
         ("sharded", A_RUN, {"random_seed": 2}, "sample 0 of the 40 that are shuffled is another"),
@@ -5593,9 +5433,11 @@ def test_a_refusal_says_what_differs_and_what_to_do(one, corpora_of_runs):
         ("single", A_RUN, {"corpora": "a"}, "which corpus gave which sample is another"),
         ("single", A_RUN, {"corpora": "a", "mix": []}, "which corpus .* None here"),
         ("single", phases, {"mix": TWO_PHASES[::-1]}, "which corpus gave which sample"),
-        ("single", many, {"mix": one_grows[:1]}, "sample 0 of corpus 4 is another"),
+        ("single", few_of_b, {"mix": b_grows}, "sample 0 of corpus 1 is another"),
+        ("single", every_other, {"part": "from 8 on"}, "sample 0 of the 20 that were consumed"),
     ):
-        state = state_of(one, data_of_run(one, corpora_of_runs, run), 40, **fields_of(kind))
+        before = data_of_run(one, corpora_of_runs, run)
+        state = state_of(one, before, min(40, len(before)), **fields_of(kind))
         other = data_of_run(one, corpora_of_runs, run | changes)
         fields = fields_of(kind) | {"seed": changes.get("seed", 0)}
         loader = loader_of(one, other, **fields)
@@ -5604,67 +5446,10 @@ def test_a_refusal_says_what_differs_and_what_to_do(one, corpora_of_runs):
             loader.load_state_dict(state)
 
 
-def test_probes_find_other_tokens_in_the_middle_of_a_pair(one, tmp_path):
-    """Its fingerprint looks at the first and the last 4,096 bytes alone."""
-    datasets = []
-    for folder, token in (("a", 1), ("b", 1), ("c", 2)):
-        docs = [[0] * 1024, [token] * 1000, [0] * 1024]
-        datasets.append(gpt(one, mk(one, tmp_path / folder / "p", docs), 300))
-    before, same_again, changed = datasets
-    assert before.dataset.fingerprint() == changed.dataset.fingerprint()
-    state = state_of(one, before, 300)
-    loader_of(one, same_again).load_state_dict(state)
-    with pytest.raises(ValueError, match="sample .* of the 300 that were consumed"):
-        loader_of(one, changed).load_state_dict(state)
+# -- The state: datasets of other classes ------------------------------------------------------
 
 
-class Rows:
-    """A class of the user's own: eight items that are made by a function."""
-
-    def __init__(self, make):
-        self.make = make
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, k):
-        return self.make(k)
-
-
-@dataclasses.dataclass
-class Row:
-    """A sample that is no dict."""
-
-    tokens: torch.Tensor
-
-
-@pytest.mark.parametrize("kind", ["Subset", "own class"])
-def test_a_subset_and_a_class_of_the_users_own_are_looked_at(one, tmp_path, kind):
-    """Whatever torch's Subset wraps, and whatever a class of one's own reads."""
-    train = data_of_a_run(one, tmp_path, 48)
-    if kind == "Subset":
-        parts = [range(24), range(48), range(24, 48)]
-        before, again, other = [torch.utils.data.Subset(train, part) for part in parts]
-    else:
-        before, again, other = [Plus(constant) for constant in (1, 1, 2)]
-    state = state_of(one, before, 8)
-    loader_of(one, again).load_state_dict(state)
-    with pytest.raises(ValueError, match="sample [01] of the 8 that were consumed"):
-        loader_of(one, other).load_state_dict(state)
-
-
-class Plus(Numbers):
-    """Sample k of 8 is {"k": k + constant}."""
-
-    def __init__(self, constant):
-        super().__init__(8)
-        self.constant = constant
-
-    def __getitem__(self, k):
-        return {"k": torch.tensor(k + self.constant)}
-
-
-ITEMS = {  # {what a sample may hold: (values that a state tells apart)}
+PARTS_OF_SAMPLES = {  # {what a sample may hold: (values that a state tells apart)}
     "tensors": (
         torch.zeros(4),
         torch.ones(4),
@@ -5685,55 +5470,32 @@ ITEMS = {  # {what a sample may hold: (values that a state tells apart)}
         collections.UserDict(a=torch.ones(1)),
         np.array([{"a": 1}], object),
         np.array([{"a": 2}], object),
-        Row(torch.ones(2)),
-        Row(torch.zeros(2)),
     ),
 }
 
 
-@pytest.mark.parametrize("kind", ITEMS)
+@pytest.mark.parametrize("kind", PARTS_OF_SAMPLES)
 def test_what_is_seen_in_a_sample_of_a_class_of_the_users_own(one, kind):
     """Equal values are equal also in other objects; values that differ in any way are not."""
     pasts = []
-    for item in ITEMS[kind]:
+    for item in PARTS_OF_SAMPLES[kind]:
         pasts.append(state_of(one, [item] * 8, 8)["past"])
         assert state_of(one, [copy.deepcopy(item)] * 8, 8)["past"] == pasts[-1]
         assert None not in json.loads(pasts[-1])["probes"].values()
     assert len(set(pasts)) == len(pasts)
 
 
-def test_a_sample_that_cannot_be_read_is_no_probe(one):
-    """A state can be taken, and fits where the other samples are equal."""
-
-    def make(k):
-        if k == 3:
-            raise OSError("the file of sample 3 is gone")
-        return k
-
-    past = json.loads(state_of(one, Rows(make), 8)["past"])
-    unread = [key for key, look in past["probes"].items() if look is None]
-    assert unread == ["3 of the 8 that were consumed"]
-    loader_of(one, Rows(make)).load_state_dict(state_of(one, Rows(make), 8))
-
-
-def test_random_samples_are_looked_at_with_seeds(one):
-    """With the three global generators, which are as before then."""
-
-    def draw(k):
-        return k + torch.rand(1).item() + np.random.rand() + random.random()
-
-    random.seed(1)
-    torch.manual_seed(1)
-    np.random.seed(1)
-    drawn = draw(0)
-    random.seed(1)
-    torch.manual_seed(1)
-    np.random.seed(1)
-    state = state_of(one, Rows(draw), 8)
-    assert draw(0) == drawn
-    loader_of(one, Rows(draw)).load_state_dict(state)
+def test_samples_that_are_drawn_are_looked_at_with_seeds(one):
+    """With the three global generators, which are as before then.  None: it cannot be read."""
+    before = states_of_generators()
+    state = state_of(one, Drawn(8), 8)
+    assert states_of_generators() == before
+    probes = json.loads(state["past"])["probes"]
+    assert [key for key in probes if probes[key] is None] == ["7 of the 8 that were consumed"]
+    Drawn(8)[0]
+    loader_of(one, Drawn(8)).load_state_dict(state)
     with pytest.raises(ValueError, match="sample 0"):
-        loader_of(one, Rows(range(8).index)).load_state_dict(state)
+        loader_of(one, range(8)).load_state_dict(state)
 
 
 def test_which_subclasses_are_looked_at_by_the_tokens_of_the_corpus(one, tmp_path):
@@ -5750,15 +5512,11 @@ def test_which_subclasses_are_looked_at_by_the_tokens_of_the_corpus(one, tmp_pat
 
         generator = np.random.default_rng(0)
 
-    def data(cls, folder):
-        docs = [np.arange(9) + 9 * d for d in range(20)]
-        prefix = mk(one, tmp_path / folder / "p", docs)
-        return build(one, [20, 0, 0], config(one, ([prefix], None)), cls)[0]
-
-    plain = data(one.GPTDataset, "a")
+    prefix = mk(one, tmp_path / "p", [np.arange(9) + 9 * d for d in range(20)])
+    plain = gpt(one, prefix, 20)
     for cls, is_as_plain in ((Swapped, False), (Drawn, True)):
-        state = state_of(one, data(cls, "b"), 4)
-        loader_of(one, data(cls, "c")).load_state_dict(state)
+        state = state_of(one, with_class(cls, plain), 4)
+        loader_of(one, with_class(cls, plain)).load_state_dict(state)
         assert (state == state_of(one, plain, 4)) == is_as_plain
 
 
@@ -5768,20 +5526,17 @@ def test_what_is_no_state_is_refused(one):
     state = state_of(one, Numbers(64), 16)
     for wrong in (
         None,
-        "state",
-        {},
         {"consumed_samples": 16, "past": "{}"},
         state | {"consumed_samples": 1.5},
         state | {"past": "{"},
         state | {"past": "5"},
-        state | {"past": {}},
     ):
         for strict in (True, False):
             with pytest.raises(ValueError, match="wanted a state of PretrainingDataLoader"):
                 loader.load_state_dict(wrong, strict)
     other = state | {"version": 5}
     for changed, word in (
-        (other, r"the version is another one here \(5 in the state, 6 here\).*strict=False"),
+        (other, r"the version is another one here \(5 in the state, 6 here\)"),
         (state | {"past": "{}"}, r"the kind of the order .* \(None in the state"),
         (state | {"past": '{"sampler": 5}'}, r"of the order .* \(5 in the state"),
     ):
@@ -5794,13 +5549,6 @@ def test_what_is_no_state_is_refused(one):
     assert loader.state_dict() == state
 
 
-def test_batches_that_come_in_another_order_cannot_be_counted(one):
-    with pytest.raises(ValueError, match="in_order=False"):
-        one.PretrainingDataLoader(
-            Numbers(8), sampler_of(one, "single", 8, 0, 4, 0, 1), in_order=False
-        )
-
-
 # ==============================================================================
 # 15. One error for every rank
 # ==============================================================================
@@ -5808,13 +5556,6 @@ def test_batches_that_come_in_another_order_cannot_be_counted(one):
 
 class Panic(BaseException):
     """As the package pyo3 raises where code in Rust panics."""
-
-
-class Numbered(Exception):
-    """It shows something else than it was made of."""
-
-    def __str__(self):
-        return "number 7"
 
 
 class Mute(Exception):
@@ -5827,23 +5568,17 @@ class Mute(Exception):
 def an_error_on_one_rank_is_raised_on_all(job):
     """Of several, that of the lowest rank.  What works on all ranks returns on each its value."""
     of_this_function = type("OfThisFunction", (ValueError,), {})
+    of_five_arguments = UnicodeEncodeError("ascii", "a", 0, 1, "no")
     for error, kind, words in (
         (ValueError("no \udcff"), ValueError, "no \udcff"),
-        (FileNotFoundError(2, "No", "a.bin"), FileNotFoundError, "[Errno 2] No: 'a.bin'"),
         (PermissionError(13, "No", "a.bin"), PermissionError, "[Errno 13] No: 'a.bin'"),
-        (ZeroDivisionError("by zero"), ZeroDivisionError, "by zero"),
         (job.mm.DatasetFormatError("a\nb"), job.mm.DatasetFormatError, "a\nb"),
         (Panic("panicked"), Panic, "panicked"),
         (MemoryError(), MemoryError, ""),
-        (KeyError("a"), RuntimeError, "'a' (KeyError)"),
-        (Numbered("a"), RuntimeError, "number 7 (Numbered)"),
+        (KeyError("a"), RuntimeError, "'a' (KeyError)"),  # it shows another sentence
         (Mute("a"), RuntimeError, " (Mute)"),
         (of_this_function("a"), RuntimeError, "a (OfThisFunction)"),
-        (
-            UnicodeEncodeError("ascii", "a", 0, 1, "no"),
-            RuntimeError,
-            "'ascii' codec can't encode character '\\x61' in position 0: no (UnicodeEncodeError)",
-        ),
+        (of_five_arguments, RuntimeError, f"{of_five_arguments} (UnicodeEncodeError)"),
     ):
         for failing in range(job.world):
             mine = None
@@ -5863,23 +5598,22 @@ def an_error_on_one_rank_is_raised_on_all(job):
 
 def a_class_that_other_ranks_do_not_have(job):
     """Or have as another thing: there it is a RuntimeError with its name."""
-    for failing in range(job.world):
+    for failing in (0, 1):
         module = types.ModuleType("of_one_rank")
         sys.modules["of_one_rank"] = module
         module.Mine = type("Mine", (ValueError,), {"__module__": "of_one_rank"})
         kind = module.Mine
         mine = kind("a")
-        sentence = f"rank {failing}: a"
+        words = f"^rank {failing}: a$"
         if job.rank != failing:
             kind = RuntimeError
             mine = None
-            sentence += " (Mine)"
+            words = rf"^rank {failing}: a \(Mine\)$"
             module.Mine = str
-            if job.rank % 2:
+            if failing == 0:
                 del sys.modules["of_one_rank"]
-        with pytest.raises(kind) as caught:
+        with pytest.raises(kind, match=words):
             job.mm._on_every_rank(mock.Mock(side_effect=mine))
-        assert (type(caught.value), str(caught.value)) == (kind, sentence)
 
 
 def what_ends_a_process_is_not_told(job):
@@ -5952,11 +5686,6 @@ def caches_are_shared_or_of_ones_own(job):
     assert len(valid) == 7, "ceil(6 / 4) + ceil(6 * 3 / 4)"
     assert not test
     assert built_tokens(job, "shared") == shared, "again"
-    torch.distributed.barrier()  # until all have read
-    if job.rank == 0:
-        torn = min((job.folder / "shared").glob("*-document_index.npy"))
-        os.truncate(torn, torn.stat().st_size - 1)
-    assert quiet(built_tokens, job, "shared") == shared, "rebuilt"
     assert built_tokens(job, f"own {job.rank}") == shared
     for wanting in range(job.world):
         is_wanted = job.rank == wanting
@@ -6023,16 +5752,14 @@ BUILDS = {  # what lies in the place of the C module -> what is said of it
 }
 
 
-@pytest.mark.parametrize("setting", ["1", "0", None])
+@pytest.mark.parametrize("setting", ["1", "0", ""])
 @pytest.mark.parametrize("build", BUILDS)
 def test_without_a_build_that_can_be_used(monkeypatch, tmp_path, build, setting):
     """=1 asks for C, so it is an error; others go without, with a warning of what is there."""
     (tmp_path / "_megatron_min.py").write_text(build)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "_megatron_min", raising=False)
-    monkeypatch.delenv("MEGATRON_MIN_C", raising=False)
-    if setting is not None:
-        monkeypatch.setenv("MEGATRON_MIN_C", setting)
+    monkeypatch.setenv("MEGATRON_MIN_C", setting)
     path = str(HERE / "megatron_min.py")
     words = BUILDS[build]
     if setting == "1":
@@ -6081,13 +5808,44 @@ def test_shuffle_goes_on_where_numpy_would(c, dtype):
         assert repr(state.get_state()) == repr(other.get_state())
 
 
+def test_what_c_can_read_is_left_to_c(c, toy, monkeypatch):
+    """Else all would be right, and ten times slower."""
+    monkeypatch.setattr(c, "_FEW_ITEMS", 0)
+    for name in ("_make_batch", *HOSTILE):
+        monkeypatch.setattr(getattr(c, name), "__wrapped__", None)
+    monkeypatch.setattr(c.GPTDataset.__getitem__, "__wrapped__", None)
+    for fields in ({"tokenizer": Tok(eod=None)}, DOCUMENTS, WITH_MASK | RESETS):
+        for size, weights in ((6, [1, 2]), (None, None)):
+            blend = build(c, [size, 0, 0], config(c, ([toy] * 2, weights), **fields))[0]
+            c._make_batch(blend, [0, None])
+            assert len(blend[0]["tokens"]) == 8
+
+
+def test_what_c_cannot_read_is_left_to_the_definition(mm, toy):
+    """A reader of one's own, of which C would read the file; an array with gaps; a large id."""
+
+    class Shifted(mm.IndexedDataset):
+        def get(self, *arguments):
+            return super().get(*arguments) + 1
+
+    fields = {"n": 3, "sequence_length": 4}
+    own = gpt(mm, toy, **fields)
+    own.dataset = Shifted(toy)
+    gaps = gpt(mm, toy, **fields)
+    gaps.shuffle_index = np.repeat(gaps.shuffle_index, 2)[::2]
+    large = gpt(mm, toy, tokenizer=Tok(eod=2**63), **fields)
+    for ds, wanted in ((own, b"cccd"), (gaps, b"bbbc"), (large, b"bbbc")):
+        for [sample] in read_in_all_ways(ds, [0]):
+            assert bytes(sample["tokens"].tolist()) == wanted
+
+
 # -- arguments in all forms: C takes and refuses what the definition does -----------------------
 
 
 def good_arguments(name):
-    """Arguments of a function, made anew; the shuffle's array is long enough for C."""
+    """Arguments of a function, made anew."""
     if name == "shuffle":
-        return {"items": np.arange(5000), "random_state": np.random.RandomState(3)}
+        return {"items": np.arange(9), "random_state": np.random.RandomState(3)}
     if name == "build_sample_idx":
         arguments = {"sizes": int32(4, 3, 6), "document_indices": int32(0, 1, 2)}
         arguments |= {"sequence_length": 4, "num_epochs": 1, "tokens_per_epoch": 13}
@@ -6107,28 +5865,18 @@ def read_only(values):
 
 
 HOSTILE = {  # {function: {argument: what is refused}}; upstream crashes at many of them
-    "build_sample_idx": {
-        "sizes": [array.array("i", [4, 3, 6]), torch.tensor([4, 3, 6], dtype=torch.int32), [4]],
-        "document_indices": [array.array("i", [0, 1, 2]), memoryview(int32(0, 1, 2)), int32(0)],
-        "sequence_length": [0, 4.0, 2**32, None],
-        "num_epochs": [-1, 1.0, 2**70],
-        "tokens_per_epoch": [-1, 13.0, 400, "13"],
-    },
-    "shuffle": {
-        "items": [read_only(np.arange(5000)), np.array(5), range(5000), None],
-    },
+    "build_sample_idx": {},  # see section 4
+    "shuffle": {},
     "build_blending_indices": {
-        "dataset_index": [array.array("h", [0] * 4), np.zeros(4, np.int32), [0] * 4],
+        "dataset_index": [array.array("h", [0] * 4), np.zeros(4, np.int32)],
         "dataset_sample_index": [np.zeros((4, 1), np.int64), read_only(np.zeros(4, np.int64))],
         "weights": [[0.5, math.nan], [0.5, math.inf], [0.5, -0.5], [1.0], ["a", "b"], 1.0],
-        "num_datasets": [0, 3, -1, 2.0],
+        "num_datasets": [0, 3, -1],
         "size": [5, -1, 2.5, 4.0, 2**70],
     },
     "build_exhaustive_blending_indices": {
-        "dataset_index": [torch.zeros(4, dtype=torch.int16), np.zeros(3, np.int16)],
-        "dataset_sample_index": [memoryview(np.zeros(4, np.int64)), np.zeros(4, np.uint64)],
+        "dataset_index": [np.zeros(3, np.int16)],
         "sizes": [[4], np.array([2.5, 1.5]), [5, -1], [2**62, 2**62], 4],
-        "num_datasets": [0, 3, -1, 2.0],
     },
 }
 
@@ -6148,17 +5896,20 @@ def other_forms(value):
 
 
 def odd_calls(name):
-    """Calls with an argument, or two, in other forms."""
-    for argument, value in good_arguments(name).items():
-        for other in (*HOSTILE[name].get(argument, []), *other_forms(value)):
-            yield good_arguments(name) | {argument: other}
+    """Calls with an argument, or two, in other forms -> (call, is it refused?  None: perhaps)."""
     good = good_arguments(name)
+    for argument, value in good.items():
+        for other in HOSTILE[name].get(argument, []):
+            yield good_arguments(name) | {argument: other}, True
+        for other in other_forms(value):
+            yield good_arguments(name) | {argument: other}, None
     if name == "build_sample_idx":  # a document that is none, of a stream too long for memory
         too_long = {"sequence_length": 1, "tokens_per_epoch": 6 * 10**9}
-        yield good | too_long | {"document_indices": int32(0, 3, 2)}
+        yield good | too_long | {"document_indices": int32(0, 3, 2)}, None
     elif name != "shuffle":
         names = ["dataset_index", "dataset_sample_index"]
-        yield good | dict(zip(names, overlapping(*[good[key] for key in names]), strict=True))
+        arrays = overlapping(*[good[key] for key in names])
+        yield good | dict(zip(names, arrays, strict=True)), None
 
 
 def outcome(mm, name, call):
@@ -6172,18 +5923,14 @@ def outcome(mm, name, call):
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_c_takes_is_what_python_takes(mm, one, name):
+def test_what_c_takes_is_what_python_takes(c, one, name, monkeypatch):
     """The same result, or the same error with the same sentence."""
-    for ours, plain in zip(odd_calls(name), odd_calls(name), strict=True):
-        assert outcome(mm, name, ours) == outcome(one, name, plain), plain
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_arguments_raise(mm, name):
-    for argument, values in HOSTILE[name].items():
-        for value in values:
-            with pytest.raises((TypeError, ValueError)):
-                quiet(getattr(mm, name), **good_arguments(name) | {argument: value})
+    monkeypatch.setattr(c, "_FEW_ITEMS", 0)
+    for (ours, is_refused), (plain, _) in zip(odd_calls(name), odd_calls(name), strict=True):
+        found = outcome(c, name, ours)
+        assert found == outcome(one, name, plain), plain
+        if is_refused:
+            assert found.startswith(("((<class 'TypeError'>", "((<class 'ValueError'>")), plain
 
 
 # -- what a function of C is given is checked before it is trusted -----------------------------
@@ -6279,22 +6026,18 @@ WRONG = {  # {function: {argument: values that it refuses in the toy call}}
     },
 }
 NO_PLACES = [  # (the one sample that is wanted, array, values that lead it to no place)
-    (1, "sample_index", [[0, 0], [-1, 2], [0, 2], [2, 5]]),  # begins before the first document
-    (1, "sample_index", [[0, 0], [1, -1], [2, 0], [2, 5]]),  # begins before a document
     (1, "sample_index", [[0, 0], [1, 0], [2, -1], [2, 5]]),
     (1, "sample_index", [[0, 0], [1, 0], [2, 2**32], [2, 5]]),
-    (2, "sample_index", [[0, 0], [1, 0], [2, 3], [3, 0]]),  # ends in a fourth of three
     (2, "sample_index", [[0, 0], [1, 0], [2, 2], [2, 6]]),  # ends behind a document
     (1, "sample_index", [[0, 0], [1, 0], [0, 1], [2, 5]]),  # goes back
     (0, "sample_index", [[0, 0], [2, 0], [2, 1], [2, 5]]),  # has more tokens than a sample
-    (0, "document_index", [0, 3, 2]),
     (0, "document_index", [0, -1, 2]),
     (0, "pointers", [-4, 16, 28]),
     (2, "pointers", [0, 16, 32]),
     (2, "pointers", [0, 16, 26]),  # in the middle of a token
     (0, "lengths", [14, 3, 6]),
     (0, "lengths", [-1, 3, 6]),
-]
+]  # more under "arrays of other data that are set" in section 5
 
 
 def wrong_forms(values):
@@ -6342,7 +6085,7 @@ def refused_calls(name):
 
 @pytest.mark.parametrize("name", FILLED)
 def test_c_refuses_bad_calls(c, name):
-    """And gives back what it has borrowed, as after a good call."""
+    """And gives back what it has borrowed, as after a good call; help() shows the arguments."""
     good = toy_call(name)
     for call in (good, *refused_calls(name)):
         arrays = [value for value in call.values() if isinstance(value, np.ndarray)]
@@ -6350,6 +6093,8 @@ def test_c_refuses_bad_calls(c, name):
         wrong = [key for key in call if call[key] is not good[key]]
         assert is_refused(c, name, call) == (call is not good), wrong
         assert [sys.getrefcount(values) for values in arrays] == counts, wrong
+    function = getattr(c._megatron_min, name)
+    assert list(inspect.signature(function).parameters) == list(good)
 
 
 def test_an_error_of_the_object_itself_stays(c):
@@ -6357,14 +6102,6 @@ def test_an_error_of_the_object_itself_stays(c):
     view.release()
     with pytest.raises(ValueError, match="released memoryview"):
         call_c(c, "shuffle", toy_call("shuffle") | {"array": view})
-
-
-@pytest.mark.parametrize("name", FILLED)
-def test_the_functions_of_c_say_what_they_take(c, name):
-    function = getattr(c._megatron_min, name)
-    assert list(inspect.signature(function).parameters) == list(toy_call(name))
-    assert len(function.__doc__) > 40
-    assert c._megatron_min.__doc__
 
 
 @pytest.mark.slow
@@ -6397,69 +6134,49 @@ def run_setup(folder, *words, **variables):
     subprocess.run(run, cwd=folder, env=environment, check=True, capture_output=True)
 
 
-WHEELS = {  # {why: (environment, the tag of the wheel; None: an error)}
+FUSED = "-ffp-contract=fast -march=native"  # of two operations on doubles one may be made
+WHEELS = {  # {why: (environment, the tag of the wheel; with C required, what an error says)}
     "not wanted": ({"MEGATRON_MIN_C": "0"}, "py3-none-any"),
     "no compiler": ({"CC": "false"}, "py3-none-any"),
-    "C": ({"MEGATRON_MIN_C": "1"}, "cp311-abi3-"),
-    "C without a compiler": ({"MEGATRON_MIN_C": "1", "CC": "false"}, None),
+    "C": ({"MEGATRON_MIN_C": "1", "MEGATRON_MIN_CFLAGS": FUSED}, "cp311-abi3-"),
+    "C without a compiler": ({"MEGATRON_MIN_C": "1", "CC": "false"}, "'false'"),
+    "other doubles": ({"MEGATRON_MIN_C": "1", "MEGATRON_MIN_CFLAGS": "-ffast-math"}, "#error"),
 }
-
-
-def copy_of_sources(tmp_path):
-    """The sources alone, in a folder of their own."""
-    if not (HERE / "setup.py").exists():
-        pytest.skip("setup.py is not beside this file")
-    pytest.importorskip("setuptools.command.bdist_wheel", reason="setuptools is before 70.1")
-    copied = tmp_path / "sources"
-    shutil.copytree(HERE, copied, ignore=shutil.ignore_patterns("*.so", "build", "dist", ".git"))
-    return copied
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WHEELS)
-def test_a_wheel_without_c_is_pure(tmp_path, case):
-    """Or it is an error, where C is wanted; of the sources as they are packed."""
-    copied = copy_of_sources(tmp_path)
-    if case == "C" and "c" not in IMPLEMENTATIONS:
+def test_wheels_of_the_sources_as_they_are_packed(tmp_path, case):
+    """Without C a wheel is pure, or an error where C is wanted."""
+    if not (HERE / "setup.py").exists():
+        pytest.skip("setup.py is not beside this file")
+    pytest.importorskip("setuptools.command.bdist_wheel", reason="setuptools is before 70.1")
+    if "c" not in IMPLEMENTATIONS and case in ("C", "other doubles"):
         pytest.skip("there is no C compiler")
+    copied = tmp_path / "sources"
+    shutil.copytree(HERE, copied, ignore=shutil.ignore_patterns("*.so", "build", "dist", ".git"))
     run_setup(copied, "sdist")
     [archive] = (copied / "dist").iterdir()
     shutil.unpack_archive(archive, tmp_path)
     [folder] = tmp_path.glob("megatron_min-*")
-    variables, tag = WHEELS[case]
-    if tag is None:
+    variables, words = WHEELS[case]
+    if words in ("'false'", "#error"):
         with pytest.raises(subprocess.CalledProcessError) as error:
             run_setup(folder, "bdist_wheel", **variables)
-        assert b"'false'" in error.value.stderr
+        assert words in error.value.stderr.decode()
         return
     run_setup(folder, "bdist_wheel", **variables)
     [wheel] = (folder / "dist").iterdir()
-    assert tag in wheel.name
-    names = "".join(zipfile.ZipFile(wheel).namelist())
-    assert ("_megatron_min." in names) == (case == "C")
+    assert words in wheel.name
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    built = list((tmp_path / "installed").glob("_megatron_min.*"))
+    assert len(built) == (case == "C")
+    if built:
+        breaks_ties_as_a_loop_does(*built)
 
 
-CHANGING_FLAGS = {  # {flags under which doubles are not IEEE's: is the build refused?}
-    "-ffast-math": True,
-    "-ffinite-math-only": True,
-    "-ffp-contract=fast -march=native": False,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", CHANGING_FLAGS)
-def test_flags_that_change_doubles_are_refused_or_change_nothing(c, tmp_path, flags):
+def breaks_ties_as_a_loop_does(path):
     """Weights of a few whole numbers have ties that a fused multiply-add would break otherwise."""
-    folder = copy_of_sources(tmp_path)
-    build = ["build_ext", "--inplace"]
-    variables = {"MEGATRON_MIN_C": "1", "MEGATRON_MIN_CFLAGS": flags}
-    if CHANGING_FLAGS[flags]:
-        with pytest.raises(subprocess.CalledProcessError) as error:
-            run_setup(folder, *build, **variables)
-        assert b"#error" in error.value.stderr and b"plain IEEE doubles" in error.value.stderr
-        return
-    run_setup(folder, *build, **variables)
-    [path] = folder.glob("_megatron_min*")
     spec = importlib.util.spec_from_file_location("_megatron_min", path)
     built = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(built)
