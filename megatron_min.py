@@ -343,8 +343,6 @@ class DType(enum.Enum):
     @classmethod
     def dtype_from_code(cls, value: int) -> type:
         """Return the numpy type of a code; ValueError if the code is not in the table."""
-        if value not in range(1, 9):
-            raise ValueError(f"unknown dtype code {value}: wanted 1 to 8")
         return getattr(np, cls(value).name)
 
     @staticmethod
@@ -468,13 +466,11 @@ class IndexedDataset(torch.utils.data.Dataset):
         self._idx_path = get_idx_path(self.absolute_prefix)
         self._bin_path = get_bin_path(self.absolute_prefix)
         self._idx_stamp = self._stamp_of_index()
-        if _is_remote(self._idx_path):
-            copied = _fetch_index(self._idx_path, self._idx_stamp, object_storage_config)
-            self._content = _read_or_map_file(copied)
-        else:
-            self._content = _read_or_map_file(self._idx_path)
-        content = self._content
-        code, n, m = self._read_header()
+        local_path = self._idx_path
+        if _is_remote(local_path):
+            local_path = _fetch_index(self._idx_path, self._idx_stamp, object_storage_config)
+        content = _read_or_map_file(local_path)
+        code, n, m = self._read_header(content)
         self.dtype = DType.dtype_from_code(code)
         self.sequence_lengths = np.frombuffer(content, np.int32, n, 34)
         self.sequence_pointers = np.frombuffer(content, np.int64, n, 34 + 4 * n)
@@ -506,23 +502,24 @@ class IndexedDataset(torch.utils.data.Dataset):
             reason = f"no such pair; pairs that begin so: {', '.join(names[:3])}"
             raise FileNotFoundError(errno.ENOENT, reason, self._idx_path) from None
 
-    def _read_header(self):
+    def _read_header(self, content):
         """(dtype code, n, m) of an .idx that has the size that they ask for."""
         path = self._idx_path
-        found = len(self._content)
+        found = len(content)
         if found < _HEADER.size:
             raise _format_error(path, "file size", f"at least {_HEADER.size} bytes", found)
-        magic, version, code, n, m = _HEADER.unpack_from(self._content)
+        magic, version, code, n, m = _HEADER.unpack_from(content)
         if magic != _MAGIC or version != _VERSION:
             raise _format_error(path, "magic, version", (_MAGIC, _VERSION), (magic, version))
         if not 1 <= code <= 8:
             raise _format_error(path, "dtype code", "1 to 8", code)
         without_modes = 34 + 12 * n + 8 * m
-        if found not in (without_modes, without_modes + n):
-            wanted = f"{without_modes}, or with modes {without_modes + n}"
-            raise _format_error(path, "file size", wanted, found)
-        if self.multimodal and found < without_modes + n:
-            raise _format_error(path, "file size", f"{without_modes + n}, with modes", found)
+        sizes = {"with modes": without_modes + n}
+        if not self.multimodal:
+            sizes["without"] = without_modes
+        if found not in sizes.values():
+            raise _format_error(path, "file size", sizes, found)
+        self.has_modes = found > without_modes
         return code, n, m
 
     def _check_ends(self):
@@ -802,8 +799,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
                 f"{source} holds {other.dtype.__name__} tokens, "
                 f"wanted {self.dtype.__name__} as in {target}"
             )
-        without_modes = 34 + 12 * len(other) + 8 * len(other.document_indices)
-        if not self.multimodal and len(other._content) > without_modes:
+        if other.has_modes and not self.multimodal:
             raise ValueError(
                 f"{source} is one of a multimodal pair: to keep its modes, give --multimodal, or "
                 "multimodal=True"
