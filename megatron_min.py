@@ -378,7 +378,8 @@ class _MappedTokens:
     """
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
-        self.tokens = _map_file(path).view(dtype)
+        content = _read_or_map_file(path, 0)  # an empty file cannot be mapped
+        self.tokens = content.view(dtype)
 
     def read(self, first: int, count: int) -> np.ndarray:
         """Return count tokens from token first on."""
@@ -389,25 +390,21 @@ class _MappedTokens:
         return [self.read(first, count) for first, count in spans]
 
 
-def _map_file(path: str | os.PathLike) -> np.ndarray:
-    """Map a file into memory, read-only, as an array of bytes that keeps its mapping alive."""
-    if os.path.getsize(path) == 0:
-        return np.empty(0, np.uint8)  # an empty file cannot be mapped
-    with _limits_named(path):
-        return np.asarray(np.memmap(path, np.uint8, "r"))
-
-
 # A mapping holds a file descriptor, of which a process may have few.  With hundreds of corpora they
-# would run out, so a file of so few bytes is read instead.
+# would run out, so an index of so few bytes is read instead.
 _FEW_BYTES = 64 << 10
 
 
-def _read_or_map_file(path: str) -> np.ndarray:
-    """The bytes of a file, as a read-only array: read if they are few, else mapped."""
-    if os.path.getsize(path) > _FEW_BYTES:
-        return _map_file(path)
-    with _limits_named(path), open(path, "rb") as file:
-        return np.frombuffer(file.read(), np.uint8)
+def _read_or_map_file(path: str | os.PathLike, few_bytes: int = _FEW_BYTES) -> np.ndarray:
+    """The bytes of a file, as a read-only array: read if they are so few, else mapped.
+
+    The array keeps its mapping alive.
+    """
+    with _limits_named(path):
+        if os.path.getsize(path) > few_bytes:
+            return np.asarray(np.memmap(path, np.uint8, "r"))
+        with open(path, "rb") as file:
+            return np.frombuffer(file.read(), np.uint8)
 
 
 # A file may be damaged, cut short or forged, so nothing of it is used unchecked:
