@@ -48,8 +48,6 @@ Notation    S  tokens in a sample (sequence_length)     D  sequences in a split
                                                            each input has a label; else 0
             j  a sample's number in the stream          k  its number in the dataset
             d  a document's number in the stream; in section 6, a dataset's number in a blend
-            sequence_length is upstream's name for S, the length of a sample; the lengths of
-            sequences are sequence_lengths
 Examples    read toy_corpus(): the three documents aaaa bbb cccccc, with S = 4
 
 Contents

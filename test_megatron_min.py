@@ -660,6 +660,7 @@ def test_a_damaged_index_is_refused_or_read_in_bounds(one, tmp_path, modes):
             assert damaged != whole
             continue
         opened += 1
+        assert damaged[:17] == whole[:17], "magic and version"
         documents = ds.document_indices.tolist()
         assert [documents[0], documents[-1]] == [0, len(ds)]
         size = one.DType.size(ds.dtype)
