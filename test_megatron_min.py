@@ -554,7 +554,7 @@ def test_a_read_of_a_mapped_pair_is_a_view(one, pair):
     assert lists([*views, lengths]) == [[1] * 3] * 3 + [[3, 2, 0, 4]]
 
 
-def test_a_bin_that_is_too_short(one, pair, monkeypatch):
+def test_a_bin_of_another_size(one, pair, monkeypatch):
     """Tokens, or an error: nothing that was in memory before, as upstream has it.
 
     The system may return fewer bytes than asked for, here 3; that is not the end of the file.
