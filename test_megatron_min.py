@@ -681,12 +681,12 @@ def test_the_whole_check_sees_each_entry_of_a_long_index(one, tmp_path):
     n = 40_000
     whole = idx_bytes([0] * n, [*range(n), *[n] * n])
     (tmp_path / "p.bin").touch()
-    for name, begin, kind, wrong in (
-        ("sequence_lengths", 34, "<i", [-1, -1, -1, -1]),
-        ("sequence_pointers", 34 + 4 * n, "<q", [4, 4, 4, 4]),
-        ("document_indices", 34 + 12 * n, "<q", [-1, 2**15 - 3, 2**15 - 2, n - 4]),
+    for name, begin, kind, last, wrong in (
+        ("sequence_lengths", 34, "<i", n - 2, [-1, -1, -1, -1]),
+        ("sequence_pointers", 34 + 4 * n, "<q", n - 2, [4, 4, 4, 4]),
+        ("document_indices", 34 + 12 * n, "<q", 2 * n - 2, [-1, 2**15 - 3, 2**15 - 2, n - 1]),
     ):
-        for place, value in zip((1, 2**15 - 1, 2**15, n - 2), wrong, strict=True):
+        for place, value in zip((1, 2**15 - 1, 2**15, last), wrong, strict=True):
             (tmp_path / "p.idx").write_bytes(whole)
             entry = struct.pack(kind, value)
             patch(tmp_path / "p.idx", begin + len(entry) * place, entry)
@@ -929,6 +929,7 @@ def test_bytes_are_tokens(one):
     tokenizer = one.ByteTokenizer()
     text = "aé\n€"
     ids = [97, 195, 169, 10, 226, 130, 172]
+    assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
     assert tokenizer.tokenize(text) == ids
     assert lists(tokenizer.tokenize_batch(["", text])) == [[], ids]
     assert tokenizer.detokenize([*ids, 256]) == text, "eod is no text"
