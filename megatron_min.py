@@ -1327,11 +1327,11 @@ def _read_weights(weights, names):
 
 def _drop_zero_weights(items, weights, names):
     """The items whose weights are not 0, and these weights; a warning names the others."""
-    dropped = [str(name) for name, weight in zip(names, weights, strict=True) if not weight]
+    used = [d for d, weight in enumerate(weights) if weight]
+    dropped = [str(name) for d, name in enumerate(names) if not weights[d]]
     if dropped:
         log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
-    kept = [(item, weight) for item, weight in zip(items, weights, strict=True) if weight]
-    return [item for item, _ in kept], [weight for _, weight in kept]
+    return [items[d] for d in used], [weights[d] for d in used]
 
 
 @dataclasses.dataclass
