@@ -48,8 +48,6 @@ Notation    S  tokens in a sample (sequence_length)     D  sequences in a split
                                                            each input has a label; else 0
             j  a sample's number in the stream          k  its number in the dataset
             d  a document's number in the stream; in section 6, a dataset's number in a blend
-            sequence_length is upstream's name for S, the length of a sample; the lengths of
-            sequences are sequence_lengths
 Examples    read toy_corpus(): the three documents aaaa bbb cccccc, with S = 4
 
 Contents
@@ -343,8 +341,6 @@ class DType(enum.Enum):
     @classmethod
     def dtype_from_code(cls, value: int) -> type:
         """Return the numpy type of a code; ValueError if the code is not in the table."""
-        if value not in range(1, 9):
-            raise ValueError(f"unknown dtype code {value}: wanted 1 to 8")
         return getattr(np, cls(value).name)
 
     @staticmethod
@@ -380,7 +376,8 @@ class _MappedTokens:
     """
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
-        self.tokens = _map_file(path).view(dtype)
+        content = _read_or_map_file(path, 0)  # an empty file cannot be mapped
+        self.tokens = content.view(dtype)
 
     def read(self, first: int, count: int) -> np.ndarray:
         """Return count tokens from token first on."""
@@ -391,25 +388,21 @@ class _MappedTokens:
         return [self.read(first, count) for first, count in spans]
 
 
-def _map_file(path: str | os.PathLike) -> np.ndarray:
-    """Map a file into memory, read-only, as an array of bytes that keeps its mapping alive."""
-    if os.path.getsize(path) == 0:
-        return np.empty(0, np.uint8)  # an empty file cannot be mapped
-    with _limits_named(path):
-        return np.asarray(np.memmap(path, np.uint8, "r"))
-
-
 # A mapping holds a file descriptor, of which a process may have few.  With hundreds of corpora they
-# would run out, so a file of so few bytes is read instead.
+# would run out, so an index of so few bytes is read instead.
 _FEW_BYTES = 64 << 10
 
 
-def _read_or_map_file(path: str) -> np.ndarray:
-    """The bytes of a file, as a read-only array: read if they are few, else mapped."""
-    if os.path.getsize(path) > _FEW_BYTES:
-        return _map_file(path)
-    with _limits_named(path), open(path, "rb") as file:
-        return np.frombuffer(file.read(), np.uint8)
+def _read_or_map_file(path: str | os.PathLike, few_bytes: int = _FEW_BYTES) -> np.ndarray:
+    """The bytes of a file, as a read-only array: read if they are so few, else mapped.
+
+    The array keeps its mapping alive.
+    """
+    with _limits_named(path):
+        if os.path.getsize(path) > few_bytes:
+            return np.asarray(np.memmap(path, np.uint8, "r"))
+        with open(path, "rb") as file:
+            return np.frombuffer(file.read(), np.uint8)
 
 
 # A file may be damaged, cut short or forged, so nothing of it is used unchecked:
@@ -468,13 +461,11 @@ class IndexedDataset(torch.utils.data.Dataset):
         self._idx_path = get_idx_path(self.absolute_prefix)
         self._bin_path = get_bin_path(self.absolute_prefix)
         self._idx_stamp = self._stamp_of_index()
-        if _is_remote(self._idx_path):
-            copied = _fetch_index(self._idx_path, self._idx_stamp, object_storage_config)
-            self._content = _read_or_map_file(copied)
-        else:
-            self._content = _read_or_map_file(self._idx_path)
-        content = self._content
-        code, n, m = self._read_header()
+        local_path = self._idx_path
+        if _is_remote(local_path):
+            local_path = _fetch_index(self._idx_path, self._idx_stamp, object_storage_config)
+        content = _read_or_map_file(local_path)
+        code, n, m = self._read_header(content)
         self.dtype = DType.dtype_from_code(code)
         self.sequence_lengths = np.frombuffer(content, np.int32, n, 34)
         self.sequence_pointers = np.frombuffer(content, np.int64, n, 34 + 4 * n)
@@ -506,23 +497,24 @@ class IndexedDataset(torch.utils.data.Dataset):
             reason = f"no such pair; pairs that begin so: {', '.join(names[:3])}"
             raise FileNotFoundError(errno.ENOENT, reason, self._idx_path) from None
 
-    def _read_header(self):
+    def _read_header(self, content):
         """(dtype code, n, m) of an .idx that has the size that they ask for."""
         path = self._idx_path
-        found = len(self._content)
+        found = len(content)
         if found < _HEADER.size:
             raise _format_error(path, "file size", f"at least {_HEADER.size} bytes", found)
-        magic, version, code, n, m = _HEADER.unpack_from(self._content)
+        magic, version, code, n, m = _HEADER.unpack_from(content)
         if magic != _MAGIC or version != _VERSION:
             raise _format_error(path, "magic, version", (_MAGIC, _VERSION), (magic, version))
         if not 1 <= code <= 8:
             raise _format_error(path, "dtype code", "1 to 8", code)
         without_modes = 34 + 12 * n + 8 * m
-        if found not in (without_modes, without_modes + n):
-            wanted = f"{without_modes}, or with modes {without_modes + n}"
-            raise _format_error(path, "file size", wanted, found)
-        if self.multimodal and found < without_modes + n:
-            raise _format_error(path, "file size", f"{without_modes + n}, with modes", found)
+        sizes = {"with modes": without_modes + n}
+        if not self.multimodal:
+            sizes["without"] = without_modes
+        if found not in sizes.values():
+            raise _format_error(path, "file size", sizes, found)
+        self.has_modes = found > without_modes
         return code, n, m
 
     def _check_ends(self):
@@ -802,8 +794,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
                 f"{source} holds {other.dtype.__name__} tokens, "
                 f"wanted {self.dtype.__name__} as in {target}"
             )
-        without_modes = 34 + 12 * len(other) + 8 * len(other.document_indices)
-        if not self.multimodal and len(other._content) > without_modes:
+        if other.has_modes and not self.multimodal:
             raise ValueError(
                 f"{source} is one of a multimodal pair: to keep its modes, give --multimodal, or "
                 "multimodal=True"
@@ -1336,11 +1327,11 @@ def _read_weights(weights, names):
 
 def _drop_zero_weights(items, weights, names):
     """The items whose weights are not 0, and these weights; a warning names the others."""
-    dropped = [str(name) for name, weight in zip(names, weights, strict=True) if not weight]
+    used = [d for d, weight in enumerate(weights) if weight]
+    dropped = [str(name) for d, name in enumerate(names) if not weights[d]]
     if dropped:
         log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
-    kept = [(item, weight) for item, weight in zip(items, weights, strict=True) if weight]
-    return [item for item, _ in kept], [weight for _, weight in kept]
+    return [items[d] for d in used], [weights[d] for d in used]
 
 
 @dataclasses.dataclass
