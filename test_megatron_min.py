@@ -8616,16 +8616,15 @@ def random_num_samples(rng, tokens, flags):
     return None if n is None else max(1, n)
 
 
-@pytest.mark.parametrize("split, failing", [("train", 0), ("valid", 1)])
-def test_datasets_equal_upstreams(mm, up, tmp_path, split, failing):
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_datasets_equal_upstreams(mm, up, tmp_path, split):
     """Indices and samples, under every flag, with all kinds of padding.
 
     Upstream: an AssertionError where a kept short sample ends in an empty document, with x = 1.
     """
     caches = [str(tmp_path / side) for side in ("ours", "theirs")]
     tokenizers = [tokenizer for tokenizer, _, _ in PADS.values()] + [legacy_tokenizer(up)]
-    failed = 0
-    for case, rng in enumerate(cases(61)):
+    for case, rng in enumerate(cases(40)):
         docs = [np.array([1, 2, 3])]
         for doc in random_docs(rng, vocab=int(rng.choice([10, 10, 250]))):
             docs.append(np.append(doc, 0) if rng.random() < 0.6 else doc)
@@ -8639,8 +8638,7 @@ def test_datasets_equal_upstreams(mm, up, tmp_path, split, failing):
         try:
             theirs = quiet(gpt, up, prefix, n, split, path_to_cache=caches[1], **flags)
         except AssertionError:
-            assert len(docs[ours.document_index[-1]]) == 0
-            failed += 1
+            assert split == "valid" and len(docs[ours.document_index[-1]]) == 0
             continue
         same_dataset(ours, theirs, case)
         if len(ours):
@@ -8649,7 +8647,6 @@ def test_datasets_equal_upstreams(mm, up, tmp_path, split, failing):
             found = ours._query_document_sample_shuffle_indices(some[0])
             same_outcome(found, theirs._query_document_sample_shuffle_indices(some[0]), case)
             same_samples(quiet(ours.__getitem__, None), quiet(theirs.__getitem__, None), case)
-    assert failed == failing or CASES != 1
 
 
 def legacy_tokenizer(up):
@@ -8684,20 +8681,13 @@ def same_built(ours, theirs, note=""):
     """What the two builders made: for each split None, a dataset, a list of them, or a blend."""
     for mine, other in zip(ours, theirs, strict=True):
         assert type(mine).__name__ == type(other).__name__, note
-        if mine is None:
-            continue
         if isinstance(mine, list):
             same_built(mine, other, note)
-            continue
-        assert mine.unique_description == other.unique_description, note
-        assert mine.unique_description_hash == other.unique_description_hash, note
-        if type(mine).__name__ == "BlendedDataset":
+        elif mine is not None:
+            assert len(mine) == len(other), note
             same_items(mine, other, list(range(0, len(mine), max(1, len(mine) // 4))), note)
-            same(mine.dataset_index, other.dataset_index, note)
-            same(mine.dataset_sample_index, other.dataset_sample_index, note)
-            same_built(mine.datasets, other.datasets, note)
-        else:
-            same_dataset(mine, other, note)
+            if hasattr(mine, "datasets"):
+                same_built(mine.datasets, other.datasets, note)
 
 
 def random_corpora(rng, prefixes):
@@ -8744,12 +8734,9 @@ def random_build(rng, prefixes):
 
 
 WAYS_TO_BUILD = [
-    {},
-    {"fast_cache_load": True},
-    {"defer_npy_index_mmap": True},
     {"fast_cache_load": True, "defer_npy_index_mmap": True, "num_dataset_builder_threads": 3},
     {"fast_cache_load": True, "sequences_per_dataset": {}},
-    {"mmap_bin_files": False, "num_dataset_builder_threads": 3},
+    {"mmap_bin_files": False, "defer_npy_index_mmap": True},
     {"context_parallel_size": 2, "data_parallel_size": 4, "sequence_parallel_size": 2},
     {"object_storage_cache_path": None, "hybrid_context_parallel": False},
 ]
@@ -8767,7 +8754,7 @@ def test_built_datasets_and_caches_equal_upstreams(mm, up, tmp_path, group):
         docs = [rng.integers(1, 50, rng.integers(1, 40)) for _ in range(rng.integers(30, 90))]
         prefix = mk(mm, tmp_path / "corpora" / name, docs, np.uint16)
         counts[prefix] = len(docs), len(docs) + 1
-    for case, rng in enumerate(cases(16)):
+    for case, rng in enumerate(cases(12)):
         sizes, fields = random_build(rng, list(counts))
         fields["tokenizer"] = legacy_tokenizer(up)
         again = fields | WAYS_TO_BUILD[case % len(WAYS_TO_BUILD)]
@@ -9051,50 +9038,43 @@ def test_readmes_lines_for_parquet(one, readme, tmp_path, monkeypatch):
     assert bytes_of_pair("corpus_text_document") == bytes_of_pair(whole)
 
 
-def run_training(folder, ranks=1, **layout):
-    """What train.py prints, on so many ranks."""
+def run_training(script, ranks=1, **layout):
+    """What README's script prints, on so many ranks, in the current folder."""
+    pathlib.Path("train.py").write_text(script)
     env = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"} | layout
     launcher = []
     if ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     run = [sys.executable, *launcher, "train.py", "corpus_text_document"]
-    done = subprocess.run(run, cwd=folder, env=env, capture_output=True, text=True)
+    done = subprocess.run(run, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
-FORKSERVER = """
-import multiprocessing
-
-multiprocessing.set_start_method("forkserver", force=True)
-"""  # the default from Python 3.14 on
-
-
 @pytest.mark.slow
-def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, readme, tmp_path):
+def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, readme, tmp_path, monkeypatch):
     """It learns, goes on where it stopped on other ranks, and is not run by worker processes."""
+    monkeypatch.chdir(tmp_path)
     sources = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:20]
     texts = [path.read_text("utf-8", errors="replace") for path in sources]
-    one.preprocess(texts=texts, output_prefix=tmp_path / "corpus", append_eod=True)
+    one.preprocess(texts=texts, output_prefix="corpus", append_eod=True)
     script = readme_block(readme, "python", "python train.py PREFIX")
-    (tmp_path / "train.py").write_text(script)
-    lines = run_training(tmp_path)
+    lines = run_training(script)
     losses = [float(line.rpartition(" ")[2]) for line in lines]
     assert len(losses) == 4 and losses[-1] < losses[0]
-    checkpoint = tmp_path / "checkpoint.pt"
+    assert run_training(script) == []  # it has ended
     for ranks, layout in ((2, {"TP": "2"}), (4, {}), (4, {"TP": "2", "CP": "2"})):
-        checkpoint.unlink()
-        assert run_training(tmp_path, ranks, **layout) == lines, layout
-    checkpoint.unlink()
-    (tmp_path / "train.py").write_text(script.replace(" steps = 20\n", " steps = 10\n"))
-    first = run_training(tmp_path)
-    (tmp_path / "train.py").write_text(script)
-    assert first + run_training(tmp_path, 2) == lines
-    assert run_training(tmp_path) == []
-    checkpoint.unlink()
-    started = FORKSERVER + script.replace(" **dp)", " num_workers=1, **dp)")
-    (tmp_path / "train.py").write_text(started)
-    assert run_training(tmp_path, MEGATRON_MIN_C="0") == lines
+        os.remove("checkpoint.pt")
+        assert run_training(script, ranks, **layout) == lines, layout
+    os.remove("checkpoint.pt")
+    first = run_training(script.replace(" steps = 20\n", " steps = 10\n"))
+    assert first + run_training(script, 2) == lines
+    os.remove("checkpoint.pt")
+    forkserver = (
+        'import multiprocessing\nmultiprocessing.set_start_method("forkserver", force=True)\n'
+    )
+    script = forkserver + script.replace(" **dp)", " num_workers=1, **dp)")  # as from 3.14 on
+    assert run_training(script, MEGATRON_MIN_C="0") == lines
 
 
 def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path, monkeypatch):
@@ -9120,17 +9100,15 @@ def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path, monkeypatc
 
 
 TOLD_TO_END = """
-import signal
-import numpy as np
+import os, signal
 from megatron_min import *
 
+{definition}
 told = []
 signal.signal(signal.SIGTERM, lambda *place: told.append(place))
-rows = [{"messages": [{"role": "assistant", "content": "4"}]}]
-config = GPTDatasetConfig(1, 64, tokenizer=ByteTokenizer(), create_attention_mask=False)
-train = SFTDataset(rows, None, np.arange(1, dtype=np.int32), 100_000, Split.train, config)
+train = range(100_000)
 sampler = MegatronPretrainingSampler(len(train), 0, 4, 0, 1)
-loader = "the loader"
+loader = {loader}
 batches = iter(loader)
 next(batches)
 print("reading", flush=True)
@@ -9144,17 +9122,16 @@ print(loader.state_dict()["consumed_samples"] > 200)
 
 @linux
 @pytest.mark.slow
-@pytest.mark.parametrize("option", [", worker_init_fn=leave_group", ""])
-def test_a_job_that_is_told_to_end_saves_its_state(readme, tmp_path, option):
+def test_a_job_that_is_told_to_end_saves_its_state(readme, tmp_path):
     """With README's option; without it torch's worker processes are gone."""
     definition = "def leave_group(worker): os.setpgrp()"
-    loader = f"PretrainingDataLoader(train, sampler, num_workers=2{option})"
+    loader = "PretrainingDataLoader(train, sampler, num_workers=2, worker_init_fn=leave_group)"
     words = " ".join(readme.split())
-    assert f"`{definition}`" in words and (f"`{loader}`" in words or not option)
-    script = TOLD_TO_END.replace('"the loader"', loader)
-    run = [sys.executable, "-c", f"import os\n{definition}\n{script}"]
+    assert f"`{definition}`" in words and f"`{loader}`" in words
+    script = TOLD_TO_END.format(definition=definition, loader=loader)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     env = os.environ | {"PYTHONPATH": str(HERE)}
+    run = [sys.executable, "-c", script]
     with subprocess.Popen(run, env=env, start_new_session=True, **pipes) as job:
         try:
             assert job.stdout.readline() == "reading\n"
@@ -9162,7 +9139,4 @@ def test_a_job_that_is_told_to_end_saves_its_state(readme, tmp_path, option):
             out, err = job.communicate(timeout=100)
         finally:
             job.kill()  # if it hangs
-    if option:
-        assert (out, job.returncode) == ("True\n", 0), err
-    else:
-        assert out == "" and job.returncode != 0
+    assert (out, job.returncode) == ("True\n", 0), err
