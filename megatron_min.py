@@ -6385,6 +6385,15 @@ def _find_pad_token_id(config):
 # those of encode_jsonl() in section 2, one pair for each JSON key.  A worker has one block at a
 # time, so nothing fills up; and a worker that dies is the end of its pipe, which is an error.
 #
+#   the loop of encode_jsonl()                  here, a block of lines at a time
+#
+#   with IndexedDatasetBuilder(...)             _write_pairs()
+#   for line in file                            _read_lines(), _cut_blocks()
+#       if line.isspace(): continue             _Encoder.encode()
+#       text = json.loads(...)[json_key]        _read_object(), _read_sentences()
+#       sequences = encode_document(text, ...)  _Encoder._encode_documents()
+#       builder.add_item(), .end_document()     _write_pairs()
+#
 # Many machines share the work as shards: each reads its share of the bytes of all inputs, laid end
 # to end.  A line belongs to the shard in which it begins:
 #
@@ -6715,9 +6724,7 @@ def _read_rows(texts, json_keys):
     """Yield the JSON lines of texts or dicts; of another row, as a str, what is wrong with it."""
     is_table = isinstance(texts, collections.abc.Mapping) or hasattr(texts, "columns")
     if is_table or isinstance(texts, (str, bytes)):
-        raise ValueError(
-            "texts must be an iterable of texts or of dicts, such as a column of a table, or rows"
-        )
+        raise ValueError("texts must be an iterable of texts or dicts, such as a table's column")
     for row in texts:
         line = None
         if isinstance(row, str):
@@ -6791,7 +6798,18 @@ class _Encoder:
     def __init__(self, tokenizer, json_keys, append_eod, split_sentences):
         self.tokenizer = tokenizer
         self.json_keys = json_keys
-        self.splitter = _load_sentence_splitter() if split_sentences else None
+        self.splitter = None
+        if split_sentences:
+            punkt = _import_extra("nltk.tokenize.punkt", "split_sentences")
+            try:
+                self.splitter = punkt.PunktTokenizer("english")
+            except LookupError:
+                self.splitter = punkt.PunktSentenceTokenizer()
+                warnings.warn(
+                    "nltk has no model of English sentences here, so those of its untrained Punkt "
+                    'are taken, which end after "Dr." too: python -m nltk.downloader punkt_tab',
+                    stacklevel=3,
+                )
         self.dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
         eod = [tokenizer.eod] if append_eod else []
         # Unsigned: beside the uint64 of a tokenizer int32 would become a float.
@@ -6846,20 +6864,6 @@ class _Encoder:
                 pieces.extend([*sequences, self.eod])
             ends.append(len(lengths))  # a document may have no sequences
         return _encode_tokens(np.concatenate(pieces), self.dtype), lengths, ends
-
-
-def _load_sentence_splitter():
-    """Return nltk's Punkt for English; without its model, an untrained one, and a warning."""
-    punkt = _import_extra("nltk.tokenize.punkt", "split_sentences")
-    try:
-        return punkt.PunktTokenizer("english")
-    except LookupError:
-        warnings.warn(
-            "nltk has no model of English sentences here, so those of its untrained Punkt are "
-            'taken, which end after "Dr." too: python -m nltk.downloader punkt_tab',
-            stacklevel=4,
-        )
-        return punkt.PunktSentenceTokenizer()
 
 
 def _encode_blocks(encoder, blocks, workers):
@@ -7048,10 +7052,7 @@ def _compare_tokenizers(prefix, record, other_place, other):
     found = record["tokenizer"]
     if found is None or other is None or found | {"package": None} == other | {"package": None}:
         return None
-    return (
-        f"{prefix} was made with the tokenizer {found}, and that of {other_place} is {other}: the "
-        "ids of one are other texts for the other"
-    )
+    return f"{prefix} was made with the tokenizer {found}, and that of {other_place} is {other}"
 
 
 def _warn_of_other_tokenizer(pair, tokenizer):

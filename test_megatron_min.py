@@ -7237,10 +7237,10 @@ REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the err
     "two kinds of input": (GOOD, {"texts": ["a"]}, "one of input, which are paths, and texts"),
     "no input": (GOOD, {"input": []}, "input"),
     "bad lines alone": (b"oops\n\n{}\n", {"on_error": "skip"}, r"all 2 lines .*a\.jsonl: line 1: "),
-    "one text": (GOOD, TEXTS | {"texts": "abc"}, "an iterable of texts"),
-    "bytes": (GOOD, TEXTS | {"texts": b"abc"}, "an iterable of texts"),
-    "splits": (GOOD, TEXTS | {"texts": {"train": ["a"]}}, "an iterable of texts"),
-    "a table": (GOOD, TEXTS | {"texts": TABLE}, "an iterable of texts"),
+    "one text": (GOOD, TEXTS | {"texts": "abc"}, "an iterable of texts or dicts"),
+    "bytes": (GOOD, TEXTS | {"texts": b"abc"}, "an iterable of texts or dicts"),
+    "splits": (GOOD, TEXTS | {"texts": {"train": ["a"]}}, "an iterable of texts or dicts"),
+    "a table": (GOOD, TEXTS | {"texts": TABLE}, "an iterable of texts or dicts"),
     "a shard of a pipe": (GOOD, {"input": "-", "shard": (0, 2)}, "-: its size is not known"),
     "workers": (GOOD, {"workers": 0}, "workers must be >= 1"),
     "shard": (GOOD, {"shard": (2, 2)}, "wanted a shard i/n .* got 2/2"),
@@ -8560,16 +8560,6 @@ def same_items(ours, theirs, indices, note=""):
         same_samples(quiet(batch_of, ours, indices), batch, note)
 
 
-def random_num_samples(rng, tokens, flags):
-    """One epoch, around its end, at the 80 % of a last one, or anything."""
-    S = flags["sequence_length"]
-    epoch = (tokens - flags["add_extra_token_to_sequence"]) // S
-    around = [epoch, epoch + 1, int(epoch * 1.8), int(epoch * rng.uniform(1, 3))]
-    choices = [None, 1, *around, int(rng.integers(1, 200))]
-    n = choices[rng.integers(len(choices))]
-    return None if n is None else max(1, n)
-
-
 @pytest.mark.parametrize("split", ["train", "valid"])
 def test_datasets_equal_upstreams(mm, up, tmp_path, split):
     """Indices and samples, under every flag, with all kinds of padding.
@@ -8587,7 +8577,9 @@ def test_datasets_equal_upstreams(mm, up, tmp_path, split):
         flags = random_parity_flags(rng)
         flags["tokenizer"] = tokenizers[case % len(tokenizers)]
         flags["allow_ambiguous_pad_tokens"] = bool(rng.integers(2))
-        n = random_num_samples(rng, sum(map(len, docs)), flags)
+        epoch = sum(map(len, docs)) // flags["sequence_length"]
+        n = [None, 1, epoch, int(epoch * 1.8), rng.integers(1, 3 * epoch + 2)][rng.integers(5)]
+        n = None if n is None else max(1, int(n))
         ours = quiet(gpt, mm, prefix, n, split, path_to_cache=caches[0], **flags)
         try:
             theirs = quiet(gpt, up, prefix, n, split, path_to_cache=caches[1], **flags)
