@@ -7189,24 +7189,18 @@ def test_what_matches_a_pattern_is_not_asked_for_its_size(one, bucket, tmp_path)
 
 
 def test_each_key_makes_a_pair(one, tmp_path):
-    """A line of which one text is bad is in none of them."""
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"x": "1", "y": "2"}\n{"x": "3", "y": "n"}\n{"y": "", "x": "70000", "z": 3}')
-    flags = {"json_keys": ["y", "x"], "on_error": "skip"}
-    made = quiet(one.preprocess, path, tmp_path / "o", Tok(vocab_size=70001), **flags)
-    assert made == {key: f"{tmp_path}/o_{key}_document" for key in ("y", "x")}
-    assert [texts_of(one, prefix) for prefix in made.values()] == [[[2], []], [[1], [70000]]]
-
-
-def test_texts_in_the_place_of_files(one, tmp_path):
-    """The same workers, the same files, of several blocks for each worker."""
+    """Of a file, and of texts by workers that get several blocks; a line that is bad is in none."""
     rows = [{"x": "a" * 300 * k, "n": k, "y": ["b", "c" * k]} for k in range(200)]
+    good = [row for row in rows if row["n"] != 9]
+    rows[9]["y"] = 9
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    keys = {"json_keys": ["y", "x"], "append_eod": True}
-    wanted = one.preprocess(tmp_path / "a.jsonl", tmp_path / "file", **keys)
-    made = one.preprocess(texts=iter(rows), output_prefix=tmp_path / "o", workers=3, **keys)
-    for key in made:
-        assert bytes_of_pair(made[key]) == bytes_of_pair(wanted[key])
+    keys = {"json_keys": ["y", "x"], "on_error": "skip"}
+    made = quiet(one.preprocess, tmp_path / "a.jsonl", tmp_path / "o", **keys)
+    of_texts = quiet(one.preprocess, None, tmp_path / "t", texts=iter(rows), workers=3, **keys)
+    assert made == {key: f"{tmp_path}/o_{key}_document" for key in ("y", "x")}
+    for key, prefix in made.items():
+        assert texts_of(one, prefix) == [list("".join(row[key]).encode()) for row in good]
+        assert bytes_of_pair(of_texts[key]) == bytes_of_pair(prefix)
     with pytest.raises(ZeroDivisionError):
         one.preprocess(texts=(1 / k for k in [0]), output_prefix=tmp_path / "d")
     assert not list(tmp_path.glob("d*"))
@@ -7337,6 +7331,7 @@ def test_a_lone_surrogate_is_said_with_every_tokenizer(one, tmp_path, hf):
 
 def test_a_line_that_is_too_long_is_a_bad_one(one, tmp_path, monkeypatch):
     """In shards too, which may begin and end within it."""
+    assert one._LONGEST_LINE == 2**31 - 1
     monkeypatch.setattr(one, "_LONGEST_LINE", 30)
     for rng in cases(3):
         lines = [GOOD] * 40
