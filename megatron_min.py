@@ -6501,10 +6501,9 @@ def preprocess(
         _write_record(prefix, _identity_of_tokenizer(tokenizer), counts)
 
     if verbose:
-        num_documents = sum(each.documents for each in inputs)
+        documents = sum(each.documents for each in inputs)
         rate = num_bytes / 1e6 / (time.perf_counter() - started)
-        done = f"{num_documents:,} documents, {num_bytes:,} bytes, {rate:,.1f} MB/s"
-        print(done, file=sys.stderr)
+        print(f"{documents:,} documents, {num_bytes:,} bytes, {rate:,.1f} MB/s", file=sys.stderr)
     if num_bad > 0:
         warnings.warn(f"left out {num_bad:,} bad lines; the first: {first_bad}", stacklevel=2)
     # No document need come from a part that begins in the middle of an input.
@@ -6556,10 +6555,9 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
             if num_bad > 0 and on_error == "stop":
                 raise ValueError(f'{first_bad} (on_error="skip", --on-error skip, leaves it out)')
             source.lines_read += len(lines)
-            block_bytes = sum(map(len, lines))
-            num_bytes += block_bytes
+            num_bytes += sum(map(len, lines))
             if bar is not None:
-                bar.update(block_bytes)
+                bar.update(num_bytes - bar.n)
         if num_bad > 0 and all(each.documents == 0 for each in inputs):
             raise ValueError(f"all {num_bad:,} lines are bad; the first: {first_bad}")
         for builder in builders.values():
@@ -6956,6 +6954,8 @@ def merge(
     >>> IndexedDataset(prefix + "2").document_indices.tolist()
     [0, 1, 2, 3, 4, 5, 6]
     """
+    if isinstance(prefixes, (str, os.PathLike)):
+        prefixes = [prefixes]
     prefixes = [os.fspath(prefix) for prefix in prefixes]
     if len(prefixes) == 0:
         raise ValueError("merge wants at least one input prefix")
