@@ -6915,9 +6915,9 @@ def test_the_way_back_to_the_inputs(one, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path / str(case))
         names = ["a.jsonl", "b.jsonl", "c.jsonl"]
         for name in names:
-            jsonl(name, [document_of(name, k) for k in range(rng.integers(1, 60))])
+            jsonl(name, [document_of(name, k) for k in range(rng.integers(1, 30))])
         whole = one.preprocess("*.jsonl", "whole")["text"]
-        merged = make_shards(one, names, pathlib.Path("."), int(rng.integers(2, 20)))
+        merged = make_shards(one, names, pathlib.Path("."), int(rng.integers(2, 12)))
         one.merge([merged, whole, merged], "all")
         shards = sorted(path.removesuffix(".idx") for path in glob.glob("s_*.idx"))
         inputs = []
@@ -7188,9 +7188,10 @@ def test_what_matches_a_pattern_is_not_asked_for_its_size(one, bucket, tmp_path)
 # -- Documents ---------------------------------------------------------------------------------
 
 
-def test_each_key_makes_a_pair(one, tmp_path):
+def test_each_key_makes_a_pair(one, tmp_path, monkeypatch):
     """Of a file, and of texts by workers that get several blocks; a line that is bad is in none."""
-    rows = [{"x": "a" * 300 * k, "n": k, "y": ["b", "c" * k]} for k in range(200)]
+    monkeypatch.setattr(one, "_BLOCK_BYTES", 1000)
+    rows = [{"x": "a" * 3 * k, "n": k, "y": ["b", "c" * k]} for k in range(100)]
     good = [row for row in rows if row["n"] != 9]
     rows[9]["y"] = 9
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
