@@ -6337,7 +6337,6 @@ def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path):
 
 
 GOOD = b'{"text": "1"}\n'  # a line that every tokenizer of this section takes
-COMPRESSED = [".gz", ".bz2", ".xz", ".zst"]
 
 
 def compress(content, extension):
@@ -6393,7 +6392,7 @@ def random_input(rng):
 
 def test_random_corpora_equal_the_plain_loop(one, tmp_path, monkeypatch):
     """By 1 to 3 workers, and as 2 to 5 shards, which are merged; with blocks of all sizes."""
-    for case, rng in enumerate(cases(2)):
+    for case, rng in enumerate(cases(3)):
         monkeypatch.setattr(one, "_BLOCK_BYTES", int(rng.choice([1, 100, 5000, 1 << 19])))
         folder = tmp_path / str(case)
         folder.mkdir()
@@ -6406,23 +6405,17 @@ def test_random_corpora_equal_the_plain_loop(one, tmp_path, monkeypatch):
         (folder / "all").write_bytes(b"\n".join(contents))
         one.encode_jsonl(folder / "all", folder / "plain", append_eod=True)
         plain = bytes_of_pair(folder / "plain")
-        for workers in (1, 2, 3):
-            found = {"append_eod": True, "workers": workers}
-            made = quiet(one.preprocess, paths, folder / "o", **found)
-            assert made == {"text": f"{folder}/o_text_document"}
-            assert bytes_of_pair(made["text"]) == plain
-            count = int(rng.integers(2, 6))
-            merged = quiet(make_shards, one, paths, folder, count, **found)
-            assert bytes_of_pair(merged) == plain
+        job = {"append_eod": True, "workers": case % 3 + 1}
+        whole = quiet(one.preprocess, paths, folder / "o", **job)["text"]
+        merged = quiet(make_shards, one, paths, folder, int(rng.integers(2, 6)), **job)
+        assert bytes_of_pair(whole) == bytes_of_pair(merged) == plain
 
 
 def test_all_shards_are_merged_or_none(one, tmp_path, monkeypatch):
     """In order; of several corpora, and of machines that have a folder each, too."""
     monkeypatch.chdir(tmp_path)
-    for name in ("a_00000_of_00002", "a_00001_of_00002", "n0/a_00000_of_00002"):
-        pathlib.Path(name).parent.mkdir(exist_ok=True)
+    for name in ("a_00000_of_00002", "a_00001_of_00002", "n0/a_00000_of_00002", "n0/b"):
         mk(one, tmp_path / name, [[1]])
-    mk(one, tmp_path / "n0" / "b", [[1]])
     for prefixes, missing in (
         ("a_00000_of_00002", "a_00001_of_00002"),
         ("n0/a_00000_of_00002", "a_00001_of_00002"),
@@ -6457,15 +6450,13 @@ def inputs_of(one, prefix):
 
 
 def document_of(name, number):
-    """The text of the document of this number in a file; "from byte 84 on" counts from there."""
+    """The text of the document of this number in a file of lines of 18 bytes.
+
+    "from byte 84 on" counts from there.
+    """
     path, _, byte = name.removesuffix(" on").partition(" from byte ")
-    texts = []
-    position = 0
-    for line in pathlib.Path(path).read_bytes().splitlines(keepends=True):
-        if position >= int(byte.replace(",", "") or 0) and not line.isspace():
-            texts.append(json.loads(line)["text"])
-        position += len(line)
-    return texts[number]
+    first = math.ceil(int(byte.replace(",", "") or 0) / 18)
+    return f"{path[0]}{first + number:4}"
 
 
 def test_the_way_back_to_the_inputs(one, tmp_path, monkeypatch):
@@ -6473,16 +6464,13 @@ def test_the_way_back_to_the_inputs(one, tmp_path, monkeypatch):
     for case, rng in enumerate(cases(2)):
         (tmp_path / str(case)).mkdir()
         monkeypatch.chdir(tmp_path / str(case))
-        names = [f"{name}.jsonl" for name in "abc"]
+        names = ["a.jsonl", "b.jsonl", "c.jsonl"]
         for name in names:
-            numbers = range(int(rng.integers(1, 60)))
-            lines = [b'{"text": "%s %d"}\n' % (name.encode(), number) for number in numbers]
-            pathlib.Path(name).write_bytes(b"\n".join(lines))  # with blank lines
-        whole = quiet(one.preprocess, "*.jsonl", "whole")["text"]
-        count = int(rng.integers(2, 20))
-        merged = quiet(make_shards, one, names, pathlib.Path("."), count)
+            jsonl(name, [document_of(name, k) for k in range(rng.integers(1, 30))])
+        whole = one.preprocess("*.jsonl", "whole")["text"]
+        merged = make_shards(one, names, pathlib.Path("."), int(rng.integers(2, 12)))
         one.merge([merged, whole, merged], "all")
-        shards = sorted(path.removesuffix(".idx") for path in glob.glob(f"s_*_of_{count:05}.idx"))
+        shards = sorted(path.removesuffix(".idx") for path in glob.glob("s_*.idx"))
         inputs = []
         for shard in shards:
             inputs += record_of(shard)["inputs"]
@@ -6496,160 +6484,117 @@ def test_the_way_back_to_the_inputs(one, tmp_path, monkeypatch):
 
 
 def test_the_record_of_a_pair(one, tmp_path, monkeypatch):
-    """It says what the pair was made from, without signatures; of another pair it says nothing.
+    """It says what the pair was made from, without signatures.
 
     A pair without one is an input of its own; a new pair takes the record of the old one away.
     """
     monkeypatch.chdir(tmp_path)
     fsspec.filesystem("memory").pipe_file("/b/a.jsonl?sig=s3cret", GOOD)
     pathlib.Path("b.jsonl").write_bytes(GOOD * 9)
-    inputs = ["memory://b/a.jsonl?sig=s3cret", "b.jsonl"]
-    made = one.preprocess(inputs, "o", append_eod=True)["text"]
-    parts = [["memory://b/a.jsonl", 1], ["b.jsonl", 9]]
-    tokenizer = one.ByteTokenizer.unique_identifiers
+    made = one.preprocess(["memory://b/a.jsonl?sig=s3cret", "b.jsonl"], "o")["text"]
+    inputs = [["memory://b/a.jsonl", 1], ["b.jsonl", 9]]
+    wanted = {"tokenizer": one.ByteTokenizer.unique_identifiers, "inputs": inputs}
     sizes = {end: os.path.getsize(f"{made}.{end}") for end in ("bin", "idx")}
-    assert record_of(made) == {"tokenizer": tokenizer, "inputs": parts} | sizes
+    assert record_of(made) == wanted | sizes
     last = one.preprocess("b.jsonl", "o", shard=(2, 3))["text"]
-    part = ["b.jsonl from byte 84 on", 3]
-    assert record_of(last)["inputs"] == [part]
-    for extension in ("bin", "idx", "record.json"):  # under another name it is no shard
-        os.rename(f"{last}.{extension}", f"last.{extension}")
+    assert record_of(last)["inputs"] == [["b.jsonl from byte 84 on", 3]]
     mk(one, tmp_path / "upstream", [[1], [2], [3]], np.uint16)
-    one.merge([made, "upstream", "last", made], "all")
-    assert record_of("all")["inputs"] == [*parts, ["upstream", 3], part, *parts]
-    assert record_of("all")["tokenizer"] == tokenizer
-    assert inputs_of(one, "all")[10:16] == [
-        *[("upstream", k) for k in range(3)],
-        *[("b.jsonl from byte 84 on", k) for k in range(3)],
-    ]
+    one.merge(["upstream", made], "all")
+    assert record_of("all")["inputs"] == [["upstream", 3], *inputs]
+    assert record_of("all")["tokenizer"] == wanted["tokenizer"]
     mk(one, tmp_path / "all", [[5]])
     assert not os.path.exists("all.record.json")
 
 
-WRONG_RECORDS = {  # what is there in the place of something in a record
-    "another .bin": {"bin": 9},
-    "another .idx": {"idx": 9},
-    "parts of before": {
-        "inputs": [{"name": "a", "size": 14, "begin": 0, "end": 14, "documents": 2}]
-    },
-    "no list": {"inputs": None},
-    "a name for a list": {"inputs": "ab"},
-    "a number for a part": {"inputs": [2]},
-    "a part without a number": {"inputs": [["a"]]},
-    "a part of three": {"inputs": [["a", 2, 0]]},
-    "a number for a name": {"inputs": [[2, 2]]},
-    "a text for a number": {"inputs": [["a", 2], ["b", "2"]]},
-    "half a document": {"inputs": [["a", 2.5]]},
-    "a tokenizer's name": {"tokenizer": "bytes"},
-    "tokenizers": {"tokenizer": [{}]},
-}
-
-
 def test_a_record_of_another_form_is_as_none(one, tmp_path, recwarn):
-    """Without a word, of its tokenizer too; and so is one that is damaged."""
+    """Without a word, of its tokenizer too; and so is one that is damaged.
+
+    One of fewer documents names no input of the others.
+    """
     texts = {"texts": ["1 2 3", "4 5 6"], "tokenizer": Tok()}
     made = one.preprocess(output_prefix=tmp_path / "o", **texts)["text"]
+    path = pathlib.Path(f"{made}.record.json")
     record = record_of(made)
-    contents = [json.dumps(record | wrong) for wrong in WRONG_RECORDS.values()]
+    wrong = [{"bin": 9}, {"idx": 9}, {"tokenizer": "bytes"}, {"tokenizer": [{}]}, {"inputs": None}]
+    for part in (2, [2, 2], ["a", 2, 0], ["a", "2"], ["a", 2.5]):
+        wrong.append({"inputs": [part]})
+    contents = [json.dumps(record | values) for values in wrong]
     for key in record:
         contents.append(json.dumps({k: record[k] for k in record if k != key}))
-    contents += ["", "[]", "{", "\0", "7", "[" * 99999]
-    for content in contents:
-        pathlib.Path(f"{made}.record.json").write_text(content)
+    for content in [*contents, "", "[]", "{", "\0", "7", "[" * 99999]:
+        path.write_text(content)
         assert inputs_of(one, made) == [(None, None)] * 2, content[:200]
         one.merge([made], tmp_path / "all")
         assert record_of(tmp_path / "all")["inputs"] == [[made, 2]]
         assert record_of(tmp_path / "all")["tokenizer"] is None
     assert len(recwarn) == 0
+    path.write_text(json.dumps(record | {"inputs": [["texts", 1]]}))
+    assert quiet(inputs_of, one, made) == [("texts", 0), (None, None)]
 
 
-def test_a_record_of_fewer_documents_names_no_input_of_the_others(one, tmp_path):
-    made = one.preprocess(texts=["a", "b"], output_prefix=tmp_path / "o")["text"]
-    short = record_of(made) | {"inputs": [["texts", 1]]}
-    pathlib.Path(f"{made}.record.json").write_text(json.dumps(short))
-    assert inputs_of(one, made) == [("texts", 0), (None, None)]
+OF_A_FILE = {"class": "HuggingFaceTokenizer", "package": "tokenizers", "eod": 0}
+TOKENIZERS = {
+    "tok": Tok(),
+    "five": Tok(eod=5),
+    "file": Tok(unique_identifiers=OF_A_FILE),
+    "gigatoken": Tok(unique_identifiers=OF_A_FILE | {"package": "gigatoken"}),
+    "another": Tok(unique_identifiers=OF_A_FILE | {"eod": 1}),
+    "nameless": Tok(unique_identifiers=None),
+}
 
 
-def test_another_tokenizer_than_that_of_the_pair(one, tmp_path, recwarn):
-    """It is told at each start, once for a corpus; nothing is known of a pair without a record.
+def test_another_tokenizer_than_that_of_the_pair(one, tmp_path):
+    """It is told at each start, once for a corpus, and such pairs are not merged.
 
-    Which package reads a tokenizer.json makes no other tokenizer.
+    As far as records say it.  Which package reads a tokenizer.json makes no other tokenizer.
     """
-    texts = ["1 2 3 4 5 6 7 8 9"] * 2
-    names = {"class": "HuggingFaceTokenizer", "package": "tokenizers", "eod": 0}
-    of_file = Tok(unique_identifiers=names)
-    by_another_package = Tok(unique_identifiers=names | {"package": "gigatoken"})
-    made = one.preprocess(texts=texts, output_prefix=tmp_path / "o", tokenizer=Tok())["text"]
-    file = one.preprocess(texts=texts, output_prefix=tmp_path / "f", tokenizer=of_file)["text"]
-    bare = mk(one, tmp_path / "p", [[1] * 9], np.uint16)
-    gpt(one, made, 2)
-    gpt(one, bare, 1, tokenizer=Tok(eod=5))
-    gpt(one, file, 2, tokenizer=by_another_package)
-    one.merge([made, bare, made], tmp_path / "all")
-    assert len(recwarn) == 0
-    with pytest.warns(UserWarning, match=r"o_text_document .*'eod': 0.*'eod': 5"):
-        gpt(one, made, 2, tokenizer=Tok(eod=5))
-    with pytest.warns(UserWarning, match=r"all .*'eod': 0.*'eod': 5"):
-        gpt(one, str(tmp_path / "all"), 2, tokenizer=Tok(eod=5))
-    cfg = config(one, ([made, file], None), split="1,1,0", tokenizer=Tok(eod=5))
-    for _ in range(2):  # the second finds a cache
-        _, messages = heard(build, one, [1, 1, 0], cfg)
-        assert [re.search("(.)_text_document was made", message)[1] for message in messages] == [
-            "o",
-            "f",
-        ]
-
-
-def test_pairs_of_other_tokenizers_are_not_merged(one, tmp_path):
-    """As far as their records say it; whichever package read the file of a tokenizer."""
-    names = {"class": "HuggingFaceTokenizer", "package": "tokenizers", "eod": 0}
-    prefixes = {}
-    for key, tokenizer in {
-        "tok": Tok(),
-        "null": one.NullTokenizer(300),
-        "file": Tok(unique_identifiers=names),
-        "gigatoken": Tok(unique_identifiers=names | {"package": "gigatoken"}),
-        "another file": Tok(unique_identifiers=names | {"eod": 1}),
-        "nameless": Tok(unique_identifiers=None),
-    }.items():
-        job = {"output_prefix": tmp_path / key, "tokenizer": tokenizer}
-        prefixes[key] = one.preprocess(texts=["1 2"], **job)["text"]
-    prefixes["bare"] = mk(one, tmp_path / "bare", [[1]], np.uint16)
-    for keys, words in (
-        (("tok", "null"), "null_text_document was made .*NullTokenizer.*'Tok'"),
-        (("tok", "tok", "bare", "file"), "file_text_document was made .*HuggingFace.*'Tok'"),
-        (("file", "another file"), "another file_text_document was made .*'eod': 1.*'eod': 0"),
-        (("bare", "null", "nameless", "null"), None),
-        (("file", "gigatoken", "file"), None),
+    prefixes = {"bare": mk(one, tmp_path / "bare", [[1] * 9] * 2, np.uint16)}
+    for name, tokenizer in TOKENIZERS.items():
+        job = {"output_prefix": tmp_path / name, "tokenizer": tokenizer}
+        prefixes[name] = one.preprocess(texts=["1 2 3 4 5 6 7 8 9"] * 2, **job)["text"]
+    merged = str(tmp_path / "merged")
+    for names, words in (
+        ("tok, five", "five_text_document was made .*'eod': 5.*a pair before it is .*'eod': 0"),
+        ("tok, tok, bare, file", "file_text_document was made .*HuggingFace.*'Tok'"),
+        ("file, another", "another_text_document was made .*'eod': 1.*'eod': 0"),
+        ("file, gigatoken, file", None),
+        ("bare, tok, nameless, tok", None),
     ):
-        merge = functools.partial(one.merge, [prefixes[key] for key in keys], tmp_path / "o")
+        chosen = [prefixes[name] for name in names.split(", ")]
         if words is None:
-            merge()
-            os.remove(tmp_path / "o.idx")
+            one.merge(chosen, merged)
         else:
             with pytest.raises(ValueError, match=words):
-                merge()
-            assert not os.path.exists(tmp_path / "o.idx")
+                one.merge(chosen, merged)
+            assert not os.path.exists(f"{merged}.idx")
+    blend = [prefixes["tok"], merged, prefixes["bare"], prefixes["file"]]
+    fields = {"split": "1,1,0", "path_to_cache": str(tmp_path / "cache")}
+    for name, told in (("tok", "f"), ("five", "tmf"), ("gigatoken", "tm")):
+        cfg = config(one, (blend, None), tokenizer=TOKENIZERS[name], **fields)
+        for _ in range(2):  # the second finds a cache
+            _, messages = heard(build, one, [1, 1, 0], cfg)
+            found = [pathlib.Path(message.partition(" was made")[0]).name for message in messages]
+            assert [prefix[0] for prefix in found] == list(told), name
+            assert all(re.search("Tok.*config is .*'eod'", words) for words in messages)
 
 
 # -- Inputs ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("extension", COMPRESSED)
+@pytest.mark.parametrize("extension", [".gz", ".bz2", ".xz", ".zst"])
 def test_a_compressed_file_that_is_cut_or_changed_is_named(one, tmp_path, extension):
     """Cut anywhere, or with another beginning; as a whole it is read to the end."""
-    texts = [str(i * i) for i in range(3000)]
     path = tmp_path / f"b.jsonl{extension}"
-    whole = compress(pathlib.Path(jsonl(tmp_path / "a.jsonl", texts)).read_bytes(), extension)
-    damaged = [whole[: rng.integers(1, len(whole))] for rng in cases(8)]
+    whole = compress(b"".join(b'{"text": "%d"}\n' % k**2 for k in range(300)), extension)
+    damaged = [whole[: rng.integers(1, len(whole))] for rng in cases(4)]
     for content in [*damaged, b"\xff" * 20 + whole[20:]]:
         path.write_bytes(content)
         with pytest.raises(OSError, match=r"b\.jsonl\S+: cannot be read"):
-            one.preprocess([tmp_path / "a.jsonl", path], tmp_path / "o")
-        assert sorted(os.listdir(tmp_path)) == ["a.jsonl", path.name]
+            one.preprocess(path, tmp_path / "o")
+        assert os.listdir(tmp_path) == [path.name]
     path.write_bytes(whole)
     made = one.preprocess(path, tmp_path / "o")["text"]
-    assert texts_of(one, made) == [list(text.encode()) for text in texts]
+    assert texts_of(one, made) == [list(b"%d" % k**2) for k in range(300)]
 
 
 @pytest.mark.parametrize("count", [1, 3, 40])
@@ -6674,63 +6619,48 @@ def test_inputs_of_all_kinds_from_all_places(one, tmp_path, count):
     assert texts_of(one, merged) == [list(text.encode()) for text in texts]
 
 
-def test_zst_is_read_by_one_that_reads_all_of_it(one, tmp_path, monkeypatch):
-    """fsspec's reader by the package zstandard ends after the first frame, without a word."""
-
-    def zstandard_file(infile, mode="rb"):
-        raise AssertionError("this reader is not used")
-
-    monkeypatch.setitem(fsspec.compression.compr, "zstd", zstandard_file)
+def test_a_zst_that_its_reader_would_not_read_to_its_end(one, tmp_path, monkeypatch):
+    """A long window, as of `zstd --long=31`, takes 2 GiB; the package zstandard reads one frame."""
+    zstd = pytest.importorskip(ZSTD)
+    window = bytes([(31 - 10) << 3])  # of 2^31 bytes
+    block = (len(GOOD) << 3 | 1).to_bytes(3, "little") + GOOD  # the last one, not compressed
     path = tmp_path / "a.jsonl.ZST"
-    path.write_bytes(GOOD)
+    path.write_bytes(b"\x28\xb5\x2f\xfd\0" + window + block)
+    way_out = r"zstd -dc --long=31 \S+/a\.jsonl\.ZST \| megatron-min preprocess --input -$"
+    with pytest.raises(OSError, match=way_out):
+        one.preprocess(path, tmp_path / "o")
+    path.write_bytes(zstd.compress(GOOD))
+    one.preprocess(path, tmp_path / "o")
+    monkeypatch.setitem(fsspec.compression.compr, "zstd", io.BufferedReader)
     with pytest.raises(ImportError, match=r"compression\.zstd.*pip install backports\.zstd$"):
         one.preprocess(path, tmp_path / "o")
 
 
-def test_a_zst_of_a_long_window_is_refused_with_the_way_out(one, tmp_path):
-    """As `zstd --long=31` makes them: a reader would need 2 GiB."""
-    pytest.importorskip(ZSTD)
-    window = bytes([(31 - 10) << 3])  # of 2^31 bytes
-    block = (len(GOOD) << 3 | 1).to_bytes(3, "little") + GOOD  # the last one, not compressed
-    (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\0" + window + block)
-    way_out = r"zstd -dc --long=31 \S+/a\.jsonl\.zst \| megatron-min preprocess --input -$"
-    with pytest.raises(OSError, match=way_out):
-        one.preprocess(tmp_path / "a.jsonl.zst", tmp_path / "o")
-
-
-@pytest.mark.parametrize("append_eod", [True, False])
-def test_sentences_are_sequences(one, tmp_path, monkeypatch, append_eod):
+def test_sentences_are_sequences(one, tmp_path, monkeypatch):
     """As nltk's untrained model finds them, with a note, where it has none of English."""
     punkt = pytest.importorskip("nltk.tokenize.punkt")
     monkeypatch.setattr(punkt, "PunktTokenizer", mock.Mock(side_effect=LookupError))
     # the last one is a list of parts, each of which is split
     path = jsonl(tmp_path / "a.jsonl", ["I see.  You do? Yes", "", "4", ["7. A", "", "9."]])
-    flags = {"split_sentences": True, "append_eod": append_eod, "workers": 2}
+    flags = {"split_sentences": True, "append_eod": True, "workers": 2}
     with pytest.warns(UserWarning, match="punkt_tab"):
         made = one.preprocess(path, tmp_path / "o", **flags)
     punkt.PunktTokenizer.assert_called_with("english")
     assert made == {"text": f"{tmp_path}/o_text_sentence"}
     pair = one.IndexedDataset(made["text"])
     found = [bytes((ids % 220).tolist()).decode() for ids in pair[:]]  # 256 % 220 is a $
-    wanted = ["I see.", "You do?", "Yes$", "4$", "7.", "A", "9.$"]
-    assert found == [text if append_eod else text.removesuffix("$") for text in wanted]
+    assert found == ["I see.", "You do?", "Yes$", "4$", "7.", "A", "9.$"]
     assert pair.document_indices.tolist() == [0, 3, 3, 4, 7]
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
 def test_standard_input_and_pipes(one, tmp_path, monkeypatch):
-    """Cut off within a line, as when the program before the pipe is killed, and whole."""
+    """A file with the name of standard input is not meant."""
     text = b'{"text": "ab"}\n{"text": "c"}'
     path = jsonl(tmp_path / "a.jsonl", ["d"])
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text[:-2])))
-    with pytest.raises(ValueError, match="^-: line 2: "):
-        one.preprocess(["-", path], tmp_path / "o")
-    assert os.listdir(tmp_path) == ["a.jsonl"]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "-").write_bytes(b"a file of this name is not meant")
-    with pytest.raises(ValueError, match="-: its size is not known"):
-        one.preprocess("-", tmp_path / "o", shard=(0, 2))
+    (tmp_path / "-").write_bytes(b"oops")
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     threading.Thread(target=fifo.write_bytes, args=(text,), daemon=True).start()
@@ -6761,16 +6691,20 @@ def test_a_server_that_does_not_answer_is_asked_again(one, web, no_pauses, tmp_p
     """For the size, at the beginning and at the end, and for a list; what is read is read once."""
     pathlib.Path(web.server.folder, "a.jsonl").write_bytes(GOOD)
     url = f"{web.root}/a.jsonl"
-    for faults, pauses in (([503, 503, 503], 1), ([None, None, None, 503, 503, 503], 1)):
+    for faults, pauses, is_read in (
+        ([503] * 3, 1, True),
+        ([None] * 3 + [503] * 3, 1, True),
+        ([503] * 99, 4, False),
+        ([None, None, 503], 0, False),
+    ):
         no_pauses.clear()
         web.server.faults = iter(faults)
-        made = one.preprocess(url, tmp_path / "o")["text"]
-        assert texts_of(one, made) == [[49]] and len(no_pauses) == pauses
-    for faults, pauses in ((itertools.repeat(503), 4), (iter([None, None, 503]), 0)):
-        no_pauses.clear()
-        web.server.faults = faults
-        with pytest.raises(OSError, match=r"a\.jsonl: cannot be read: .*503"):
-            one.preprocess(url, tmp_path / "o")
+        if is_read:
+            made = one.preprocess(url, tmp_path / "o")["text"]
+            assert texts_of(one, made) == [[49]]
+        else:
+            with pytest.raises(OSError, match=r"a\.jsonl: cannot be read: .*503"):
+                one.preprocess(url, tmp_path / "o")
         assert len(no_pauses) == pauses
 
 
@@ -6780,16 +6714,14 @@ def test_an_input_whose_size_is_not_told_is_read_as_a_stream(
 ):
     texts = [str(k) * k for k in range(300)]
     path = jsonl(tmp_path / "a.jsonl", texts)
-    content = pathlib.Path(path).read_bytes()
-    name = f"a.jsonl{extension}"
-    pathlib.Path(web.server.folder, name).write_bytes(
-        compress(content, extension) if extension else content
-    )
+    content = compress(pathlib.Path(path).read_bytes(), extension)
+    pathlib.Path(web.server.folder, f"a.jsonl{extension}").write_bytes(content)
     web.server.faults = itertools.repeat("no length")
-    made = one.preprocess([path, f"{web.root}/{name}"], tmp_path / "o")["text"]
+    url = f"{web.root}/a.jsonl{extension}"
+    made = one.preprocess([path, url], tmp_path / "o")["text"]
     assert texts_of(one, made) == [list(text.encode()) for text in texts * 2]
     with pytest.raises(ValueError, match="its size is not known"):
-        one.preprocess(f"{web.root}/{name}", tmp_path / "o", shard=(0, 2))
+        one.preprocess(url, tmp_path / "o", shard=(0, 2))
     assert no_pauses == []
 
 
@@ -6807,28 +6739,20 @@ def test_what_matches_a_pattern_is_not_asked_for_its_size(one, bucket, tmp_path)
 # -- Documents ---------------------------------------------------------------------------------
 
 
-def test_each_key_makes_a_pair(one, tmp_path):
-    """A line of which one text is bad is in none of them."""
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"x": "1", "y": "2"}\n{"x": "3", "y": "n"}\n{"y": "", "x": "70000", "z": 3}')
-    flags = {"json_keys": ["y", "x"], "on_error": "skip"}
-    made = quiet(one.preprocess, path, tmp_path / "o", Tok(vocab_size=70001), **flags)
-    assert made == {key: f"{tmp_path}/o_{key}_document" for key in ("y", "x")}
-    assert [texts_of(one, prefix) for prefix in made.values()] == [[[2], []], [[1], [70000]]]
-
-
-def test_texts_in_the_place_of_files(one, tmp_path):
-    """The same workers, the same files, of several blocks for each worker."""
-    rows = [{"x": "a" * 300 * k, "n": k, "y": ["b", "c" * k]} for k in range(200)]
+def test_each_key_makes_a_pair(one, tmp_path, monkeypatch):
+    """Of a file, and of texts by workers that get several blocks; a line that is bad is in none."""
+    monkeypatch.setattr(one, "_BLOCK_BYTES", 1000)
+    rows = [{"x": "a" * 3 * k, "n": k, "y": ["b", "c" * k]} for k in range(100)]
+    good = [row for row in rows if row["n"] != 9]
+    rows[9]["y"] = 9
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    keys = {"json_keys": ["y", "x"], "append_eod": True}
-    wanted = one.preprocess(tmp_path / "a.jsonl", tmp_path / "file", **keys)
-    made = one.preprocess(texts=iter(rows), output_prefix=tmp_path / "o", workers=3, **keys)
-    for key in made:
-        assert bytes_of_pair(made[key]) == bytes_of_pair(wanted[key])
-    texts = (row["x"] for row in rows)
-    made = one.preprocess(texts=texts, output_prefix=tmp_path / "o", append_eod=True)
-    assert bytes_of_pair(made["text"]) == bytes_of_pair(wanted["x"])
+    keys = {"json_keys": ["y", "x"], "on_error": "skip"}
+    made = quiet(one.preprocess, tmp_path / "a.jsonl", tmp_path / "o", **keys)
+    of_texts = quiet(one.preprocess, None, tmp_path / "t", texts=iter(rows), workers=3, **keys)
+    assert made == {key: f"{tmp_path}/o_{key}_document" for key in ("y", "x")}
+    for key, prefix in made.items():
+        assert texts_of(one, prefix) == [list("".join(row[key]).encode()) for row in good]
+        assert bytes_of_pair(of_texts[key]) == bytes_of_pair(prefix)
     with pytest.raises(ZeroDivisionError):
         one.preprocess(texts=(1 / k for k in [0]), output_prefix=tmp_path / "d")
     assert not list(tmp_path.glob("d*"))
@@ -6840,32 +6764,17 @@ def test_ids_may_be_of_any_kind(one, tmp_path, kind, append_eod):
     """What a tokenizer returns of a text, where ids are stored as int32."""
     as_kind = kind if kind in (tuple, torch.tensor) else functools.partial(np.array, dtype=kind)
     tokenizer = Tok(vocab_size=70_001, eod=70_000, tokenize=lambda text: as_kind([len(text)] * 2))
-    path = jsonl(tmp_path / "a.jsonl", ["abc", "a"])
-    made = one.preprocess(path, tmp_path / "o", tokenizer, append_eod=append_eod)["text"]
-    one.encode_jsonl(path, tmp_path / "plain", tokenizer, append_eod=append_eod)
-    assert bytes_of_pair(made) == bytes_of_pair(tmp_path / "plain")
+    job = {"texts": ["abc", "a"], "tokenizer": tokenizer, "append_eod": append_eod}
+    made = one.preprocess(output_prefix=tmp_path / "o", **job)["text"]
     end = [70_000] * append_eod
     assert texts_of(one, made) == [[3, 3, *end], [1, 1, *end]]
 
 
-def forget_the_last(texts):
-    """A tokenize_batch() that loses a text."""
-    return [[1]] * (len(texts) - 1)
-
-
-class Table:
-    """As pandas, pyarrow and polars have them."""
-
-    columns = ["text"]
-
-    def __iter__(self):
-        return iter(self.columns)
-
-
 OOPS = GOOD * 9 + b"oops\n"
-FORGETFUL = {"tokenizer": Tok(tokenize_batch=forget_the_last)}
+FORGETFUL = {"tokenizer": Tok(tokenize_batch=mock.Mock(return_value=[]))}
+TEXTS = {"input": None, "texts": ["a"]}
+TABLE = types.SimpleNamespace(columns=["text"])  # as pandas, pyarrow and polars have them
 REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the error says
-    "tokenizer": (GOOD + b'{"text": "2 x"}\n', {"tokenizer": Tok()}, r"a\.jsonl: line 2: .*'x'"),
     "lost texts": (GOOD * 2, FORGETFUL, "tokenize_batch"),
     "an id that does not fit": (b'{"text": "70000"}', {"tokenizer": Tok()}, "line 1: .*70000"),
     "in a shard": (OOPS, {"shard": (1, 2)}, r"a\.jsonl from byte 65 on: line 5: "),
@@ -6874,23 +6783,13 @@ REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the err
     "two kinds of input": (GOOD, {"texts": ["a"]}, "one of input, which are paths, and texts"),
     "no input": (GOOD, {"input": []}, "input"),
     "bad lines alone": (b"oops\n\n{}\n", {"on_error": "skip"}, r"all 2 lines .*a\.jsonl: line 1: "),
-    "bad rows alone": (
-        GOOD,
-        {"input": None, "texts": [None, 5], "on_error": "skip"},
-        "all 2 lines .*texts: line 1: wanted a text, or a dict of texts, got None",
-    ),
-    "one text": (GOOD, {"input": None, "texts": "abc"}, "an iterable of texts"),
-    "bytes": (GOOD, {"input": None, "texts": b"abc"}, "an iterable of texts"),
-    "splits": (GOOD, {"input": None, "texts": {"train": ["a"]}}, "an iterable of texts"),
-    "a table": (GOOD, {"input": None, "texts": Table()}, "an iterable of texts"),
-    "a shard of texts": (
-        GOOD,
-        {"input": None, "texts": ["a"], "shard": (0, 2)},
-        "size is not known",
-    ),
+    "one text": (GOOD, TEXTS | {"texts": "abc"}, "an iterable of texts or dicts"),
+    "bytes": (GOOD, TEXTS | {"texts": b"abc"}, "an iterable of texts or dicts"),
+    "splits": (GOOD, TEXTS | {"texts": {"train": ["a"]}}, "an iterable of texts or dicts"),
+    "a table": (GOOD, TEXTS | {"texts": TABLE}, "an iterable of texts or dicts"),
+    "a shard of a pipe": (GOOD, {"input": "-", "shard": (0, 2)}, "-: its size is not known"),
     "workers": (GOOD, {"workers": 0}, "workers must be >= 1"),
     "shard": (GOOD, {"shard": (2, 2)}, "wanted a shard i/n .* got 2/2"),
-    "a shard of a pipe": (GOOD, {"input": "-", "shard": (0, 2)}, "-: its size is not known"),
     "on_error": (GOOD, {"on_error": "maybe"}, "stop or skip"),
 }
 
@@ -6936,34 +6835,28 @@ def test_what_is_said_of_a_bad_line(one, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_bad_line_anywhere_is_named(one, tmp_path, monkeypatch, workers):
-    """Its number counts blank lines too; among blocks of a few lines."""
+def test_bad_lines_anywhere_are_named_or_skipped(one, tmp_path, monkeypatch, workers):
+    """Blank lines count among blocks of a few lines; files without a document are said."""
     monkeypatch.setattr(one, "_BLOCK_BYTES", 60)
-    for rng in cases(5):
-        lines = [bytes(rng.choice([GOOD, GOOD, b"\n"])) for _ in range(rng.integers(1, 60))]
-        bad = int(rng.integers(len(lines)))
-        lines[bad] = b"oops\n"
-        (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
-        with pytest.raises(ValueError, match=rf"a\.jsonl: line {bad + 1}: "):
-            one.preprocess(tmp_path / "a.jsonl", tmp_path / "o", workers=workers)
-        assert os.listdir(tmp_path) == ["a.jsonl"]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_bad_lines_are_skipped_and_counted(one, tmp_path, workers):
-    """And files without a document are said."""
-    (tmp_path / "a.jsonl").write_bytes(GOOD + b"\n".join([*BAD_LINES, b" ", b""]) + b"\n" + GOOD)
     for k in range(5):
         (tmp_path / f"b{k}.jsonl").write_bytes(b"")
-    flags = {"on_error": "skip", "workers": workers}
-    with pytest.warns(UserWarning) as told:
-        made = one.preprocess(tmp_path / "*.jsonl", tmp_path / "o", **flags)
-    left_out, empty = [str(warning.message) for warning in told]
-    assert re.search(
-        rf"left out {len(BAD_LINES)} bad lines; the first: .*a\.jsonl: line 2: ", left_out
-    )
-    assert re.search(r"no document came from 5 of the inputs, such as .*b0\.jsonl$", empty)
-    assert texts_of(one, made["text"]) == [[49], [49]]
+    kinds = [GOOD, b"\n", *[line + b"\n" for line in BAD_LINES]]
+    for rng in cases(2):
+        numbers = rng.integers(rng.integers(3, 50), size=50) % len(kinds)
+        numbers[rng.integers(50)] = 0
+        (tmp_path / "a.jsonl").write_bytes(b"".join(kinds[k] for k in numbers))
+        first = rf"a\.jsonl: line {np.argmax(numbers > 1) + 1}: "
+        job = {"input": tmp_path / "*.jsonl", "output_prefix": tmp_path / "o", "workers": workers}
+        with pytest.raises(ValueError, match=first):
+            one.preprocess(**job)
+        assert not list(tmp_path.glob("o*"))
+        made, (left_out, empty) = heard(one.preprocess, on_error="skip", **job)
+        said = rf"left out {np.count_nonzero(numbers > 1)} bad lines; the first: .*{first}"
+        assert re.match(said, left_out)
+        assert re.search(r"no document came from 5 of the inputs, such as .*b0\.jsonl$", empty)
+        assert texts_of(one, made["text"]) == [[49]] * np.count_nonzero(numbers == 0)
+        for path in tmp_path.glob("o*"):
+            path.unlink()
 
 
 def test_rows_are_lines(one, tmp_path):
@@ -6973,29 +6866,26 @@ def test_rows_are_lines(one, tmp_path):
     bad += [{}, {"other": "b"}, {("text",): "b"}]
     rows = ["1", *bad, {"text": "2"}, {"text": ["3", "4"], "other": object()}]
     job = {"output_prefix": tmp_path / "o", "tokenizer": Tok()}
-    for number, row in enumerate(bad, 2):
-        with pytest.raises(ValueError, match=f"^texts: line {number}: wanted a "):
-            one.preprocess(texts=["1"] * (number - 1) + [row], **job)
-    with pytest.warns(
-        UserWarning, match=rf"left out {len(bad)} bad lines; .* texts: line 2: .*b'b'"
-    ):
+    for row in bad:
+        with pytest.raises(ValueError, match="^texts: line 2: wanted a "):
+            one.preprocess(texts=["1", row], **job)
+    said = rf"left out {len(bad)} bad lines; .* texts: line 2: wanted a text, .* got b'b'$"
+    with pytest.warns(UserWarning, match=said):
         made = one.preprocess(texts=rows, on_error="skip", **job)
     assert texts_of(one, made["text"]) == [[1], [2], [3, 4]]
 
 
 def test_a_lone_surrogate_is_said_with_every_tokenizer(one, tmp_path, hf):
     for tokenizer in (Tok(), one.ByteTokenizer(), one.build_tokenizer(hf)):
-        job = {"output_prefix": tmp_path / "o", "tokenizer": tokenizer}
         with pytest.raises(ValueError, match="texts: line 2: .*a lone surrogate"):
-            one.preprocess(texts=["", "a\ud83d"], **job)
-        with pytest.warns(UserWarning, match="left out 1 bad lines"):
-            one.preprocess(texts=["", "a\ud83d"], on_error="skip", **job)
+            one.preprocess(None, tmp_path / "o", tokenizer, texts=["", "a\ud83d"])
 
 
 def test_a_line_that_is_too_long_is_a_bad_one(one, tmp_path, monkeypatch):
     """In shards too, which may begin and end within it."""
-    monkeypatch.setattr(one, "_LONGEST_LINE", 30, raising=False)
-    for rng in cases(6):
+    assert one._LONGEST_LINE == 2**31 - 1
+    monkeypatch.setattr(one, "_LONGEST_LINE", 30)
+    for rng in cases(3):
         lines = [GOOD] * 40
         for k in range(1, 40, 2):
             lines[k] = b'{"text": "%s"}\n' % (b"a" * rng.integers(60))
@@ -7011,73 +6901,57 @@ def test_a_line_that_is_too_long_is_a_bad_one(one, tmp_path, monkeypatch):
         assert bytes_of_pair(merged) == bytes_of_pair(made)
 
 
-def peak_of(function, *arguments, **options):
-    """The most bytes that Python has held meanwhile."""
+@pytest.mark.parametrize("content", [b"oops\n" * 6000, b"a" * (4 << 20)], ids=["many", "long"])
+def test_bad_lines_are_not_held_in_memory(one, tmp_path, monkeypatch, content):
+    """Neither what is said of each of many, nor all of a long one."""
+    monkeypatch.setattr(one, "_LONGEST_LINE", 1000)
+    monkeypatch.setattr(one, "_BLOCK_BYTES", 1000)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(GOOD + content)
+    one.preprocess(texts=["a"], output_prefix=tmp_path / "o")  # imports what it needs
     tracemalloc.start()
     try:
-        function(*arguments, **options)
-        return tracemalloc.get_traced_memory()[1]
+        quiet(one.preprocess, path, tmp_path / "o", on_error="skip")
+        _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-
-
-def test_bad_lines_are_not_held_in_memory(one, tmp_path, monkeypatch):
-    """Neither what is said of each of many, nor all of a long one."""
-    monkeypatch.setattr(one, "_LONGEST_LINE", 1000, raising=False)
-    monkeypatch.setattr(one, "_BLOCK_BYTES", 1000)
-    (tmp_path / "many.jsonl").write_bytes(GOOD + b"oops\n" * 12_000)
-    (tmp_path / "long.jsonl").write_bytes(GOOD + b"a" * (8 << 20))
-    one.preprocess(texts=["a"], output_prefix=tmp_path / "o")  # imports what it needs
-    for name in ("many", "long"):
-        path = tmp_path / f"{name}.jsonl"
-        peak = peak_of(quiet, one.preprocess, path, tmp_path / "o", on_error="skip")
-        assert peak < 3 << 20, name
+    assert peak < 5 << 19
 
 
 # -- Faults ------------------------------------------------------------------------------------
 
 
-class Acting(Tok):
-    """Does something at each text, before it tokenizes it."""
+def acting(act):
+    """A tokenizer of numbers that does something at each text before."""
 
-    def __init__(self, act):
-        super().__init__()
-        self.act = act
+    def tokenize(text):
+        act(text)
+        return [int(number) for number in text.split()]
 
-    def tokenize(self, text):
-        self.act(text)
-        return super().tokenize(text)
-
-
-def raise_at(text, error):
-    """An act: raise the error at this text."""
-
-    def act(found):
-        if found == text:
-            raise error
-
-    return act
+    return Tok(tokenize=tokenize)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_a_tokenizer_raises_at_a_line(one, tmp_path, workers):
     """A panic is that line's fault.  What is no line's fault ends the job, also with skip."""
-    path = jsonl(tmp_path / "a.jsonl", ["1", "13", "2"])
-    job = {"input": path, "output_prefix": tmp_path / "o", "workers": workers}
-    panics = Acting(raise_at("13", Panic("an index is out of bounds")))
-    with pytest.raises(ValueError, match=r"a\.jsonl: line 2: Panic: an index is out of bounds"):
+
+    def failing(error):
+        def fail(text):
+            if text in ("13", "a", ""):  # the others are those by which it is tried before the job
+                raise error
+
+        return acting(fail)
+
+    job = {"texts": ["1", "13", "2"], "output_prefix": tmp_path / "o", "workers": workers}
+    panics = failing(Panic("an index is out of bounds"))
+    with pytest.raises(ValueError, match="texts: line 2: Panic: an index is out of bounds"):
         one.preprocess(tokenizer=panics, **job)
-    with pytest.warns(UserWarning, match=r"left out 1 bad lines; the first: .*line 2: Panic: "):
-        made = one.preprocess(tokenizer=panics, on_error="skip", **job)
-    assert texts_of(one, made["text"]) == [[1], [2]]
-    for text in ("a", ""):  # by which it is tried before the job
-        panics = Acting(raise_at(text, Panic("an index is out of bounds")))
-        made = one.preprocess(tokenizer=panics, append_eod=True, **job)
-        assert texts_of(one, made["text"]) == [[1, 0], [13, 0], [2, 0]]
+    with pytest.warns(UserWarning, match="left out 1 bad lines; the first: .*line 2: Panic: "):
+        made = one.preprocess(tokenizer=panics, append_eod=True, on_error="skip", **job)
+    assert texts_of(one, made["text"]) == [[1, 0], [2, 0]]
     for error in (MemoryError("no room"), FileNotFoundError(2, "no room", "vocab")):
-        lacks = Acting(raise_at("13", error))
         with pytest.raises((MemoryError, OSError), match="no room"):
-            one.preprocess(tokenizer=lacks, on_error="skip", **job)
+            one.preprocess(tokenizer=failing(error), on_error="skip", **job)
 
 
 def test_a_process_that_may_have_no_children(one, tmp_path, monkeypatch):
@@ -7098,37 +6972,32 @@ def test_workers_of_a_process_with_threads(one, tmp_path, hf, monkeypatch):
         warnings.warn(f"{words} in the child.", DeprecationWarning, stacklevel=2)
         return fork()
 
-    if sys.version_info < (3, 12):
-        monkeypatch.setattr(os, "fork", fork_of_3_12)
+    monkeypatch.setattr(os, "fork", fork_of_3_12)
     tokenizer = one.build_tokenizer(hf)
     texts = ["ja nein"] * 1000
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     tokenizer.tokenize_batch(texts)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        made = one.preprocess(
-            texts=texts, output_prefix=tmp_path / "o", tokenizer=tokenizer, workers=2
-        )
+        made = one.preprocess(None, tmp_path / "o", tokenizer, texts=texts, workers=2)
     assert texts_of(one, made["text"]) == [[1, 2]] * 1000
 
 
 @pytest.mark.parametrize("extension", ["", ".gz"])
-def test_an_input_that_is_cut_off_while_it_is_read(one, tmp_path, extension):
+def test_an_input_that_is_cut_off_while_it_is_read(one, tmp_path, monkeypatch, extension):
     """At the end of a line, or of a compressed part: what is left is a whole file."""
+    monkeypatch.setattr(one, "_BLOCK_BYTES", 1)
     path = tmp_path / f"a.jsonl{extension}"
-    parts = []
-    for seed in range(6):
-        numbers = " ".join(map(str, np.random.default_rng(seed).integers(0, 1000, 1 << 17)))
-        parts.append(compress(json.dumps({"text": numbers}).encode() + b"\n", extension))
-    path.write_bytes(b"".join(parts))
-    size = sum(len(part) for part in parts[:5])
+    numbers = " ".join(map(str, np.random.default_rng(0).integers(0, 1000, 1 << 16)))
+    part = compress(json.dumps({"text": numbers}).encode() + b"\n", extension)
+    path.write_bytes(part * 4)
 
     def cut_off(text):
         if len(text) > 1:  # else it is only tried
-            os.truncate(path, size)
+            os.truncate(path, 3 * len(part))
 
-    with pytest.raises(OSError, match=r"a\.jsonl\S*: it had .* cut off meanwhile"):
-        one.preprocess(path, tmp_path / "o", Acting(cut_off))
+    with pytest.raises(OSError, match=r"a\.jsonl\S*: cannot be read: it had .* cut off since"):
+        one.preprocess(path, tmp_path / "o", acting(cut_off))
     assert os.listdir(tmp_path) == [path.name]
 
 
@@ -7144,36 +7013,27 @@ def test_a_killed_worker_is_an_error_and_no_hang(one, tmp_path, first, second, n
             os.kill(os.getpid(), number)
 
     long = "5 " * 300_000  # it ends the block of a worker
-    path = jsonl(tmp_path / "a.jsonl", [first, long, second, long])
+    job = {"texts": [first, long, second, long], "output_prefix": tmp_path / "o", "workers": 2}
     before = set(multiprocessing.active_children())
     with pytest.raises(ChildProcessError, match="use fewer workers"):
-        one.preprocess(path, tmp_path / "o", Acting(kill_at_13), workers=2)
-    assert os.listdir(tmp_path) == ["a.jsonl"]
+        one.preprocess(tokenizer=acting(kill_at_13), **job)
+    assert os.listdir(tmp_path) == []
     assert set(multiprocessing.active_children()) <= before
 
 
 @linux
-@pytest.mark.parametrize("ignored, names", [([], ["INT", "HUP"]), (["TERM"], ["TERM"])])
-def test_workers_leave_signals_to_the_command(one, tmp_path, ignored, names):
-    """A terminal sends SIGINT and SIGHUP to all processes; and what was ignored stays so."""
-    numbers = {name: getattr(signal, f"SIG{name}") for name in ("INT", "HUP", "TERM")}
+def test_workers_leave_signals_to_the_command(one, tmp_path):
+    """A terminal sends these to all processes."""
     command = os.getpid()
 
     def send_to_this_worker(text):
-        for name in names:
+        for number in (signal.SIGINT, signal.SIGHUP):
             if os.getpid() != command:
-                os.kill(os.getpid(), numbers[name])
+                os.kill(os.getpid(), number)
 
-    path = jsonl(tmp_path / "a.jsonl", ["5", "6"])
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers.values()}
-    try:
-        for name in ignored:
-            signal.signal(numbers[name], signal.SIG_IGN)
-        made = one.preprocess(path, tmp_path / "o", Acting(send_to_this_worker), workers=2)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    assert len(one.IndexedDataset(made["text"])) == 2
+    job = {"texts": ["5", "6"], "output_prefix": tmp_path / "o", "workers": 2}
+    made = one.preprocess(tokenizer=acting(send_to_this_worker), **job)
+    assert texts_of(one, made["text"]) == [[5], [6]]
 
 
 @linux
@@ -7184,7 +7044,7 @@ def test_a_disk_that_is_full_at_any_moment(one, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        for rng in cases(6):
+        for rng in cases(4):
             lines = int(rng.integers(100, 6000))  # of 200 bytes in the .bin
             path.write_bytes(b'{"text": "%s", "b": "cc"}\n' % (b"x" * 100) * lines)
             limit = int(rng.integers(1, 190 * lines))
@@ -8114,26 +7974,15 @@ def same_items(ours, theirs, indices, note=""):
         same_samples(quiet(batch_of, ours, indices), batch, note)
 
 
-def random_num_samples(rng, tokens, flags):
-    """One epoch, around its end, at the 80 % of a last one, or anything."""
-    S = flags["sequence_length"]
-    epoch = (tokens - flags["add_extra_token_to_sequence"]) // S
-    around = [epoch, epoch + 1, int(epoch * 1.8), int(epoch * rng.uniform(1, 3))]
-    choices = [None, 1, *around, int(rng.integers(1, 200))]
-    n = choices[rng.integers(len(choices))]
-    return None if n is None else max(1, n)
-
-
-@pytest.mark.parametrize("split, failing", [("train", 0), ("valid", 1)])
-def test_datasets_equal_upstreams(mm, up, tmp_path, split, failing):
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_datasets_equal_upstreams(mm, up, tmp_path, split):
     """Indices and samples, under every flag, with all kinds of padding.
 
     Upstream: an AssertionError where a kept short sample ends in an empty document, with x = 1.
     """
     caches = [str(tmp_path / side) for side in ("ours", "theirs")]
     tokenizers = [tokenizer for tokenizer, _, _ in PADS.values()] + [legacy_tokenizer(up)]
-    failed = 0
-    for case, rng in enumerate(cases(61)):
+    for case, rng in enumerate(cases(40)):
         docs = [np.array([1, 2, 3])]
         for doc in random_docs(rng, vocab=int(rng.choice([10, 10, 250]))):
             docs.append(np.append(doc, 0) if rng.random() < 0.6 else doc)
@@ -8142,13 +7991,14 @@ def test_datasets_equal_upstreams(mm, up, tmp_path, split, failing):
         flags = random_parity_flags(rng)
         flags["tokenizer"] = tokenizers[case % len(tokenizers)]
         flags["allow_ambiguous_pad_tokens"] = bool(rng.integers(2))
-        n = random_num_samples(rng, sum(map(len, docs)), flags)
+        epoch = sum(map(len, docs)) // flags["sequence_length"]
+        n = [None, 1, epoch, int(epoch * 1.8), rng.integers(1, 3 * epoch + 2)][rng.integers(5)]
+        n = None if n is None else max(1, int(n))
         ours = quiet(gpt, mm, prefix, n, split, path_to_cache=caches[0], **flags)
         try:
             theirs = quiet(gpt, up, prefix, n, split, path_to_cache=caches[1], **flags)
         except AssertionError:
-            assert len(docs[ours.document_index[-1]]) == 0
-            failed += 1
+            assert split == "valid" and len(docs[ours.document_index[-1]]) == 0
             continue
         same_dataset(ours, theirs, case)
         if len(ours):
@@ -8157,7 +8007,6 @@ def test_datasets_equal_upstreams(mm, up, tmp_path, split, failing):
             found = ours._query_document_sample_shuffle_indices(some[0])
             same_outcome(found, theirs._query_document_sample_shuffle_indices(some[0]), case)
             same_samples(quiet(ours.__getitem__, None), quiet(theirs.__getitem__, None), case)
-    assert failed == failing or CASES != 1
 
 
 def legacy_tokenizer(up):
@@ -8192,20 +8041,13 @@ def same_built(ours, theirs, note=""):
     """What the two builders made: for each split None, a dataset, a list of them, or a blend."""
     for mine, other in zip(ours, theirs, strict=True):
         assert type(mine).__name__ == type(other).__name__, note
-        if mine is None:
-            continue
         if isinstance(mine, list):
             same_built(mine, other, note)
-            continue
-        assert mine.unique_description == other.unique_description, note
-        assert mine.unique_description_hash == other.unique_description_hash, note
-        if type(mine).__name__ == "BlendedDataset":
+        elif mine is not None:
+            assert len(mine) == len(other), note
             same_items(mine, other, list(range(0, len(mine), max(1, len(mine) // 4))), note)
-            same(mine.dataset_index, other.dataset_index, note)
-            same(mine.dataset_sample_index, other.dataset_sample_index, note)
-            same_built(mine.datasets, other.datasets, note)
-        else:
-            same_dataset(mine, other, note)
+            if hasattr(mine, "datasets"):
+                same_built(mine.datasets, other.datasets, note)
 
 
 def random_corpora(rng, prefixes):
@@ -8252,12 +8094,9 @@ def random_build(rng, prefixes):
 
 
 WAYS_TO_BUILD = [
-    {},
-    {"fast_cache_load": True},
-    {"defer_npy_index_mmap": True},
     {"fast_cache_load": True, "defer_npy_index_mmap": True, "num_dataset_builder_threads": 3},
     {"fast_cache_load": True, "sequences_per_dataset": {}},
-    {"mmap_bin_files": False, "num_dataset_builder_threads": 3},
+    {"mmap_bin_files": False, "defer_npy_index_mmap": True},
     {"context_parallel_size": 2, "data_parallel_size": 4, "sequence_parallel_size": 2},
     {"object_storage_cache_path": None, "hybrid_context_parallel": False},
 ]
@@ -8275,7 +8114,7 @@ def test_built_datasets_and_caches_equal_upstreams(mm, up, tmp_path, group):
         docs = [rng.integers(1, 50, rng.integers(1, 40)) for _ in range(rng.integers(30, 90))]
         prefix = mk(mm, tmp_path / "corpora" / name, docs, np.uint16)
         counts[prefix] = len(docs), len(docs) + 1
-    for case, rng in enumerate(cases(16)):
+    for case, rng in enumerate(cases(12)):
         sizes, fields = random_build(rng, list(counts))
         fields["tokenizer"] = legacy_tokenizer(up)
         again = fields | WAYS_TO_BUILD[case % len(WAYS_TO_BUILD)]
@@ -8559,50 +8398,43 @@ def test_readmes_lines_for_parquet(one, readme, tmp_path, monkeypatch):
     assert bytes_of_pair("corpus_text_document") == bytes_of_pair(whole)
 
 
-def run_training(folder, ranks=1, **layout):
-    """What train.py prints, on so many ranks."""
+def run_training(script, ranks=1, **layout):
+    """What README's script prints, on so many ranks, in the current folder."""
+    pathlib.Path("train.py").write_text(script)
     env = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"} | layout
     launcher = []
     if ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     run = [sys.executable, *launcher, "train.py", "corpus_text_document"]
-    done = subprocess.run(run, cwd=folder, env=env, capture_output=True, text=True)
+    done = subprocess.run(run, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
-FORKSERVER = """
-import multiprocessing
-
-multiprocessing.set_start_method("forkserver", force=True)
-"""  # the default from Python 3.14 on
-
-
 @pytest.mark.slow
-def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, readme, tmp_path):
+def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, readme, tmp_path, monkeypatch):
     """It learns, goes on where it stopped on other ranks, and is not run by worker processes."""
+    monkeypatch.chdir(tmp_path)
     sources = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:20]
     texts = [path.read_text("utf-8", errors="replace") for path in sources]
-    one.preprocess(texts=texts, output_prefix=tmp_path / "corpus", append_eod=True)
+    one.preprocess(texts=texts, output_prefix="corpus", append_eod=True)
     script = readme_block(readme, "python", "python train.py PREFIX")
-    (tmp_path / "train.py").write_text(script)
-    lines = run_training(tmp_path)
+    lines = run_training(script)
     losses = [float(line.rpartition(" ")[2]) for line in lines]
     assert len(losses) == 4 and losses[-1] < losses[0]
-    checkpoint = tmp_path / "checkpoint.pt"
+    assert run_training(script) == []  # it has ended
     for ranks, layout in ((2, {"TP": "2"}), (4, {}), (4, {"TP": "2", "CP": "2"})):
-        checkpoint.unlink()
-        assert run_training(tmp_path, ranks, **layout) == lines, layout
-    checkpoint.unlink()
-    (tmp_path / "train.py").write_text(script.replace(" steps = 20\n", " steps = 10\n"))
-    first = run_training(tmp_path)
-    (tmp_path / "train.py").write_text(script)
-    assert first + run_training(tmp_path, 2) == lines
-    assert run_training(tmp_path) == []
-    checkpoint.unlink()
-    started = FORKSERVER + script.replace(" **dp)", " num_workers=1, **dp)")
-    (tmp_path / "train.py").write_text(started)
-    assert run_training(tmp_path, MEGATRON_MIN_C="0") == lines
+        os.remove("checkpoint.pt")
+        assert run_training(script, ranks, **layout) == lines, layout
+    os.remove("checkpoint.pt")
+    first = run_training(script.replace(" steps = 20\n", " steps = 10\n"))
+    assert first + run_training(script, 2) == lines
+    os.remove("checkpoint.pt")
+    forkserver = (
+        'import multiprocessing\nmultiprocessing.set_start_method("forkserver", force=True)\n'
+    )
+    script = forkserver + script.replace(" **dp)", " num_workers=1, **dp)")  # as from 3.14 on
+    assert run_training(script, MEGATRON_MIN_C="0") == lines
 
 
 def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path, monkeypatch):
@@ -8628,17 +8460,15 @@ def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path, monkeypatc
 
 
 TOLD_TO_END = """
-import signal
-import numpy as np
+import os, signal
 from megatron_min import *
 
+{definition}
 told = []
 signal.signal(signal.SIGTERM, lambda *place: told.append(place))
-rows = [{"messages": [{"role": "assistant", "content": "4"}]}]
-config = GPTDatasetConfig(1, 64, tokenizer=ByteTokenizer(), create_attention_mask=False)
-train = SFTDataset(rows, None, np.arange(1, dtype=np.int32), 100_000, Split.train, config)
+train = range(100_000)
 sampler = MegatronPretrainingSampler(len(train), 0, 4, 0, 1)
-loader = "the loader"
+loader = {loader}
 batches = iter(loader)
 next(batches)
 print("reading", flush=True)
@@ -8652,17 +8482,16 @@ print(loader.state_dict()["consumed_samples"] > 200)
 
 @linux
 @pytest.mark.slow
-@pytest.mark.parametrize("option", [", worker_init_fn=leave_group", ""])
-def test_a_job_that_is_told_to_end_saves_its_state(readme, tmp_path, option):
+def test_a_job_that_is_told_to_end_saves_its_state(readme, tmp_path):
     """With README's option; without it torch's worker processes are gone."""
     definition = "def leave_group(worker): os.setpgrp()"
-    loader = f"PretrainingDataLoader(train, sampler, num_workers=2{option})"
+    loader = "PretrainingDataLoader(train, sampler, num_workers=2, worker_init_fn=leave_group)"
     words = " ".join(readme.split())
-    assert f"`{definition}`" in words and (f"`{loader}`" in words or not option)
-    script = TOLD_TO_END.replace('"the loader"', loader)
-    run = [sys.executable, "-c", f"import os\n{definition}\n{script}"]
+    assert f"`{definition}`" in words and f"`{loader}`" in words
+    script = TOLD_TO_END.format(definition=definition, loader=loader)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     env = os.environ | {"PYTHONPATH": str(HERE)}
+    run = [sys.executable, "-c", script]
     with subprocess.Popen(run, env=env, start_new_session=True, **pipes) as job:
         try:
             assert job.stdout.readline() == "reading\n"
@@ -8670,7 +8499,4 @@ def test_a_job_that_is_told_to_end_saves_its_state(readme, tmp_path, option):
             out, err = job.communicate(timeout=100)
         finally:
             job.kill()  # if it hangs
-    if option:
-        assert (out, job.returncode) == ("True\n", 0), err
-    else:
-        assert out == "" and job.returncode != 0
+    assert (out, job.returncode) == ("True\n", 0), err
