@@ -3581,33 +3581,8 @@ def test_gradients_on_ranks(tmp_path, world):
 # ==============================================================================
 
 
-def write_pair(one, folder, size, error=None):
-    with one.IndexedDatasetBuilder(folder / "p.bin", np.uint8) as builder:
-        builder.add_document(np.ones(size, np.uint8), [size])
-        if error is not None:
-            raise error
-
-
-@linux
-def test_nothing_appears_on_an_error(one, tmp_path):
-    """Nor changes what was there."""
-    write_pair(one, tmp_path, 3)
-    files = files_of(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        write_pair(one, tmp_path, 2 << 20, KeyboardInterrupt())
-    assert files_of(tmp_path) == files
-    for size in (1 << 17, 1 << 22):  # the disk is full at the commit, and while it is written
-        with pytest.raises(OSError) as caught, files_of_64_kib():
-            write_pair(one, tmp_path, size)
-        assert caught.value.errno == errno.EFBIG
-        assert files_of(tmp_path) == files
-
-
 def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, monkeypatch):
-    """Both files of a pair; then their folder.  A small cache can be made again, and is not synced.
-
-    The folder may be of a file system that cannot sync one.
-    """
+    """Both files of a pair; then their folder, which may be of a system that cannot sync one."""
     replace = os.replace
     events = []
 
@@ -3626,85 +3601,69 @@ def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, monkey
     monkeypatch.setattr(os, "replace", note_rename)
     mk(one, tmp_path / "p", [[2]])
     assert events == ["sync", "sync", "p.idx.old.tmp", "p.bin", "p.idx", "sync folder"]
-    gpt(one, tmp_path / "p", sequence_length=2)
-    assert len(events) > 9
-    assert events.count("sync") == 2
 
 
-@pytest.mark.parametrize("is_pair", [False, True])
-def test_a_new_file_removes_its_temporary_name_when_it_goes(one, tmp_path, monkeypatch, is_pair):
+def test_a_new_file_removes_its_temporary_name_when_it_goes(one, tmp_path, monkeypatch):
     """A change of the folder does not matter."""
 
-    def begin(name):
-        builder = one.IndexedDatasetBuilder(f"{name}.bin") if is_pair else one._NewFile(name)
+    def begin():
+        monkeypatch.chdir(tmp_path)
+        builder = one.IndexedDatasetBuilder("p.bin")
         assert len(os.listdir(tmp_path)) == 1
         monkeypatch.chdir("/")
         return builder
 
-    monkeypatch.chdir(tmp_path)
-    new_file = begin("p")
-    del new_file
+    builder = begin()
+    del builder
     gc.collect()
     assert os.listdir(tmp_path) == []
-    monkeypatch.chdir(tmp_path)
-    with begin("p"):
+    with begin():
         pass
-    assert sorted(os.listdir(tmp_path)) == (["p.bin", "p.idx"] if is_pair else ["p"])
+    assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx"]
 
 
-# In each of two generations these jobs make pairs whose files, and whose records' inputs, have the
-# same sizes: only their bytes tell which generation a file is of.
-
-
-def make_pair(one, inputs, folder, generation):
+def make_pair(one, folder, generation):
+    """A pair and its record, of sizes that are the same in each of two generations."""
     with one.IndexedDatasetBuilder(folder / "p.bin", np.uint8, multimodal=True) as builder:
         lengths = [1, 3] if generation == 1 else [3, 1]
         builder.add_document([generation] * 4, lengths, [generation, generation])
+    one._write_record(folder / "p", None, [[f"{generation}.jsonl", 1]])
 
 
-def merge_pairs(one, inputs, folder, generation):
-    one.merge([inputs / f"{generation}" / "p"] * 2, folder / "p", True)
-
-
-def preprocess_two_keys(one, inputs, folder, generation):
-    path = inputs / f"{generation}.jsonl"
-    one.preprocess(path, folder / "p", json_keys=("a", "b"))
-
-
-def two_generations(one, tmp_path, make):
-    """Run a job in two folders, old and new -> the files of each, {name: bytes}."""
+@pytest.fixture
+def old_and_new(one, tmp_path):
+    """The files that make_pair() makes in each generation, {name: bytes}."""
     found = []
-    for g, name in ((1, "old"), (2, "new")):
-        for folder in (f"{g}", name):
-            (tmp_path / folder).mkdir()
-        make_pair(one, tmp_path, tmp_path / f"{g}", g)  # the inputs of the other jobs
-        lines = [{"a": f"{g}", "b": f"{g}{g}"}, {"a": f"{g}{g}{g}", "b": ""}]
-        (tmp_path / f"{g}.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        make(one, tmp_path, tmp_path / name, g)
-        found.append(files_of(tmp_path / name))
+    for generation in (1, 2):
+        folder = tmp_path / f"{generation}"
+        folder.mkdir()
+        make_pair(one, folder, generation)
+        found.append(files_of(folder))
     return found
 
 
 class Calls:
-    """In a with block, the calls that make, write, sync, name, look for and remove files.
+    """In a with block, the calls that make, sync, name, look for and remove files.
 
     act     what happens at some of them
     at      the numbers of these, of all calls together, from 1 on
     works   does such a call do its work before, as a rename over a network may that then fails?
+    look    called before each call: what is there then is what a kill -9 would leave
     names   of the calls so far, and the threads that made them
     """
 
-    def __init__(self, one, act, at=(), works=False):
-        self.one, self.act, self.at, self.works = one, act, at, works
+    def __init__(self, one, act=None, at=(), works=False, look=None):
+        self.one, self.act, self.at, self.works, self.look = one, act, at, works, look
         self.names, self.threads = [], []
         self.patches = pytest.MonkeyPatch()
 
     def __enter__(self):
         gc.disable()  # what earlier tests left would close its files among the calls
-        for name in ("open", "close", "fsync", "replace", "unlink", "listdir"):
+        for name in ("close", "fsync", "replace", "unlink", "listdir"):
             call = functools.partial(self.call, name, getattr(os, name))
             self.patches.setattr(os, name, call)
-        self.patches.setattr(self.one, "open", self.open, raising=False)
+        call = functools.partial(self.call, "open", open)
+        self.patches.setattr(self.one, "open", call, raising=False)
 
     def __exit__(self, *error):
         self.patches.undo()
@@ -3714,6 +3673,8 @@ class Calls:
         self.names.append(name)
         self.threads.append(threading.current_thread())
         acts = len(self.names) in self.at
+        if self.look is not None:
+            self.look()
         if acts and not self.works:
             self.act()
         try:
@@ -3721,27 +3682,6 @@ class Calls:
         finally:
             if acts and self.works:
                 self.act()
-
-    def open(self, path, mode="r", **options):
-        file = self.call("open", open, path, mode, **options)
-        return File(self, file) if mode == "xb" else file
-
-
-class File:
-    """A file whose methods are counted as calls."""
-
-    def __init__(self, calls, file):
-        self.calls, self.file = calls, file
-
-    @property
-    def raw(self):
-        return File(self.calls, self.file.raw)
-
-    def __getattr__(self, name):
-        found = getattr(self.file, name)
-        if name in ("write", "flush", "close"):
-            found = functools.partial(self.calls.call, name, found)
-        return found
 
 
 class Steps:
@@ -3773,28 +3713,28 @@ class Steps:
 
 
 def new_folder(tmp_path, has_old):
-    """A folder with the pairs of generation 1, or without."""
+    """A folder with the pair of generation 1, or without."""
     folder = pathlib.Path(tempfile.mkdtemp(dir=tmp_path))
     if has_old:
-        shutil.copytree(tmp_path / "old", folder, dirs_exist_ok=True)
+        shutil.copytree(tmp_path / "1", folder, dirs_exist_ok=True)
     return folder
 
 
-def run_with(faults, make, one, folder):
-    """Run a job of generation 2 -> its error, or None."""
+def run_with(faults, one, folder):
+    """Make the pair of generation 2 -> the error, or None."""
     try:
         with faults:
-            make(one, folder.parent, folder, 2)
+            make_pair(one, folder, 2)
     except (Exception, KeyboardInterrupt) as error:
         error.__context__ = error.__cause__ = None  # these and the traceback hold what the job has
         return error.with_traceback(None)
     return None
 
 
-def usual_calls(make, one, tmp_path, has_old):
-    """The calls of a job where none fails."""
-    calls = Calls(one, None)
-    assert run_with(calls, make, one, new_folder(tmp_path, has_old)) is None
+def calls_of_a_commit(one, folder):
+    """All calls where none fails."""
+    calls = Calls(one)
+    assert run_with(calls, one, folder) is None
     return calls
 
 
@@ -3803,8 +3743,7 @@ def check_what_is_left(folder, possible, note, clean=True):
 
     possible   the generations that may be there, {name: bytes}; {}: no pair
     clean      is nothing there that is of no use?
-    A record may be missing, but is none of another generation.  Returns the temporary names of
-    the .idx that are of use.
+    A record may be missing, but is none of another generation.
     """
     if clean and any(name.endswith(".tmp") for name in os.listdir(folder)):
         gc.collect()  # the object of a file may still be there, in a cycle
@@ -3827,155 +3766,89 @@ def check_what_is_left(folder, possible, note, clean=True):
         record = f"{prefix}.record.json"
         assert files.get(record) in (None, possible[wanted.index(pair)].get(record)), note
     assert not clean or temporary == used, note
-    return used
 
 
-def fail(kind, *arguments):
-    """What happens at a call."""
-    raise kind(*arguments)
+def test_wherever_a_commit_fails_or_dies_a_pair_is_whole_or_can_be_made_whole(
+    one, tmp_path, old_and_new
+):
+    """Any call on files fails, or two of them do; and at any call the process may be killed.
 
-
-MORE_COMMITS = [
-    pytest.param(merge_pairs, marks=pytest.mark.slow),
-    pytest.param(preprocess_two_keys, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("make", [make_pair, *MORE_COMMITS])
-def test_whatever_call_fails_a_pair_is_whole_or_can_be_made_whole(one, tmp_path, make):
-    """Each call on files fails, by an error of the disk or by Ctrl-C; or two of them do.
-
-    Nothing else is left, but what cannot be removed; and the error says where the .idx is.
+    Nothing else is left, but what cannot be removed.
     """
-    old, new = two_generations(one, tmp_path, make)
-    errors = [(OSError, errno.EIO, "broken"), (KeyboardInterrupt,)]
-    for has_old, error, works in itertools.product([True, False], errors, [False, True]):
-        if make is not make_pair and not has_old:
-            continue
-        most = 7 if make is make_pair and has_old else 1
-        for number, name in enumerate(usual_calls(make, one, tmp_path, has_old).names, 1):
-            if works and name not in ("open", "replace", "unlink"):
-                continue
-            for second in range(number, number + most):
-                calls = Calls(one, functools.partial(fail, *error), {number, second}, works)
+    old, new = old_and_new
+
+    def fail():
+        raise OSError(errno.EIO, "broken")
+
+    for has_old, works in itertools.product([True, False], [False, True]):
+        possible = [old if has_old else {}, new]
+        usual = calls_of_a_commit(one, new_folder(tmp_path, has_old)).names
+        assert len(usual) > 10
+        for first, name in enumerate(usual, 1):
+            for second in range(first, first + 5):
                 folder = new_folder(tmp_path, has_old)
-                raised = run_with(calls, make, one, folder)
-                failed = [calls.names[at - 1] for at in calls.at if at <= len(calls.names)]
-                note = (failed, calls.at, has_old, error, works)
-                possible = [old if has_old else {}, new]
-                if raised is None:
-                    possible = [new]
-                    assert make is not make_pair or name in ("unlink", "close"), note
-                clean = number == second and (works or name != "unlink")
-                used = check_what_is_left(folder, possible, note, clean)
-                if make is make_pair and files_of(folder).get("p.bin") == new["p.bin"]:
-                    used.add("p.idx")
-                if isinstance(raised, OSError) and "listdir" not in failed:
-                    assert all(name in str(raised) for name in used), note
-
-
-def has_length(items, length):
-    return len(items) == length
-
-
-def die():
-    """What happens at a call: a kill -9."""
-    os._exit(9)
-
-
-@linux
-@pytest.mark.parametrize("make", [make_pair, MORE_COMMITS[-1]])
-def test_where_a_process_dies_a_pair_is_whole_or_can_be_made_whole(one, tmp_path, make):
-    old, new = two_generations(one, tmp_path, make)
-    for has_old, works in itertools.product([False, True], [False, True]):
-        folders = []
-        jobs = []
-        for number, name in enumerate(usual_calls(make, one, tmp_path, has_old).names, 1):
-            if name in ("replace", "unlink"):
-                folders.append(new_folder(tmp_path, has_old))
-                calls = Calls(one, die, {number}, works)
-                jobs.append(functools.partial(run_with, calls, make, one, folders[-1]))
-        assert in_children(*jobs) == [9] * len(jobs)
-        assert len(jobs) >= 5
-        for number, folder in enumerate(folders):
-            note = (number, has_old, works)
-            check_what_is_left(folder, [old if has_old else {}, new], note, clean=False)
-
-
-@linux
-def test_where_a_process_dies_while_it_undoes_a_commit(one, tmp_path):
-    """Neither the .bin nor the old .idx can be renamed; then it is killed before a clean-up."""
-    old, new = two_generations(one, tmp_path, make_pair)
-    names = usual_calls(make_pair, one, tmp_path, True).names
-    bin_rename = names.index("replace", names.index("replace") + 1) + 1  # as Calls counts
-    calls_after = ["replace", "listdir", "replace", "unlink", "unlink"]
-    for died_at in (3, 4):
-        folder = new_folder(tmp_path, True)
-        calls = Calls(one, None, {bin_rename, bin_rename + 2, bin_rename + died_at})
-
-        def fail_or_die(calls=calls, last=died_at):
-            if len(calls.names) == bin_rename + last:
-                assert calls.names[bin_rename - 1 :] == calls_after[: last + 1]
-                die()
-            fail(OSError, errno.EIO, "broken")
-
-        calls.act = fail_or_die
-        job = functools.partial(run_with, calls, make_pair, one, folder)
-        assert in_children(job) == [9]
-        check_what_is_left(folder, [old], died_at, clean=False)
+                note = (first, second, name, has_old, works)
+                look = functools.partial(check_what_is_left, folder, possible, note, clean=False)
+                calls = Calls(one, fail, {first, second}, works, look)
+                error = run_with(calls, one, folder)
+                may_stay = first != second or (name == "unlink" and not works)
+                check_what_is_left(folder, possible, note, clean=not may_stay)
+                if error is None:
+                    assert name == "unlink", note
+                    check_what_is_left(folder, [new], note, clean=False)
+                else:
+                    assert getattr(error, "errno", None) == errno.EIO, (note, error)
 
 
 @pytest.mark.parametrize("kind", ["line", pytest.param("opcode", marks=pytest.mark.slow)])
-def test_ctrl_c_at_any_moment_of_a_builder_leaves_one_of_the_two_pairs(one, tmp_path, kind):
+def test_ctrl_c_at_any_moment_leaves_one_of_the_two_pairs(one, tmp_path, old_and_new, kind):
     """And no other file."""
-    old, new = two_generations(one, tmp_path, make_pair)
+    old, new = old_and_new
     for has_old in (False, True):
         possible = [old if has_old else {}, new]
-        outcomes = collections.Counter()
         for number in itertools.count(1):
             folder = new_folder(tmp_path, has_old)
             steps = Steps(one, kind, number)
-            is_stopped = run_with(steps, make_pair, one, folder) is not None
+            error = run_with(steps, one, folder)
             check_what_is_left(folder, possible, (has_old, number))
-            outcomes[possible.index(files_of(folder))] += 1
-            if not is_stopped:
+            if error is None:
                 break
-        assert steps.count == number - 1
-        assert outcomes[0] > 20 and outcomes[1] > 5
+        assert files_of(folder) == new
+        assert steps.count == number - 1 > 50
 
 
 @linux
 @pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_does_not_stop_a_commit_that_has_begun(one, tmp_path, times):
+def test_ctrl_c_does_not_stop_a_commit_that_has_begun(one, tmp_path, old_and_new, times):
     """The first one waits for it, in its thread; a second one does not, and discards nothing."""
-    _, new = two_generations(one, tmp_path, make_pair)
-    seen = []
+    _, new = old_and_new
+    del new["p.record.json"]
+    due = []
 
     def interrupt(number, frame):
-        seen.append(number)
-        raise KeyboardInterrupt
+        if due:
+            due.pop()
+            raise KeyboardInterrupt
 
     def interrupt_main_thread():
-        for count in range(times):
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
-            in_a_minute(has_length, seen, count + 1)
-        time.sleep(0.02)  # so that what does not wait is seen
+        for _ in range(times):
+            due.append(1)
+            while due:  # one that comes just before the main thread waits does not wake it
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+                time.sleep(0.001)
+        time.sleep(0.01)  # so that what does not wait is seen
 
-    commits = 0
     before = signal.signal(signal.SIGUSR1, interrupt)
-    for has_old in (False, True):
-        for number, thread in enumerate(usual_calls(make_pair, one, tmp_path, has_old).threads, 1):
-            if thread is not threading.main_thread():
-                seen.clear()
-                folder = new_folder(tmp_path, has_old)
-                calls = Calls(one, interrupt_main_thread, {number})
-                assert isinstance(run_with(calls, make_pair, one, folder), KeyboardInterrupt)
-                if times == 2:
-                    calls.threads[number - 1].join()
-                assert files_of(folder) == new
-                commits += 1
+    threads = calls_of_a_commit(one, new_folder(tmp_path, True)).threads
+    in_commit = [at for at, thread in enumerate(threads, 1) if thread != threading.main_thread()]
+    for number in in_commit:
+        folder = new_folder(tmp_path, True)
+        calls = Calls(one, interrupt_main_thread, {number})
+        assert isinstance(run_with(calls, one, folder), KeyboardInterrupt)
+        calls.threads[number - 1].join()
+        assert files_of(folder) == new
     signal.signal(signal.SIGUSR1, before)
-    assert commits > 12
+    assert len(in_commit) > 6
 
 
 @pytest.mark.parametrize("given_up", [".bin", ".idx"])
