@@ -3928,42 +3928,18 @@ def test_a_cache_is_built_once_then_found(one, pair, wanted, cache, monkeypatch)
     monkeypatch.setattr(one, "build_sample_idx", build)
     saved, of_first = start(one, pair, cache)
     before = stamps(cache)
+    assert files_of(cache) == files_of(f"{pair}/cache/GPTDataset_indices")  # without path_to_cache
     fields = {"fast_cache_load": True, "defer_npy_index_mmap": True}  # without effect
     found, of_second = start(one, pair, cache, **fields)
+    assert of_first + of_second == []
     for ds in (saved, found):
-        values, messages = heard(arrays, ds)
-        assert messages + of_first + of_second == []
-        same_arrays(values, wanted)
+        same_arrays(arrays(ds), wanted)
         with pytest.raises(ValueError, match="read-only"):
             ds.shuffle_index[0] = 1
     for name, values in zip(INDEX_ARRAYS, wanted, strict=True):
-        assert file_of(cache, f"-{name}.npy").read_bytes() == npy(values)
+        same(np.load(file_of(cache, f"-{name}.npy")), values)
     assert build.call_count == 1
     assert stamps(cache) == before
-
-
-def npy(array):
-    """The bytes of an .npy file."""
-    with io.BytesIO() as file:
-        np.save(file, array)
-        return file.getvalue()
-
-
-def test_names_and_description(one, pair):
-    """The description says what was asked for; its md5 is in all names.  Both are upstream's."""
-    gpt(one, pair, 4)
-    asked = {"class": "GPTDataset", "dataset_path": pair, "num_samples": 4}
-    asked |= {"index_split": "train", "random_seed": 1234, "sequence_length": 8}
-    asked |= {"split": "1,0,0", "split_matrix": [[0, 1.0], None, None]}
-    asked |= {"tokenizer": {"class": "Tok", "eod": 0}}
-    text = json.dumps(asked, indent=4).encode()
-    stem = f"{hashlib.md5(text).hexdigest()}-GPTDataset-train"
-    names = {f"{stem}-description.txt", f"{stem}-manifest.json"}
-    for name in INDEX_ARRAYS:
-        names.add(f"{stem}-{name}.npy")
-    files = files_of(f"{pair}/cache/GPTDataset_indices")  # the folder without path_to_cache
-    assert files.keys() == names
-    assert files[f"{stem}-description.txt"] == text
 
 
 def test_other_samples_have_another_key(one, pair, cache):
@@ -3989,7 +3965,7 @@ def test_other_documents_make_a_cache_stale(one, pair, cache):
     for documents in ([0, 1], [0, 2, 3], [0, 2, 1, 3], range(3, 0, -1)):
         as_array = np.array(documents, np.int32)
         found, [message] = cached(one, pair, cache, 9, documents=as_array)
-        assert "documents was" in message
+        assert "made from {'documents'" in message
         same_arrays(found, cached(one, pair, f"{cache} {documents}", 9, documents=as_array)[0])
         assert cached(one, pair, cache, 9, documents=documents)[1] == []
 
@@ -4033,40 +4009,39 @@ def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache):
     assert not os.path.exists("ran")
 
 
-@pytest.mark.parametrize("size", [20_000, 200_000])
-def test_a_damaged_array_of_up_to_1_mib_is_built_again_and_saved(one, tmp_path, cache, size):
-    """Of up to 64 KiB it is read, above that mapped.  Case: the next start is well."""
-    corpus = mk(one, tmp_path / "p", np.ones((size // 4, 1), np.int32))
-    wanted, _ = cached(one, corpus, cache, n=None)
-    path = file_of(cache, "document_index.npy")
-    before = path.read_bytes()
-    assert size < len(before) < size + 200
-    replace_file(path, before[:-8] + bytes(8))
-    found, messages = cached(one, corpus, cache, n=None)
-    assert len(messages) == 1
-    same_arrays(found, wanted)
-    assert path.read_bytes() == before
-    assert cached(one, corpus, cache, n=None)[1] == []
-    ds, _ = start(one, corpus, cache, n=None)
-    assert is_mapped(path) == (size > 65536)
-    del ds
-    assert not is_mapped(path)
+def is_mapped(folder):
+    """Has this process mapped a file of the folder?"""
+    return str(folder) in pathlib.Path("/proc/self/maps").read_text()
 
 
-def test_arrays_above_1_mib_are_on_the_disk_before_they_have_their_names(
-    one, tmp_path, cache, monkeypatch
+@linux
+@pytest.mark.parametrize("size, n", [(20_000, 700), (200_000, 6000), (1_100_000, 35_000)])
+def test_an_array_is_read_up_to_64_kib_and_checked_up_to_1_mib(
+    one, tmp_path, cache, monkeypatch, size, n
 ):
-    """So that no loss of power leaves holes in them; the others have a CRC-32."""
-    corpus = mk(one, tmp_path / "p", np.ones((300_000, 1), np.int32))
+    """A larger one is on the disk before it has its name: no loss of power leaves holes in it."""
+    corpus = mk(one, tmp_path / "p", np.ones((3000, 1), np.int32))
     synced = []
 
     def sync(descriptor):
-        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
 
     monkeypatch.setattr(os, "fsync", sync)
-    start(one, corpus, cache, n=100)
-    assert [re.search("index|json|description", name)[0] for name in synced] == ["index"]
-    assert "document_index" in synced[0]
+    start(one, corpus, cache, n)
+    path = file_of(cache, "document_index.npy")
+    before = path.read_bytes()
+    assert size < len(before) < 1.3 * size
+    assert len(synced) == ("document_index" in "".join(synced)) == (size > 1 << 20)
+    replace_file(path, before[:-8] + bytes(8))
+    ds, messages = start(one, corpus, cache, n)
+    assert len(messages) == (size < 1 << 20)
+    assert is_mapped(path) == (size > 1 << 16)
+    if messages:
+        assert path.read_bytes() == before
+        same(ds.document_index, np.load(path))
+        assert start(one, corpus, cache, n)[1] == []
+    del ds
+    assert not is_mapped(path)
 
 
 def test_the_folder_may_be_left(one, pair, wanted, tmp_path, monkeypatch):
@@ -4098,33 +4073,27 @@ def test_a_touched_pair_and_a_copy_find_the_cache(one, pair, cache, tmp_path, mo
 
 
 def test_regenerated_data_make_a_cache_stale(one, tmp_path, cache):
-    """Upstream: the key is the path and the config, so the old indices are used."""
+    """Upstream: the key is the path and the config, so the old indices are used.
+
+    Nor is a cache taken for one of the new data that is made of the old, which are open still.
+    """
     old = random_docs(np.random.default_rng(5), most=40) * 3
     for docs, word in (([[1, 2, 3]] * 20, "documents"), (old[::-1], "the pair was")):
         corpus = mk(one, tmp_path / word, old)
         os.utime(f"{corpus}.idx", (1, 1))
-        cached(one, corpus, cache)
+        opened, _ = start(one, corpus, cache)
         mk(one, corpus, docs)
-        found, [message] = cached(one, corpus, cache)
-        assert word in message
-        same_arrays(found, cached(one, corpus, f"{cache} of the new")[0])
-        assert cached(one, corpus, cache)[1] == []
-
-
-def test_a_cache_of_data_that_were_regenerated_while_they_were_open(one, pair, cache):
-    """It is of the old data: nobody takes it for one of the new."""
-    old = one.IndexedDataset(pair)
-    mk(one, pair, [[1] * 20] * len(old))
-    cfg = config(one, ([pair], None), path_to_cache=cache)
-    one.GPTDataset(old, pair, np.arange(4, dtype=np.int32), 20, one.Split.train, cfg)
-    found, [message] = cached(one, pair, cache, 20)
-    assert "the pair was" in message
-    same_arrays(found, cached(one, pair, f"{cache} of the new", 20)[0])
-
-
-def is_mapped(folder):
-    """Has this process mapped a file of the folder?"""
-    return str(folder) in pathlib.Path("/proc/self/maps").read_text()
+        wanted, _ = cached(one, corpus, f"{cache} of the new")
+        for is_made_late in (False, True):
+            if is_made_late:
+                shutil.rmtree(cache)
+                documents = np.arange(len(old), dtype=np.int32)
+                split = one.Split.train
+                one.GPTDataset(opened.dataset, corpus, documents, 50, split, opened.config)
+            found, [message] = cached(one, corpus, cache)
+            assert word in message
+            same_arrays(found, wanted)
+            assert cached(one, corpus, cache)[1] == []
 
 
 @linux
@@ -4132,7 +4101,8 @@ def is_mapped(folder):
 def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache, size):
     """Who unpickles it finds them, or builds and saves them.  Upstream: all travel to each worker.
 
-    A dataset that nobody uses any more lets go of its files at once.
+    An array that a user has set travels.  A dataset that nobody uses any more lets go of its files
+    at once.
     """
     corpus = mk(one, tmp_path / "p", [[1] * 8] * 3000)
     cfg = config(one, ([corpus, corpus], [1, 2]), path_to_cache=cache)
@@ -4142,7 +4112,10 @@ def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache, size):
     text = pickle.dumps(built)
     assert len(text) < 10_000 < built.datasets[0].indices.nbytes
     assert is_mapped(cache) == (size > 10_000)
-    del built
+    part = built.datasets[1]
+    part.shuffle_index = part.shuffle_index[::-1].copy()
+    same_arrays(arrays(pickle.loads(pickle.dumps(part))), arrays(part))
+    del built, part
     assert not is_mapped(cache)
     before = files_of(cache)
     for _ in range(2):
@@ -4151,38 +4124,6 @@ def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache, size):
         same_samples(batch_of(again, ks), wanted)
         assert files_of(cache) == before
         shutil.rmtree(cache)
-
-
-SENT_TO_A_WORKER = """
-import multiprocessing, sys
-import megatron_min as mm
-
-def read(dataset):
-    return [sample["tokens"].tolist() for sample in dataset]
-
-if __name__ == "__main__":
-    config = mm.GPTDatasetConfig(
-        1, 8, blend=([sys.argv[1]] * 2, [1, 2]), split="1", tokenizer=mm.ByteTokenizer(),
-        path_to_cache=sys.argv[2])
-    sizes = [9, 0, 0]
-    train = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, sizes, lambda: True, config).build()[0]
-    own = train.datasets[1]
-    own.shuffle_index = own.shuffle_index[::-1].copy()
-    with multiprocessing.get_context(sys.argv[3]).Pool(1) as pool:
-        assert pool.apply(read, [train]) == read(train)
-"""
-
-
-@linux
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_workers_read_what_their_parent_reads(pair, cache, tmp_path, method):
-    """However they start; an array that was set travels.  No warning."""
-    (tmp_path / "script.py").write_text(SENT_TO_A_WORKER)
-    run = [sys.executable, str(tmp_path / "script.py"), pair, cache, method]
-    environment = os.environ | {"PYTHONPATH": str(HERE)}
-    ran = subprocess.run(run, stderr=subprocess.PIPE, text=True, env=environment)
-    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 # -- errors of the build, of the disk and of the system ----------------------------------------
@@ -4209,56 +4150,36 @@ def test_in_a_folder_that_cannot_be_made_the_arrays_stay_in_memory(one, pair, wa
     same_arrays(found, wanted)
 
 
-@pytest.mark.parametrize("num_renames", [0, 3, 4])
-def test_a_disk_that_is_full_in_the_middle(one, pair, cache, monkeypatch, num_renames):
-    """The arrays stay in memory, are pickled whole, and the next job builds right ones."""
+@pytest.mark.parametrize("num_renames", range(5))
+def test_a_job_that_dies_or_whose_disk_is_full_in_the_middle(
+    one, pair, cache, monkeypatch, num_renames
+):
+    """Nothing that it leaves is believed, nor the cache of other data that was there before.
+
+    Where the disk is full, the arrays stay in memory, and are pickled whole.
+    """
     cached(one, pair, cache)
     mk(one, pair, [[1] * 20] * 7)
     wanted, _ = cached(one, pair, f"{cache} of the new")
-    full = OSError(errno.ENOSPC, "No space left on device")
-    results = [mock.DEFAULT] * num_renames + [full] * 5
+    rename = os.replace
+    number = itertools.count()
+
+    def rename_or_fail(source, target):
+        if next(number) == num_renames:
+            shutil.copytree(cache, f"{cache} of the dead")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        rename(source, target)
+
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", mock.Mock(wraps=os.replace, side_effect=results))
+        patch.setattr(os, "replace", rename_or_fail)
         ds, [*_, message] = start(one, pair, cache, 50)
     assert "No space left" in message
     for dataset in (ds, pickle.loads(pickle.dumps(ds))):
         same_arrays(arrays(dataset), wanted)
-    names = os.listdir(cache)
-    assert all(name.endswith((".npy", "description.txt")) for name in names), "nothing temporary"
-    same_arrays(cached(one, pair, cache)[0], wanted)
-    assert len(os.listdir(cache)) == 5
-
-
-def die_in_the_middle(one, corpus, cache, num_renames):
-    """A job that is killed while it gives the files of a cache their names."""
-    rename = os.replace
-    number = itertools.count()
-
-    def rename_or_die(source, target):
-        if next(number) == num_renames:
-            os.kill(os.getpid(), signal.SIGKILL)
-        rename(source, target)
-
-    os.replace = rename_or_die
-    gpt(one, corpus, 50, path_to_cache=cache)
-
-
-@linux
-def test_a_job_that_is_killed_leaves_nothing_that_is_believed(one, pair, cache):
-    """Wherever it was; the cache of other data that was there before is not believed, either."""
-    cached(one, pair, cache)
-    mk(one, pair, [[1] * 20] * 7)
-    wanted, _ = cached(one, pair, f"{cache} of the new")
-    jobs = []
-    for num_renames in range(5):
-        shutil.copytree(cache, f"{cache} {num_renames}")
-        arguments = one, pair, f"{cache} {num_renames}", num_renames
-        jobs.append(functools.partial(die_in_the_middle, *arguments))
-    assert in_children(*jobs) == [-signal.SIGKILL] * 5
-    for num_renames in range(5):
-        found, _ = cached(one, pair, f"{cache} {num_renames}")
-        same_arrays(found, wanted)
-        assert cached(one, pair, f"{cache} {num_renames}")[1] == []
+    assert not any(name.endswith((".tmp", "manifest.json")) for name in os.listdir(cache))
+    for folder in (cache, f"{cache} of the dead"):
+        same_arrays(cached(one, pair, folder)[0], wanted)
+        assert cached(one, pair, folder)[1] == []
 
 
 def test_a_limit_of_the_system_is_no_fault_of_the_cache(one, pair, cache, monkeypatch):
@@ -4280,26 +4201,11 @@ def test_a_limit_of_the_system_is_no_fault_of_the_cache(one, pair, cache, monkey
                 one.GPTDataset(*opened, ds.config)
 
 
-def test_threads_may_build_at_once(one, pair, wanted, cache):
-    """Six have one name here; then all find it."""
-    fields = {"path_to_cache": cache, "num_dataset_builder_threads": 6}
-    cfg = config(one, ([pair] * 6, [1] * 6), **fields)
-    for _ in range(2):
-        [train, _, _], messages = heard(build, one, [6 * 49, 0, 0], cfg)
-        assert messages == []
-        for part in train.datasets:
-            assert part.num_samples == 50
-            assert part._in_files
-            same_arrays(arrays(part), wanted)
-
-
 @linux
-@pytest.mark.parametrize("stale", [False, True])
-def test_jobs_may_build_at_once(one, pair, cache, stale):
-    """Over nothing, and over a cache of other data: all get right arrays; the files are whole."""
-    if stale:
-        cached(one, pair, cache)
-        mk(one, pair, [[1] * 20] * 40)
+def test_jobs_may_build_at_once(one, pair, cache):
+    """Over a cache of other data: all get right arrays; the files are whole."""
+    cached(one, pair, cache)
+    mk(one, pair, [[1] * 20] * 40)
     barrier = FORK.Barrier(4)
 
     def build_together(n, wanted):
@@ -4577,41 +4483,37 @@ def open_remote(one, place, folder):
     return one.IndexedDataset(place, object_storage_config=one.ObjectStorageConfig(folder))
 
 
+def swapped_pair(one, docs, tmp_path):
+    """A local pair of these documents, the first two of them swapped: its files are as long."""
+    swapped = [docs[1], docs[0], *docs[2:]]
+    return mk(one, tmp_path / "changed" / "pair", swapped, np.uint16)
+
+
+@linux
 def test_an_index_is_copied_once_for_each_state(one, web, some_pair, tmp_path):
-    """And for each prefix, even where the storage says the same of both."""
+    """And for each prefix, even where the storage says the same of both; by jobs at once, too."""
     prefix, docs = some_pair
     folder = tmp_path / "idx"
     place = web.put(prefix)
-    inodes = []
-    for _ in range(2):
+    barrier = FORK.Barrier(4)
+
+    def job():
+        barrier.wait(60)
         open_remote(one, place, folder)
-        [copied] = folder.iterdir()
-        assert copied.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
-        inodes.append(copied.stat().st_ino)
-    assert inodes[0] == inodes[1]
+
+    assert in_children(job, job, job, job) == [0] * 4
+    [copied] = folder.iterdir()
+    assert copied.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
+    before = stamps(folder)
     pickled = pickle.dumps(open_remote(one, place, folder))
-    swapped = [docs[1], docs[0], *docs[2:]]  # files of the same sizes
-    web.put(mk(one, tmp_path / "changed" / "pair", swapped, np.uint16))
+    assert stamps(folder) == before
+    web.put(swapped_pair(one, docs, tmp_path))
     with pytest.raises(one.DatasetFormatError, match="replaced"):
         pickle.loads(pickled)
     assert lists(open_remote(one, place, folder)[:2]) == [docs[1].tolist(), docs[0].tolist()]
     assert len(os.listdir(folder)) == 2
     open_remote(one, web.put(prefix, "other"), folder)
     assert len(os.listdir(folder)) == 3
-
-
-@linux
-def test_processes_may_copy_an_index_at_once(one, web, some_pair, tmp_path):
-    place = web.put(some_pair[0])
-    barrier = FORK.Barrier(4)
-
-    def job():
-        barrier.wait(60)
-        open_remote(one, place, tmp_path / "idx")
-
-    assert in_children(job, job, job, job) == [0] * 4
-    [copied] = (tmp_path / "idx").iterdir()
-    assert copied.read_bytes() == pathlib.Path(f"{some_pair[0]}.idx").read_bytes()
 
 
 @pytest.mark.parametrize("name", ["ETag", "blob_id", "sha", "LastModified", "modificationTime"])
@@ -4624,12 +4526,11 @@ def test_an_index_that_changed_is_copied_again(one, bucket, some_pair, tmp_path,
         content = self.store[self._strip_protocol(path)].getvalue()
         return {"type": "file", "size": len(content), name: hashlib.md5(content).hexdigest()}
 
-    swapped = [docs[1], docs[0], *docs[2:]]
     with mock.patch.object(memory, "info", info):
         place = bucket.put(prefix)
         open_remote(one, place, tmp_path / "idx")
-        bucket.put(mk(one, tmp_path / "changed" / "pair", swapped, np.uint16))
-        assert lists(open_remote(one, place, tmp_path / "idx")[:]) == lists(swapped)
+        bucket.put(swapped_pair(one, docs, tmp_path))
+        assert lists(open_remote(one, place, tmp_path / "idx")[:1]) == [docs[1].tolist()]
 
 
 def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_path):
@@ -4653,7 +4554,7 @@ def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_pa
 # -- Faults ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["short", 500])
+@pytest.mark.parametrize("fault", ["short", "whole", 500])  # "whole": as if it knew no ranges
 def test_only_what_failed_is_asked_for_again(web, numbers, fault):
     web.server.faults = iter([fault])
     new_ranges(web)
@@ -4669,48 +4570,30 @@ def test_an_opening_is_tried_again(one, web, numbers, no_pauses):
     assert len(no_pauses) > 0
 
 
-@pytest.mark.parametrize(
-    "status, error, tries",
-    [
-        ("whole", OSError, 5),  # from a server that knows no ranges
-        (503, OSError, 5),
-        (404, FileNotFoundError, 1),
-        (410, FileNotFoundError, 1),
-        (401, PermissionError, 1),
-        (403, PermissionError, 1),
-    ],
-)
-def test_pauses_grow_and_end_in_an_error(web, numbers, no_pauses, status, error, tries):
-    """What is not there, or may not be read, is said at once.  The error names the object."""
-    web.server.requests.clear()
-    web.server.faults = itertools.repeat(status)
-    with pytest.raises(error, match=r"numbers\.bin: ") as caught:
-        numbers.get(0, 2, 2)
-    assert type(caught.value) is error
-    assert len(web.server.requests) == len(no_pauses) + 1 == tries
-    assert no_pauses == sorted(set(no_pauses))
-
-
 class HttpError(Exception):
     """No OSError, as the errors of aiohttp, botocore, azure and gcsfs are none."""
 
-
-FAILURES = {  # what fsspec raises, our class, and how often it is tried
-    "a client's own": (HttpError("503"), OSError, 5),
-    "time": (fsspec.exceptions.FSTimeoutError(), OSError, 5),
-    "connection": (ConnectionResetError("by the other side"), OSError, 5),
-    "its end": (EOFError(), OSError, 5),
-    "not there": (FileNotFoundError("bucket/pair.bin"), FileNotFoundError, 1),
-    "forbidden": (PermissionError("Forbidden"), PermissionError, 1),
-    "a program": (TypeError("an unexpected argument"), RuntimeError, 1),
-    "no ranges": (NotImplementedError("ranges"), RuntimeError, 1),
-}
+    def __init__(self, status):
+        super().__init__(f"HTTP {status}")
+        self.status = status
 
 
-@pytest.mark.parametrize("case", FAILURES)
-def test_only_what_may_pass_is_tried_again(one, bucket, some_pair, no_pauses, case):
-    """And not what is wrong in a program; the error says what it was, and of which object."""
-    failure, kind, tries = FAILURES[case]
+@pytest.mark.parametrize(
+    "failure, kind, tries",
+    [
+        (HttpError(503), OSError, 5),
+        (HttpError(404), FileNotFoundError, 1),
+        (HttpError(410), FileNotFoundError, 1),
+        (HttpError(401), PermissionError, 1),
+        (HttpError(403), PermissionError, 1),
+        (FileNotFoundError("bucket/pair.bin"), FileNotFoundError, 1),
+        (PermissionError("Forbidden"), PermissionError, 1),
+        (ConnectionResetError("by the other side"), OSError, 5),
+        (EOFError(), OSError, 5),
+    ],
+)
+def test_only_what_may_pass_is_tried_again(one, bucket, some_pair, no_pauses, failure, kind, tries):
+    """After pauses that grow.  The error says what it was, and of which object."""
     ds = one.IndexedDataset(bucket.put(some_pair[0]))
     memory = fsspec.get_filesystem_class("memory")
     with mock.patch.object(memory, "cat_file", side_effect=failure) as reads:
@@ -4719,6 +4602,15 @@ def test_only_what_may_pass_is_tried_again(one, bucket, some_pair, no_pauses, ca
     assert type(caught.value) is kind and caught.value.__cause__ is failure
     assert f"{type(failure).__name__}: {failure}" in str(caught.value)
     assert reads.call_count == len(no_pauses) + 1 == tries
+    assert no_pauses == sorted(set(no_pauses))
+
+
+@pytest.mark.parametrize("status, kind", [(403, PermissionError), (404, FileNotFoundError)])
+def test_what_a_web_server_refuses_is_said_at_once(web, numbers, no_pauses, status, kind):
+    web.server.faults = itertools.repeat(status)
+    with pytest.raises(kind, match=r"numbers\.bin: "):
+        numbers.get(0, 2, 2)
+    assert no_pauses == []
 
 
 def test_a_pair_whose_size_is_not_told_is_refused(web, numbers, one):
@@ -4743,35 +4635,25 @@ def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
 @pytest.mark.parametrize(
     "url, is_refused",
     [
-        ("s3://KEY:SECRET@bucket/c", True),
         ("s3://key:pass/word@bucket/c", True),  # pass is no port
         ("s3://KEY:SECRET", True),
-        ("memory://user:pw@bucket/c", True),
         ("ftp://user:@host/c", True),
-        ("http://user@host/x", True),
-        ("http://user:pw@host/x", True),
         ("HTTPS://token@host/x", True),
         ("http://user:12::x@host/x", True),
         ("http://user:pw@[::1]:80/x", True),
         ("s3://[KEY:SECRET]@bucket/c", True),
         ("simplecache::s3://KEY:SECRET@bucket/c", True),
         ("zip://a.jsonl::filecache::http://user@host/x.zip", True),
-        ("s3://bucket/c", False),
         ("s3://bucket/a:b@c", False),
         ("http://host:8080/a@b", False),
         ("https://host/x?sig=a:b@c", False),
-        ("http://[::1]:80/x", False),
-        ("http://[2001:db8::1]/x", False),
+        ("http://[2001:db8::1]:80/x", False),
         ("abfs://container@account.dfs.core.windows.net/x", False),
         ("hdfs://user@host:8020/c", False),
-        ("simplecache::s3://bucket/c", False),
         ("zip://a.jsonl::filecache::s3://bucket/x.zip", False),
-        ("memory://bucket/c", False),
         ("memory:///c", False),
         ("data/a:b@c", False),
         ("C:\\x", False),
-        ("-", False),
-        ("", False),
     ],
 )
 def test_what_a_url_with_a_password_is(one, url, is_refused):
@@ -4787,9 +4669,7 @@ def doors(one, url, local):
     return [
         (config, [one, blend]),
         (config, [one, (local, url)]),  # no blend: the sentence that says so would show it
-        (config, [one, url]),
         (functools.partial(one.GPTDatasetConfig, 1, 8, **per_split), []),
-        (functools.partial(one.GPTDatasetConfig, 1, 8, [[url]], tokenizer=Tok()), []),
         (one.get_blend_from_list, [["30", local, "70", url]]),
         (one.get_blend_from_list, [[local, url, "70"]]),
         (one.get_blend_from_list, [url]),
@@ -4799,27 +4679,20 @@ def doors(one, url, local):
         (builder.finalize, [f"{url}.idx"]),
         (builder.add_index, [url]),
         (one.toy_corpus, [url]),
-        (one.preprocess, [url, f"{local}.o"]),
         (one.preprocess, [iter([lines, f"{url}*.jsonl"]), f"{local}.o"]),
         (one.preprocess, [lines, url]),
-        (one.merge, [url, f"{local}.o"]),
         (one.merge, [iter([local, url]), f"{local}.o"]),
         (one.merge, [[f"{url}_00000_of_00002"], f"{local}.o"]),
         (one.merge, [[local], url]),
     ]
 
 
-@pytest.mark.parametrize(
-    "url",
-    [f"s3://KEY:{SECRET}@bucket/c", f"memory://k:{SECRET}/{SECRET}@b/c", f"http://{SECRET}@h/c"],
-)
-def test_a_url_with_a_password_is_refused_at_every_door(
-    one, some_pair, tmp_path, capsys, caplog, url
-):
+def test_a_url_with_a_password_is_refused_at_every_door(one, some_pair, tmp_path, capsys, caplog):
     """So none gets into a message, a file or its name, an object, or what is pickled of one.
 
     Upstream, and this module once: in clear in the description of a cache, and in its name.
     """
+    url = f"memory://k:{SECRET}/{SECRET}@b/c"
     local, _ = some_pair
     for function, arguments in doors(one, url, local):
         with pytest.raises(ValueError, match="holds a password") as caught:
@@ -4827,13 +4700,9 @@ def test_a_url_with_a_password_is_refused_at_every_door(
         assert type(caught.value) is ValueError, arguments
         assert SECRET not in str(caught.value), arguments
         assert caught.value.__cause__ is caught.value.__context__ is None
-    lines = f"{local}.jsonl"
     for line in (
-        ["preprocess", "--input", lines, url, "--output-prefix", f"{local}.o"],
-        ["preprocess", "--input", lines, "--output-prefix", url],
-        ["merge", "--input", local, url, "--output-prefix", f"{local}.o"],
+        ["preprocess", "--input", f"{local}.jsonl", url, "--output-prefix", f"{local}.o"],
         ["merge", "--input", local, "--output-prefix", url],
-        ["inspect", url],
         ["verify", local, url],
     ):
         code, out, err = command(one, capsys, *line)
