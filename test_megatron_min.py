@@ -3603,22 +3603,11 @@ def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, monkey
     assert events == ["sync", "sync", "p.idx.old.tmp", "p.bin", "p.idx", "sync folder"]
 
 
-def test_a_new_file_removes_its_temporary_name_when_it_goes(one, tmp_path, monkeypatch):
-    """A change of the folder does not matter."""
-
-    def begin():
-        monkeypatch.chdir(tmp_path)
-        builder = one.IndexedDatasetBuilder("p.bin")
-        assert len(os.listdir(tmp_path)) == 1
+def test_a_pair_appears_where_it_was_begun(one, tmp_path, monkeypatch):
+    """Though the process changes its folder meanwhile."""
+    monkeypatch.chdir(tmp_path)
+    with one.IndexedDatasetBuilder("p.bin"):
         monkeypatch.chdir("/")
-        return builder
-
-    builder = begin()
-    del builder
-    gc.collect()
-    assert os.listdir(tmp_path) == []
-    with begin():
-        pass
     assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx"]
 
 
@@ -3809,7 +3798,9 @@ def test_ctrl_c_at_any_moment_leaves_one_of_the_two_pairs(one, tmp_path, old_and
         for number in itertools.count(1):
             folder = new_folder(tmp_path, has_old)
             steps = Steps(one, kind, number)
-            error = run_with(steps, one, folder)
+            # In a thread of its own: Python 3.11 may forget there that an error is dealt with.
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                error = pool.submit(run_with, steps, one, folder).result()
             check_what_is_left(folder, possible, (has_old, number))
             if error is None:
                 break
@@ -4044,31 +4035,25 @@ def test_an_array_is_read_up_to_64_kib_and_checked_up_to_1_mib(
     assert not is_mapped(path)
 
 
-def test_the_folder_may_be_left(one, pair, wanted, tmp_path, monkeypatch):
-    """A relative path_to_cache is that of the start: also for a pickle, in another folder."""
-    monkeypatch.chdir(os.path.dirname(pair))
+def test_a_touched_pair_and_a_copy_find_the_cache(one, pair, wanted, cache, tmp_path, monkeypatch):
+    """Nodes with a copy each and one path_to_cache do not overwrite each other's files.
+
+    A relative path_to_cache is that of the start: also for a pickle, in another folder.
+    """
+    monkeypatch.chdir(tmp_path)
     ds, _ = start(one, "pair", "cache")
+    before = stamps(cache)
     monkeypatch.chdir("/")
-    again, messages = heard(pickle.loads, pickle.dumps(ds))
-    assert messages == []
-    for dataset in (ds, again):
+    for dataset in (ds, pickle.loads(pickle.dumps(ds))):
         same_arrays(arrays(dataset), wanted)
         assert len(dataset[3]["tokens"]) == 8
-
-
-def test_a_touched_pair_and_a_copy_find_the_cache(one, pair, cache, tmp_path, monkeypatch):
-    """Nodes with a copy each and one path_to_cache do not overwrite each other's files."""
-    monkeypatch.chdir(os.path.dirname(pair))
-    start(one, "pair", cache)
-    before = stamps(cache)
-    os.utime("pair.idx", (1, 1))
-    os.utime("pair.bin", (2, 2))
-    assert start(one, "pair", cache)[1] == []
     (tmp_path / "node 1").mkdir()
     for kind in ("bin", "idx"):
-        shutil.copyfile(f"pair.{kind}", tmp_path / "node 1" / f"pair.{kind}")
-    monkeypatch.chdir(tmp_path / "node 1")
-    assert start(one, "pair", cache)[1] == []
+        shutil.copyfile(f"{pair}.{kind}", tmp_path / "node 1" / f"pair.{kind}")
+        os.utime(f"{pair}.{kind}", (1, 1))
+    for folder in (tmp_path, tmp_path / "node 1"):
+        monkeypatch.chdir(folder)
+        assert start(one, "pair", cache)[1] == []
     assert stamps(cache) == before
 
 
@@ -4254,7 +4239,7 @@ class RangeHandler(http.server.BaseHTTPRequestHandler):
         self.send_response(206 if wanted and status == 200 else status)
         self.send_header("ETag", hashlib.md5(body).hexdigest())
         self.send_header("Accept-Ranges", "bytes")
-        if wanted and body and fault != "whole":
+        if wanted and body:
             first, last = map(int, re.findall(r"\d+", wanted))
             body = body[first : last + 1]
         if fault == "short":
@@ -4397,7 +4382,7 @@ def new_ranges(web):
     return places
 
 
-def test_ranges_are_exact(one, web, numbers, tmp_path):
+def test_ranges_are_exact(web, numbers):
     """The bytes that are asked for, each once, and none for what is empty."""
     new_ranges(web)
     numbers.get_many([(0, 2, 2), (0, 9, 1), (0, 2, 2), (0, 3, 0)])
@@ -4405,11 +4390,6 @@ def test_ranges_are_exact(one, web, numbers, tmp_path):
     numbers.get_many([])
     numbers.get(0, 2, 0)
     assert web.server.requests == []
-    fields = {"path_to_cache": str(tmp_path / "cache"), "sequence_length": 8}
-    train = build(one, [2, 0, 0], config(one, ([numbers.path_prefix], None), **fields))[0]
-    new_ranges(web)
-    assert [len(train[k]["tokens"]) for k in range(2)] == [8, 8]
-    assert new_ranges(web) == ["bytes=0-17", "bytes=16-33"]
 
 
 def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
@@ -4554,7 +4534,7 @@ def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_pa
 # -- Faults ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["short", "whole", 500])  # "whole": as if it knew no ranges
+@pytest.mark.parametrize("fault", ["short", 500])
 def test_only_what_failed_is_asked_for_again(web, numbers, fault):
     web.server.faults = iter([fault])
     new_ranges(web)
@@ -4564,10 +4544,19 @@ def test_only_what_failed_is_asked_for_again(web, numbers, fault):
 
 
 def test_an_opening_is_tried_again(one, web, numbers, no_pauses):
-    """Whose requests fsspec calls "not found", whatever happens to them."""
+    """Whose requests fsspec calls "not found", whatever happens to them; but not where it may not.
+
+    That, and that an object is not there, is said at once.
+    """
     web.server.faults = itertools.repeat(503, 3)
     assert lists(one.IndexedDataset(numbers.path_prefix)) == [list(range(100, 120))]
     assert len(no_pauses) > 0
+    no_pauses.clear()
+    for status, kind in ((403, PermissionError), (404, FileNotFoundError)):
+        web.server.faults = itertools.repeat(status)
+        with pytest.raises(kind, match=r"numbers\.idx: "):
+            one.IndexedDataset(numbers.path_prefix)
+    assert no_pauses == []
 
 
 class HttpError(Exception):
@@ -4603,14 +4592,6 @@ def test_only_what_may_pass_is_tried_again(one, bucket, some_pair, no_pauses, fa
     assert f"{type(failure).__name__}: {failure}" in str(caught.value)
     assert reads.call_count == len(no_pauses) + 1 == tries
     assert no_pauses == sorted(set(no_pauses))
-
-
-@pytest.mark.parametrize("status, kind", [(403, PermissionError), (404, FileNotFoundError)])
-def test_what_a_web_server_refuses_is_said_at_once(web, numbers, no_pauses, status, kind):
-    web.server.faults = itertools.repeat(status)
-    with pytest.raises(kind, match=r"numbers\.bin: "):
-        numbers.get(0, 2, 2)
-    assert no_pauses == []
 
 
 def test_a_pair_whose_size_is_not_told_is_refused(web, numbers, one):
@@ -4660,13 +4641,18 @@ def test_what_a_url_with_a_password_is(one, url, is_refused):
     assert one._holds_password(url) == is_refused
 
 
-def doors(one, url, local):
-    """Each place that a URL can be given to, but the commands -> (function, arguments)."""
+def test_a_url_with_a_password_is_refused_at_every_door(one, some_pair, tmp_path, capsys, caplog):
+    """So none gets into a message, a file or its name, an object, or what is pickled of one.
+
+    Upstream, and this module once: in clear in the description of a cache, and in its name.
+    """
+    url = f"memory://k:{SECRET}/{SECRET}@b/c"
+    local, _ = some_pair
     blend = ([local, url], [1, 2])
     per_split = {"blend_per_split": [None, blend, None], "tokenizer": Tok()}
     builder = one.IndexedDatasetBuilder(f"{local}.new.bin")
-    lines = jsonl(pathlib.Path(f"{local}.jsonl"), ["1"])
-    return [
+    lines = jsonl(f"{local}.jsonl", ["1"])
+    for function, arguments in (
         (config, [one, blend]),
         (config, [one, (local, url)]),  # no blend: the sentence that says so would show it
         (functools.partial(one.GPTDatasetConfig, 1, 8, **per_split), []),
@@ -4684,24 +4670,14 @@ def doors(one, url, local):
         (one.merge, [iter([local, url]), f"{local}.o"]),
         (one.merge, [[f"{url}_00000_of_00002"], f"{local}.o"]),
         (one.merge, [[local], url]),
-    ]
-
-
-def test_a_url_with_a_password_is_refused_at_every_door(one, some_pair, tmp_path, capsys, caplog):
-    """So none gets into a message, a file or its name, an object, or what is pickled of one.
-
-    Upstream, and this module once: in clear in the description of a cache, and in its name.
-    """
-    url = f"memory://k:{SECRET}/{SECRET}@b/c"
-    local, _ = some_pair
-    for function, arguments in doors(one, url, local):
+    ):
         with pytest.raises(ValueError, match="holds a password") as caught:
             function(*arguments)
         assert type(caught.value) is ValueError, arguments
         assert SECRET not in str(caught.value), arguments
         assert caught.value.__cause__ is caught.value.__context__ is None
     for line in (
-        ["preprocess", "--input", f"{local}.jsonl", url, "--output-prefix", f"{local}.o"],
+        ["preprocess", "--input", lines, url, "--output-prefix", f"{local}.o"],
         ["merge", "--input", local, "--output-prefix", url],
         ["verify", local, url],
     ):
