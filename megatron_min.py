@@ -4805,16 +4805,15 @@ def _load_or_build(
     if _is_remote(folder):
         raise ValueError("path_to_cache must be a local folder, got a URL")
     stem = os.path.join(folder, stem)
-    found = None
     try:
         found = _find_arrays(stem, names, made_from, pair)
+        if found is not None:
+            facts, in_files = found
+            return facts, list(in_files.values()), in_files
     except Exception as error:
         _raise_limit(error)
         reason = f"{type(error).__name__}: {error}"
         warnings.warn(f"the index cache {stem}-* is rebuilt: {reason}", stacklevel=4)
-    if found is not None:
-        facts, arrays = found
-        return facts, arrays, dict(zip(names, arrays, strict=True))
     facts, arrays = build()
     manifest = {
         "format": _CACHE_FORMAT,
@@ -4843,7 +4842,7 @@ def _raise_limit(error):
 
 
 def _find_arrays(stem, names, made_from, pair):
-    """Return (facts, arrays) of the files; None where no manifest of this format is.
+    """Return (facts, {name: array}) of the files; None where no manifest of this format is.
 
     An exception says what is wrong with them.
     """
@@ -4860,11 +4859,13 @@ def _find_arrays(stem, names, made_from, pair):
     note = manifest["pair"]
     if pair is not None and (note is None or not pair.is_noted(note)):
         raise DatasetFormatError(f"the pair was {note}, is {pair.note()}")
-    arrays = [_open_array(f"{stem}-{name}.npy", manifest["files"][name]) for name in names]
+    in_files = {}
+    for name in names:
+        in_files[name] = _open_array(f"{stem}-{name}.npy", manifest["files"][name])
     # Another job may have renamed its own files in meanwhile: it removes the manifest first.
     if _read_manifest(stem) != text:
         raise DatasetFormatError("another job has written it meanwhile")
-    return manifest["facts"], arrays
+    return manifest["facts"], in_files
 
 
 def _read_manifest(stem):

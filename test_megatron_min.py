@@ -4114,17 +4114,28 @@ def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache, size):
 # -- errors of the build, of the disk and of the system ----------------------------------------
 
 
-def test_an_error_of_the_build_is_no_fault_of_the_cache(one, pair, cache, monkeypatch):
-    """It is raised as it is, after one call; the warning is of what was wrong with the files."""
-    start(one, pair, cache)
+def test_an_error_of_the_build_or_a_limit_is_no_fault_of_the_cache(one, pair, cache, monkeypatch):
+    """It is raised, after one call, and nothing is written; where it is a limit, none is built."""
+    ds, _ = start(one, pair, cache)
     os.truncate(file_of(cache, "sample_index.npy"), 100)
     before = files_of(cache)
-    build = mock.Mock(side_effect=OSError("the build"))
-    monkeypatch.setattr(one, "build_sample_idx", build)
-    with pytest.raises(OSError, match="^the build$"), pytest.warns(UserWarning, match="rebuilt"):
-        gpt(one, pair, 50, path_to_cache=cache)
-    assert build.call_count == 1
-    assert files_of(cache) == before
+    documents = np.arange(4, dtype=np.int32)
+    given = one.IndexedDataset(pair), pair, documents, 50, one.Split.train, ds.config
+    no_file = OSError(errno.EMFILE, "Too many open files")
+    no_map = OSError(errno.ENOMEM, "Cannot allocate memory")
+    for place, error, kind, words in (
+        ("megatron_min_python.build_sample_idx", OSError("the build"), OSError, "^the build$"),
+        ("builtins.open", no_file, OSError, "ulimit -n"),
+        ("builtins.open", MemoryError(), OSError, "vm.max_map_count"),
+        ("megatron_min_python._read_or_map_file", no_map, OSError, "Cannot allocate"),
+        ("megatron_min_python._read_or_map_file", MemoryError("none"), MemoryError, "none"),
+    ):
+        failing = mock.Mock(side_effect=error)
+        with monkeypatch.context() as patch, pytest.raises(kind, match=words):
+            patch.setattr(place, failing)
+            quiet(one.GPTDataset, *given)
+        assert failing.call_count == 1
+        assert files_of(cache) == before
 
 
 def test_in_a_folder_that_cannot_be_made_the_arrays_stay_in_memory(one, pair, wanted, cache):
@@ -4165,25 +4176,6 @@ def test_a_job_that_dies_or_whose_disk_is_full_in_the_middle(
     for folder in (cache, f"{cache} of the dead"):
         same_arrays(cached(one, pair, folder)[0], wanted)
         assert cached(one, pair, folder)[1] == []
-
-
-def test_a_limit_of_the_system_is_no_fault_of_the_cache(one, pair, cache, monkeypatch):
-    """Nothing is built again."""
-    ds, _ = start(one, pair, cache, 50)
-    opened = one.IndexedDataset(pair), pair, np.arange(4, dtype=np.int32), 50, one.Split.train
-    for error, word in (
-        (OSError(errno.EMFILE, "Too many open files"), "ulimit -n"),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), "vm.max_map_count"),
-        (MemoryError(), "vm.max_map_count"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr("builtins.open", mock.Mock(side_effect=error))
-            with pytest.raises(OSError, match=word):
-                one.GPTDataset(*opened, ds.config)
-        with monkeypatch.context() as patch:
-            patch.setattr(one, "_read_or_map_file", mock.Mock(side_effect=error))
-            with pytest.raises(type(error)):
-                one.GPTDataset(*opened, ds.config)
 
 
 @linux
@@ -4262,9 +4254,9 @@ class Storage:
         self.root = root
         self._file_system, self._place = fsspec.core.url_to_fs(str(target or root))
 
-    def put(self, prefix, name=None):
-        """Copy a local pair -> the prefix of the copy, which has its name or another one."""
-        name = name or os.path.basename(prefix)
+    def put(self, prefix):
+        """Copy a local pair -> the prefix of the copy, which has its name."""
+        name = os.path.basename(prefix)
         for extension in ("bin", "idx"):
             self._file_system.put_file(f"{prefix}.{extension}", f"{self._place}/{name}.{extension}")
         return f"{self.root}/{name}"
@@ -4463,12 +4455,6 @@ def open_remote(one, place, folder):
     return one.IndexedDataset(place, object_storage_config=one.ObjectStorageConfig(folder))
 
 
-def swapped_pair(one, docs, tmp_path):
-    """A local pair of these documents, the first two of them swapped: its files are as long."""
-    swapped = [docs[1], docs[0], *docs[2:]]
-    return mk(one, tmp_path / "changed" / "pair", swapped, np.uint16)
-
-
 @linux
 def test_an_index_is_copied_once_for_each_state(one, web, some_pair, tmp_path):
     """And for each prefix, even where the storage says the same of both; by jobs at once, too."""
@@ -4487,12 +4473,12 @@ def test_an_index_is_copied_once_for_each_state(one, web, some_pair, tmp_path):
     before = stamps(folder)
     pickled = pickle.dumps(open_remote(one, place, folder))
     assert stamps(folder) == before
-    web.put(swapped_pair(one, docs, tmp_path))
+    web.put(mk(one, tmp_path / "changed" / "pair", docs[::-1], np.uint16))  # as long
     with pytest.raises(one.DatasetFormatError, match="replaced"):
         pickle.loads(pickled)
-    assert lists(open_remote(one, place, folder)[:2]) == [docs[1].tolist(), docs[0].tolist()]
+    assert lists(open_remote(one, place, folder)[:]) == lists(docs[::-1])
     assert len(os.listdir(folder)) == 2
-    open_remote(one, web.put(prefix, "other"), folder)
+    open_remote(one, f"{web.root}/other/pair", folder)  # the server looks at the last name alone
     assert len(os.listdir(folder)) == 3
 
 
@@ -4509,8 +4495,8 @@ def test_an_index_that_changed_is_copied_again(one, bucket, some_pair, tmp_path,
     with mock.patch.object(memory, "info", info):
         place = bucket.put(prefix)
         open_remote(one, place, tmp_path / "idx")
-        bucket.put(swapped_pair(one, docs, tmp_path))
-        assert lists(open_remote(one, place, tmp_path / "idx")[:1]) == [docs[1].tolist()]
+        bucket.put(mk(one, tmp_path / "changed" / "pair", docs[::-1], np.uint16))
+        assert lists(open_remote(one, place, tmp_path / "idx")[:]) == lists(docs[::-1])
 
 
 def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_path):
@@ -4544,18 +4530,19 @@ def test_only_what_failed_is_asked_for_again(web, numbers, fault):
 
 
 def test_an_opening_is_tried_again(one, web, numbers, no_pauses):
-    """Whose requests fsspec calls "not found", whatever happens to them; but not where it may not.
+    """Whose requests fsspec calls "not found", whatever happens to them; but not in vain.
 
-    That, and that an object is not there, is said at once.
+    Without its size a pair could not be read in ranges.
     """
     web.server.faults = itertools.repeat(503, 3)
     assert lists(one.IndexedDataset(numbers.path_prefix)) == [list(range(100, 120))]
     assert len(no_pauses) > 0
     no_pauses.clear()
-    for status, kind in ((403, PermissionError), (404, FileNotFoundError)):
-        web.server.faults = itertools.repeat(status)
-        with pytest.raises(kind, match=r"numbers\.idx: "):
+    for fault, kind in ((403, PermissionError), (404, FileNotFoundError), ("no length", OSError)):
+        web.server.faults = itertools.repeat(fault)
+        with pytest.raises(kind, match=r"numbers\.idx: ") as caught:
             one.IndexedDataset(numbers.path_prefix)
+        assert caught.type is kind
     assert no_pauses == []
 
 
@@ -4592,14 +4579,6 @@ def test_only_what_may_pass_is_tried_again(one, bucket, some_pair, no_pauses, fa
     assert f"{type(failure).__name__}: {failure}" in str(caught.value)
     assert reads.call_count == len(no_pauses) + 1 == tries
     assert no_pauses == sorted(set(no_pauses))
-
-
-def test_a_pair_whose_size_is_not_told_is_refused(web, numbers, one):
-    """It could not be read in ranges; nor is a missing object one."""
-    web.server.faults = itertools.repeat("no length")
-    with pytest.raises(OSError, match=r"numbers\.idx: .* size") as caught:
-        one.IndexedDataset(numbers.path_prefix)
-    assert type(caught.value) is OSError
 
 
 def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
