@@ -46,7 +46,6 @@ import re
 import runpy
 import shutil
 import signal
-import stat
 import struct
 import subprocess
 import sys
@@ -3581,28 +3580,6 @@ def test_gradients_on_ranks(tmp_path, world):
 # ==============================================================================
 
 
-def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, monkeypatch):
-    """Both files of a pair; then their folder, which may be of a system that cannot sync one."""
-    replace = os.replace
-    events = []
-
-    def note_sync(descriptor):
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            events.append("sync folder")
-            raise OSError(errno.EINVAL, "Invalid argument")
-        events.append("sync")
-
-    def note_rename(source, target):
-        replace(source, target)
-        events.append(re.sub(r"\.\w{16}", "", os.path.basename(target)))
-
-    mk(one, tmp_path / "p", [[1]])
-    monkeypatch.setattr(os, "fsync", note_sync)
-    monkeypatch.setattr(os, "replace", note_rename)
-    mk(one, tmp_path / "p", [[2]])
-    assert events == ["sync", "sync", "p.idx.old.tmp", "p.bin", "p.idx", "sync folder"]
-
-
 def test_a_pair_appears_where_it_was_begun(one, tmp_path, monkeypatch):
     """Though the process changes its folder meanwhile."""
     monkeypatch.chdir(tmp_path)
@@ -3725,6 +3702,21 @@ def calls_of_a_commit(one, folder):
     calls = Calls(one)
     assert run_with(calls, one, folder) is None
     return calls
+
+
+def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, old_and_new):
+    """Both files of a pair; then their folder, which may be of a system that cannot sync one."""
+    names = calls_of_a_commit(one, new_folder(tmp_path, True)).names
+    found = [name for name in names if name in ("fsync", "replace")]
+    assert found == ["fsync"] * 2 + ["replace"] * 3 + ["fsync"] + ["replace"]  # this is the record
+
+    def refuse():
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    of_folder = len(names) - names[::-1].index("fsync")
+    calls = Calls(one, refuse, {of_folder})
+    assert run_with(calls, one, new_folder(tmp_path, True)) is None
+    assert calls.names == names
 
 
 def check_what_is_left(folder, possible, note, clean=True):
