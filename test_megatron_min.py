@@ -4573,6 +4573,12 @@ def test_only_what_may_pass_is_tried_again(one, bucket, some_pair, no_pauses, fa
     assert no_pauses == sorted(set(no_pauses))
 
 
+def test_a_folder_is_no_object(one, bucket):
+    for ending in (".idx", ".bin"):
+        fsspec.filesystem("memory").pipe_file(f"/bucket/p{ending}/file", b"1")
+    assert not one.IndexedDataset.exists(f"{bucket.root}/p")
+
+
 def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
     """And nothing else: who has copied the module has no extras, and the name is anybody's."""
     monkeypatch.setitem(sys.modules, "gcsfs", None)  # no other test reads gs://
