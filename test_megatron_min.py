@@ -46,7 +46,6 @@ import re
 import runpy
 import shutil
 import signal
-import stat
 import struct
 import subprocess
 import sys
@@ -3474,130 +3473,56 @@ def test_gradients_on_ranks(tmp_path, world):
 # ==============================================================================
 
 
-def write_pair(one, folder, size, error=None):
-    with one.IndexedDatasetBuilder(folder / "p.bin", np.uint8) as builder:
-        builder.add_document(np.ones(size, np.uint8), [size])
-        if error is not None:
-            raise error
-
-
-@linux
-def test_nothing_appears_on_an_error(one, tmp_path):
-    """Nor changes what was there."""
-    write_pair(one, tmp_path, 3)
-    files = files_of(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        write_pair(one, tmp_path, 2 << 20, KeyboardInterrupt())
-    assert files_of(tmp_path) == files
-    for size in (1 << 17, 1 << 22):  # the disk is full at the commit, and while it is written
-        with pytest.raises(OSError) as caught, files_of_64_kib():
-            write_pair(one, tmp_path, size)
-        assert caught.value.errno == errno.EFBIG
-        assert files_of(tmp_path) == files
-
-
-def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, monkeypatch):
-    """Both files of a pair; then their folder.  A small cache can be made again, and is not synced.
-
-    The folder may be of a file system that cannot sync one.
-    """
-    replace = os.replace
-    events = []
-
-    def note_sync(descriptor):
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            events.append("sync folder")
-            raise OSError(errno.EINVAL, "Invalid argument")
-        events.append("sync")
-
-    def note_rename(source, target):
-        replace(source, target)
-        events.append(re.sub(r"\.\w{16}", "", os.path.basename(target)))
-
-    mk(one, tmp_path / "p", [[1]])
-    monkeypatch.setattr(os, "fsync", note_sync)
-    monkeypatch.setattr(os, "replace", note_rename)
-    mk(one, tmp_path / "p", [[2]])
-    assert events == ["sync", "sync", "p.idx.old.tmp", "p.bin", "p.idx", "sync folder"]
-    gpt(one, tmp_path / "p", sequence_length=2)
-    assert len(events) > 9
-    assert events.count("sync") == 2
-
-
-@pytest.mark.parametrize("is_pair", [False, True])
-def test_a_new_file_removes_its_temporary_name_when_it_goes(one, tmp_path, monkeypatch, is_pair):
-    """A change of the folder does not matter."""
-
-    def begin(name):
-        builder = one.IndexedDatasetBuilder(f"{name}.bin") if is_pair else one._NewFile(name)
-        assert len(os.listdir(tmp_path)) == 1
+def test_a_pair_appears_where_it_was_begun(one, tmp_path, monkeypatch):
+    """Though the process changes its folder meanwhile."""
+    monkeypatch.chdir(tmp_path)
+    with one.IndexedDatasetBuilder("p.bin"):
         monkeypatch.chdir("/")
-        return builder
-
-    monkeypatch.chdir(tmp_path)
-    new_file = begin("p")
-    del new_file
-    gc.collect()
-    assert os.listdir(tmp_path) == []
-    monkeypatch.chdir(tmp_path)
-    with begin("p"):
-        pass
-    assert sorted(os.listdir(tmp_path)) == (["p.bin", "p.idx"] if is_pair else ["p"])
+    assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx"]
 
 
-# In each of two generations these jobs make pairs whose files, and whose records' inputs, have the
-# same sizes: only their bytes tell which generation a file is of.
-
-
-def make_pair(one, inputs, folder, generation):
+def make_pair(one, folder, generation):
+    """A pair and its record, of sizes that are the same in each of two generations."""
     with one.IndexedDatasetBuilder(folder / "p.bin", np.uint8, multimodal=True) as builder:
         lengths = [1, 3] if generation == 1 else [3, 1]
         builder.add_document([generation] * 4, lengths, [generation, generation])
+    one._write_record(folder / "p", None, [[f"{generation}.jsonl", 1]])
 
 
-def merge_pairs(one, inputs, folder, generation):
-    one.merge([inputs / f"{generation}" / "p"] * 2, folder / "p", True)
-
-
-def preprocess_two_keys(one, inputs, folder, generation):
-    path = inputs / f"{generation}.jsonl"
-    one.preprocess(path, folder / "p", json_keys=("a", "b"))
-
-
-def two_generations(one, tmp_path, make):
-    """Run a job in two folders, old and new -> the files of each, {name: bytes}."""
+@pytest.fixture
+def old_and_new(one, tmp_path):
+    """The files that make_pair() makes in each generation, {name: bytes}."""
     found = []
-    for g, name in ((1, "old"), (2, "new")):
-        for folder in (f"{g}", name):
-            (tmp_path / folder).mkdir()
-        make_pair(one, tmp_path, tmp_path / f"{g}", g)  # the inputs of the other jobs
-        lines = [{"a": f"{g}", "b": f"{g}{g}"}, {"a": f"{g}{g}{g}", "b": ""}]
-        (tmp_path / f"{g}.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        make(one, tmp_path, tmp_path / name, g)
-        found.append(files_of(tmp_path / name))
+    for generation in (1, 2):
+        folder = tmp_path / f"{generation}"
+        folder.mkdir()
+        make_pair(one, folder, generation)
+        found.append(files_of(folder))
     return found
 
 
 class Calls:
-    """In a with block, the calls that make, write, sync, name, look for and remove files.
+    """In a with block, the calls that make, sync, name, look for and remove files.
 
     act     what happens at some of them
     at      the numbers of these, of all calls together, from 1 on
     works   does such a call do its work before, as a rename over a network may that then fails?
+    look    called before each call: what is there then is what a kill -9 would leave
     names   of the calls so far, and the threads that made them
     """
 
-    def __init__(self, one, act, at=(), works=False):
-        self.one, self.act, self.at, self.works = one, act, at, works
+    def __init__(self, one, act=None, at=(), works=False, look=None):
+        self.one, self.act, self.at, self.works, self.look = one, act, at, works, look
         self.names, self.threads = [], []
         self.patches = pytest.MonkeyPatch()
 
     def __enter__(self):
         gc.disable()  # what earlier tests left would close its files among the calls
-        for name in ("open", "close", "fsync", "replace", "unlink", "listdir"):
+        for name in ("close", "fsync", "replace", "unlink", "listdir"):
             call = functools.partial(self.call, name, getattr(os, name))
             self.patches.setattr(os, name, call)
-        self.patches.setattr(self.one, "open", self.open, raising=False)
+        call = functools.partial(self.call, "open", open)
+        self.patches.setattr(self.one, "open", call, raising=False)
 
     def __exit__(self, *error):
         self.patches.undo()
@@ -3607,6 +3532,8 @@ class Calls:
         self.names.append(name)
         self.threads.append(threading.current_thread())
         acts = len(self.names) in self.at
+        if self.look is not None:
+            self.look()
         if acts and not self.works:
             self.act()
         try:
@@ -3614,27 +3541,6 @@ class Calls:
         finally:
             if acts and self.works:
                 self.act()
-
-    def open(self, path, mode="r", **options):
-        file = self.call("open", open, path, mode, **options)
-        return File(self, file) if mode == "xb" else file
-
-
-class File:
-    """A file whose methods are counted as calls."""
-
-    def __init__(self, calls, file):
-        self.calls, self.file = calls, file
-
-    @property
-    def raw(self):
-        return File(self.calls, self.file.raw)
-
-    def __getattr__(self, name):
-        found = getattr(self.file, name)
-        if name in ("write", "flush", "close"):
-            found = functools.partial(self.calls.call, name, found)
-        return found
 
 
 class Steps:
@@ -3666,29 +3572,44 @@ class Steps:
 
 
 def new_folder(tmp_path, has_old):
-    """A folder with the pairs of generation 1, or without."""
+    """A folder with the pair of generation 1, or without."""
     folder = pathlib.Path(tempfile.mkdtemp(dir=tmp_path))
     if has_old:
-        shutil.copytree(tmp_path / "old", folder, dirs_exist_ok=True)
+        shutil.copytree(tmp_path / "1", folder, dirs_exist_ok=True)
     return folder
 
 
-def run_with(faults, make, one, folder):
-    """Run a job of generation 2 -> its error, or None."""
+def run_with(faults, one, folder):
+    """Make the pair of generation 2 -> the error, or None."""
     try:
         with faults:
-            make(one, folder.parent, folder, 2)
+            make_pair(one, folder, 2)
     except (Exception, KeyboardInterrupt) as error:
         error.__context__ = error.__cause__ = None  # these and the traceback hold what the job has
         return error.with_traceback(None)
     return None
 
 
-def usual_calls(make, one, tmp_path, has_old):
-    """The calls of a job where none fails."""
-    calls = Calls(one, None)
-    assert run_with(calls, make, one, new_folder(tmp_path, has_old)) is None
+def calls_of_a_commit(one, folder):
+    """All calls where none fails."""
+    calls = Calls(one)
+    assert run_with(calls, one, folder) is None
     return calls
+
+
+def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, old_and_new):
+    """Both files of a pair; then their folder, which may be of a system that cannot sync one."""
+    names = calls_of_a_commit(one, new_folder(tmp_path, True)).names
+    found = [name for name in names if name in ("fsync", "replace")]
+    assert found == ["fsync"] * 2 + ["replace"] * 3 + ["fsync"] + ["replace"]  # this is the record
+
+    def refuse():
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    of_folder = len(names) - names[::-1].index("fsync")
+    calls = Calls(one, refuse, {of_folder})
+    assert run_with(calls, one, new_folder(tmp_path, True)) is None
+    assert calls.names == names
 
 
 def check_what_is_left(folder, possible, note, clean=True):
@@ -3696,8 +3617,7 @@ def check_what_is_left(folder, possible, note, clean=True):
 
     possible   the generations that may be there, {name: bytes}; {}: no pair
     clean      is nothing there that is of no use?
-    A record may be missing, but is none of another generation.  Returns the temporary names of
-    the .idx that are of use.
+    A record may be missing, but is none of another generation.
     """
     if clean and any(name.endswith(".tmp") for name in os.listdir(folder)):
         gc.collect()  # the object of a file may still be there, in a cycle
@@ -3720,155 +3640,91 @@ def check_what_is_left(folder, possible, note, clean=True):
         record = f"{prefix}.record.json"
         assert files.get(record) in (None, possible[wanted.index(pair)].get(record)), note
     assert not clean or temporary == used, note
-    return used
 
 
-def fail(kind, *arguments):
-    """What happens at a call."""
-    raise kind(*arguments)
+def test_wherever_a_commit_fails_or_dies_a_pair_is_whole_or_can_be_made_whole(
+    one, tmp_path, old_and_new
+):
+    """Any call on files fails, or two of them do; and at any call the process may be killed.
 
-
-MORE_COMMITS = [
-    pytest.param(merge_pairs, marks=pytest.mark.slow),
-    pytest.param(preprocess_two_keys, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("make", [make_pair, *MORE_COMMITS])
-def test_whatever_call_fails_a_pair_is_whole_or_can_be_made_whole(one, tmp_path, make):
-    """Each call on files fails, by an error of the disk or by Ctrl-C; or two of them do.
-
-    Nothing else is left, but what cannot be removed; and the error says where the .idx is.
+    Nothing else is left, but what cannot be removed.
     """
-    old, new = two_generations(one, tmp_path, make)
-    errors = [(OSError, errno.EIO, "broken"), (KeyboardInterrupt,)]
-    for has_old, error, works in itertools.product([True, False], errors, [False, True]):
-        if make is not make_pair and not has_old:
-            continue
-        most = 7 if make is make_pair and has_old else 1
-        for number, name in enumerate(usual_calls(make, one, tmp_path, has_old).names, 1):
-            if works and name not in ("open", "replace", "unlink"):
-                continue
-            for second in range(number, number + most):
-                calls = Calls(one, functools.partial(fail, *error), {number, second}, works)
+    old, new = old_and_new
+
+    def fail():
+        raise OSError(errno.EIO, "broken")
+
+    for has_old, works in itertools.product([True, False], [False, True]):
+        possible = [old if has_old else {}, new]
+        usual = calls_of_a_commit(one, new_folder(tmp_path, has_old)).names
+        assert len(usual) > 10
+        for first, name in enumerate(usual, 1):
+            for second in range(first, first + 5):
                 folder = new_folder(tmp_path, has_old)
-                raised = run_with(calls, make, one, folder)
-                failed = [calls.names[at - 1] for at in calls.at if at <= len(calls.names)]
-                note = (failed, calls.at, has_old, error, works)
-                possible = [old if has_old else {}, new]
-                if raised is None:
-                    possible = [new]
-                    assert make is not make_pair or name in ("unlink", "close"), note
-                clean = number == second and (works or name != "unlink")
-                used = check_what_is_left(folder, possible, note, clean)
-                if make is make_pair and files_of(folder).get("p.bin") == new["p.bin"]:
-                    used.add("p.idx")
-                if isinstance(raised, OSError) and "listdir" not in failed:
-                    assert all(name in str(raised) for name in used), note
-
-
-def has_length(items, length):
-    return len(items) == length
-
-
-def die():
-    """What happens at a call: a kill -9."""
-    os._exit(9)
-
-
-@linux
-@pytest.mark.parametrize("make", [make_pair, MORE_COMMITS[-1]])
-def test_where_a_process_dies_a_pair_is_whole_or_can_be_made_whole(one, tmp_path, make):
-    old, new = two_generations(one, tmp_path, make)
-    for has_old, works in itertools.product([False, True], [False, True]):
-        folders = []
-        jobs = []
-        for number, name in enumerate(usual_calls(make, one, tmp_path, has_old).names, 1):
-            if name in ("replace", "unlink"):
-                folders.append(new_folder(tmp_path, has_old))
-                calls = Calls(one, die, {number}, works)
-                jobs.append(functools.partial(run_with, calls, make, one, folders[-1]))
-        assert in_children(*jobs) == [9] * len(jobs)
-        assert len(jobs) >= 5
-        for number, folder in enumerate(folders):
-            note = (number, has_old, works)
-            check_what_is_left(folder, [old if has_old else {}, new], note, clean=False)
-
-
-@linux
-def test_where_a_process_dies_while_it_undoes_a_commit(one, tmp_path):
-    """Neither the .bin nor the old .idx can be renamed; then it is killed before a clean-up."""
-    old, new = two_generations(one, tmp_path, make_pair)
-    names = usual_calls(make_pair, one, tmp_path, True).names
-    bin_rename = names.index("replace", names.index("replace") + 1) + 1  # as Calls counts
-    calls_after = ["replace", "listdir", "replace", "unlink", "unlink"]
-    for died_at in (3, 4):
-        folder = new_folder(tmp_path, True)
-        calls = Calls(one, None, {bin_rename, bin_rename + 2, bin_rename + died_at})
-
-        def fail_or_die(calls=calls, last=died_at):
-            if len(calls.names) == bin_rename + last:
-                assert calls.names[bin_rename - 1 :] == calls_after[: last + 1]
-                die()
-            fail(OSError, errno.EIO, "broken")
-
-        calls.act = fail_or_die
-        job = functools.partial(run_with, calls, make_pair, one, folder)
-        assert in_children(job) == [9]
-        check_what_is_left(folder, [old], died_at, clean=False)
+                note = (first, second, name, has_old, works)
+                look = functools.partial(check_what_is_left, folder, possible, note, clean=False)
+                calls = Calls(one, fail, {first, second}, works, look)
+                error = run_with(calls, one, folder)
+                may_stay = first != second or (name == "unlink" and not works)
+                check_what_is_left(folder, possible, note, clean=not may_stay)
+                if error is None:
+                    assert name == "unlink", note
+                    check_what_is_left(folder, [new], note, clean=False)
+                else:
+                    assert getattr(error, "errno", None) == errno.EIO, (note, error)
 
 
 @pytest.mark.parametrize("kind", ["line", pytest.param("opcode", marks=pytest.mark.slow)])
-def test_ctrl_c_at_any_moment_of_a_builder_leaves_one_of_the_two_pairs(one, tmp_path, kind):
+def test_ctrl_c_at_any_moment_leaves_one_of_the_two_pairs(one, tmp_path, old_and_new, kind):
     """And no other file."""
-    old, new = two_generations(one, tmp_path, make_pair)
+    old, new = old_and_new
     for has_old in (False, True):
         possible = [old if has_old else {}, new]
-        outcomes = collections.Counter()
         for number in itertools.count(1):
             folder = new_folder(tmp_path, has_old)
             steps = Steps(one, kind, number)
-            is_stopped = run_with(steps, make_pair, one, folder) is not None
+            # In a thread of its own: Python 3.11 may forget there that an error is dealt with.
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                error = pool.submit(run_with, steps, one, folder).result()
             check_what_is_left(folder, possible, (has_old, number))
-            outcomes[possible.index(files_of(folder))] += 1
-            if not is_stopped:
+            if error is None:
                 break
-        assert steps.count == number - 1
-        assert outcomes[0] > 20 and outcomes[1] > 5
+        assert files_of(folder) == new
+        assert steps.count == number - 1 > 50
 
 
 @linux
 @pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_does_not_stop_a_commit_that_has_begun(one, tmp_path, times):
+def test_ctrl_c_does_not_stop_a_commit_that_has_begun(one, tmp_path, old_and_new, times):
     """The first one waits for it, in its thread; a second one does not, and discards nothing."""
-    _, new = two_generations(one, tmp_path, make_pair)
-    seen = []
+    _, new = old_and_new
+    del new["p.record.json"]
+    due = []
 
     def interrupt(number, frame):
-        seen.append(number)
-        raise KeyboardInterrupt
+        if due:
+            due.pop()
+            raise KeyboardInterrupt
 
     def interrupt_main_thread():
-        for count in range(times):
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
-            in_a_minute(has_length, seen, count + 1)
-        time.sleep(0.02)  # so that what does not wait is seen
+        for _ in range(times):
+            due.append(1)
+            while due:  # one that comes just before the main thread waits does not wake it
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+                time.sleep(0.001)
+        time.sleep(0.01)  # so that what does not wait is seen
 
-    commits = 0
     before = signal.signal(signal.SIGUSR1, interrupt)
-    for has_old in (False, True):
-        for number, thread in enumerate(usual_calls(make_pair, one, tmp_path, has_old).threads, 1):
-            if thread is not threading.main_thread():
-                seen.clear()
-                folder = new_folder(tmp_path, has_old)
-                calls = Calls(one, interrupt_main_thread, {number})
-                assert isinstance(run_with(calls, make_pair, one, folder), KeyboardInterrupt)
-                if times == 2:
-                    calls.threads[number - 1].join()
-                assert files_of(folder) == new
-                commits += 1
+    threads = calls_of_a_commit(one, new_folder(tmp_path, True)).threads
+    in_commit = [at for at, thread in enumerate(threads, 1) if thread != threading.main_thread()]
+    for number in in_commit:
+        folder = new_folder(tmp_path, True)
+        calls = Calls(one, interrupt_main_thread, {number})
+        assert isinstance(run_with(calls, one, folder), KeyboardInterrupt)
+        calls.threads[number - 1].join()
+        assert files_of(folder) == new
     signal.signal(signal.SIGUSR1, before)
-    assert commits > 12
+    assert len(in_commit) > 6
 
 
 @pytest.mark.parametrize("given_up", [".bin", ".idx"])
@@ -3948,42 +3804,18 @@ def test_a_cache_is_built_once_then_found(one, pair, wanted, cache, monkeypatch)
     monkeypatch.setattr(one, "build_sample_idx", build)
     saved, of_first = start(one, pair, cache)
     before = stamps(cache)
+    assert files_of(cache) == files_of(f"{pair}/cache/GPTDataset_indices")  # without path_to_cache
     fields = {"fast_cache_load": True, "defer_npy_index_mmap": True}  # without effect
     found, of_second = start(one, pair, cache, **fields)
+    assert of_first + of_second == []
     for ds in (saved, found):
-        values, messages = heard(arrays, ds)
-        assert messages + of_first + of_second == []
-        same_arrays(values, wanted)
+        same_arrays(arrays(ds), wanted)
         with pytest.raises(ValueError, match="read-only"):
             ds.shuffle_index[0] = 1
     for name, values in zip(INDEX_ARRAYS, wanted, strict=True):
-        assert file_of(cache, f"-{name}.npy").read_bytes() == npy(values)
+        same(np.load(file_of(cache, f"-{name}.npy")), values)
     assert build.call_count == 1
     assert stamps(cache) == before
-
-
-def npy(array):
-    """The bytes of an .npy file."""
-    with io.BytesIO() as file:
-        np.save(file, array)
-        return file.getvalue()
-
-
-def test_names_and_description(one, pair):
-    """The description says what was asked for; its md5 is in all names.  Both are upstream's."""
-    gpt(one, pair, 4)
-    asked = {"class": "GPTDataset", "dataset_path": pair, "num_samples": 4}
-    asked |= {"index_split": "train", "random_seed": 1234, "sequence_length": 8}
-    asked |= {"split": "1,0,0", "split_matrix": [[0, 1.0], None, None]}
-    asked |= {"tokenizer": {"class": "Tok", "eod": 0}}
-    text = json.dumps(asked, indent=4).encode()
-    stem = f"{hashlib.md5(text).hexdigest()}-GPTDataset-train"
-    names = {f"{stem}-description.txt", f"{stem}-manifest.json"}
-    for name in INDEX_ARRAYS:
-        names.add(f"{stem}-{name}.npy")
-    files = files_of(f"{pair}/cache/GPTDataset_indices")  # the folder without path_to_cache
-    assert files.keys() == names
-    assert files[f"{stem}-description.txt"] == text
 
 
 def test_other_samples_have_another_key(one, pair, cache):
@@ -4009,7 +3841,7 @@ def test_other_documents_make_a_cache_stale(one, pair, cache):
     for documents in ([0, 1], [0, 2, 3], [0, 2, 1, 3], range(3, 0, -1)):
         as_array = np.array(documents, np.int32)
         found, [message] = cached(one, pair, cache, 9, documents=as_array)
-        assert "documents was" in message
+        assert "made from {'documents'" in message
         same_arrays(found, cached(one, pair, f"{cache} {documents}", 9, documents=as_array)[0])
         assert cached(one, pair, cache, 9, documents=documents)[1] == []
 
@@ -4053,98 +3885,85 @@ def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache):
     assert not os.path.exists("ran")
 
 
-@pytest.mark.parametrize("size", [20_000, 200_000])
-def test_a_damaged_array_of_up_to_1_mib_is_built_again_and_saved(one, tmp_path, cache, size):
-    """Of up to 64 KiB it is read, above that mapped.  Case: the next start is well."""
-    corpus = mk(one, tmp_path / "p", np.ones((size // 4, 1), np.int32))
-    wanted, _ = cached(one, corpus, cache, n=None)
+def is_mapped(folder):
+    """Has this process mapped a file of the folder?"""
+    return str(folder) in pathlib.Path("/proc/self/maps").read_text()
+
+
+@linux
+@pytest.mark.parametrize("size, n", [(20_000, 700), (200_000, 6000), (1_100_000, 35_000)])
+def test_an_array_is_read_up_to_64_kib_and_checked_up_to_1_mib(
+    one, tmp_path, cache, monkeypatch, size, n
+):
+    """A larger one is on the disk before it has its name: no loss of power leaves holes in it."""
+    corpus = mk(one, tmp_path / "p", np.ones((3000, 1), np.int32))
+    synced = []
+
+    def sync(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    start(one, corpus, cache, n)
     path = file_of(cache, "document_index.npy")
     before = path.read_bytes()
-    assert size < len(before) < size + 200
+    assert size < len(before) < 1.3 * size
+    assert len(synced) == ("document_index" in "".join(synced)) == (size > 1 << 20)
     replace_file(path, before[:-8] + bytes(8))
-    found, messages = cached(one, corpus, cache, n=None)
-    assert len(messages) == 1
-    same_arrays(found, wanted)
-    assert path.read_bytes() == before
-    assert cached(one, corpus, cache, n=None)[1] == []
-    ds, _ = start(one, corpus, cache, n=None)
-    assert is_mapped(path) == (size > 65536)
+    ds, messages = start(one, corpus, cache, n)
+    assert len(messages) == (size < 1 << 20)
+    assert is_mapped(path) == (size > 1 << 16)
+    if messages:
+        assert path.read_bytes() == before
+        same(ds.document_index, np.load(path))
+        assert start(one, corpus, cache, n)[1] == []
     del ds
     assert not is_mapped(path)
 
 
-def test_arrays_above_1_mib_are_on_the_disk_before_they_have_their_names(
-    one, tmp_path, cache, monkeypatch
-):
-    """So that no loss of power leaves holes in them; the others have a CRC-32."""
-    corpus = mk(one, tmp_path / "p", np.ones((300_000, 1), np.int32))
-    synced = []
+def test_a_touched_pair_and_a_copy_find_the_cache(one, pair, wanted, cache, tmp_path, monkeypatch):
+    """Nodes with a copy each and one path_to_cache do not overwrite each other's files.
 
-    def sync(descriptor):
-        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
-
-    monkeypatch.setattr(os, "fsync", sync)
-    start(one, corpus, cache, n=100)
-    assert [re.search("index|json|description", name)[0] for name in synced] == ["index"]
-    assert "document_index" in synced[0]
-
-
-def test_the_folder_may_be_left(one, pair, wanted, tmp_path, monkeypatch):
-    """A relative path_to_cache is that of the start: also for a pickle, in another folder."""
-    monkeypatch.chdir(os.path.dirname(pair))
+    A relative path_to_cache is that of the start: also for a pickle, in another folder.
+    """
+    monkeypatch.chdir(tmp_path)
     ds, _ = start(one, "pair", "cache")
+    before = stamps(cache)
     monkeypatch.chdir("/")
-    again, messages = heard(pickle.loads, pickle.dumps(ds))
-    assert messages == []
-    for dataset in (ds, again):
+    for dataset in (ds, pickle.loads(pickle.dumps(ds))):
         same_arrays(arrays(dataset), wanted)
         assert len(dataset[3]["tokens"]) == 8
-
-
-def test_a_touched_pair_and_a_copy_find_the_cache(one, pair, cache, tmp_path, monkeypatch):
-    """Nodes with a copy each and one path_to_cache do not overwrite each other's files."""
-    monkeypatch.chdir(os.path.dirname(pair))
-    start(one, "pair", cache)
-    before = stamps(cache)
-    os.utime("pair.idx", (1, 1))
-    os.utime("pair.bin", (2, 2))
-    assert start(one, "pair", cache)[1] == []
     (tmp_path / "node 1").mkdir()
     for kind in ("bin", "idx"):
-        shutil.copyfile(f"pair.{kind}", tmp_path / "node 1" / f"pair.{kind}")
-    monkeypatch.chdir(tmp_path / "node 1")
-    assert start(one, "pair", cache)[1] == []
+        shutil.copyfile(f"{pair}.{kind}", tmp_path / "node 1" / f"pair.{kind}")
+        os.utime(f"{pair}.{kind}", (1, 1))
+    for folder in (tmp_path, tmp_path / "node 1"):
+        monkeypatch.chdir(folder)
+        assert start(one, "pair", cache)[1] == []
     assert stamps(cache) == before
 
 
 def test_regenerated_data_make_a_cache_stale(one, tmp_path, cache):
-    """Upstream: the key is the path and the config, so the old indices are used."""
+    """Upstream: the key is the path and the config, so the old indices are used.
+
+    Nor is a cache taken for one of the new data that is made of the old, which are open still.
+    """
     old = random_docs(np.random.default_rng(5), most=40) * 3
     for docs, word in (([[1, 2, 3]] * 20, "documents"), (old[::-1], "the pair was")):
         corpus = mk(one, tmp_path / word, old)
         os.utime(f"{corpus}.idx", (1, 1))
-        cached(one, corpus, cache)
+        opened, _ = start(one, corpus, cache)
         mk(one, corpus, docs)
-        found, [message] = cached(one, corpus, cache)
-        assert word in message
-        same_arrays(found, cached(one, corpus, f"{cache} of the new")[0])
-        assert cached(one, corpus, cache)[1] == []
-
-
-def test_a_cache_of_data_that_were_regenerated_while_they_were_open(one, pair, cache):
-    """It is of the old data: nobody takes it for one of the new."""
-    old = one.IndexedDataset(pair)
-    mk(one, pair, [[1] * 20] * len(old))
-    cfg = config(one, ([pair], None), path_to_cache=cache)
-    one.GPTDataset(old, pair, np.arange(4, dtype=np.int32), 20, one.Split.train, cfg)
-    found, [message] = cached(one, pair, cache, 20)
-    assert "the pair was" in message
-    same_arrays(found, cached(one, pair, f"{cache} of the new", 20)[0])
-
-
-def is_mapped(folder):
-    """Has this process mapped a file of the folder?"""
-    return str(folder) in pathlib.Path("/proc/self/maps").read_text()
+        wanted, _ = cached(one, corpus, f"{cache} of the new")
+        for is_made_late in (False, True):
+            if is_made_late:
+                shutil.rmtree(cache)
+                documents = np.arange(len(old), dtype=np.int32)
+                split = one.Split.train
+                one.GPTDataset(opened.dataset, corpus, documents, 50, split, opened.config)
+            found, [message] = cached(one, corpus, cache)
+            assert word in message
+            same_arrays(found, wanted)
+            assert cached(one, corpus, cache)[1] == []
 
 
 @linux
@@ -4152,7 +3971,8 @@ def is_mapped(folder):
 def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache, size):
     """Who unpickles it finds them, or builds and saves them.  Upstream: all travel to each worker.
 
-    A dataset that nobody uses any more lets go of its files at once.
+    An array that a user has set travels.  A dataset that nobody uses any more lets go of its files
+    at once.
     """
     corpus = mk(one, tmp_path / "p", [[1] * 8] * 3000)
     cfg = config(one, ([corpus, corpus], [1, 2]), path_to_cache=cache)
@@ -4162,7 +3982,10 @@ def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache, size):
     text = pickle.dumps(built)
     assert len(text) < 10_000 < built.datasets[0].indices.nbytes
     assert is_mapped(cache) == (size > 10_000)
-    del built
+    part = built.datasets[1]
+    part.shuffle_index = part.shuffle_index[::-1].copy()
+    same_arrays(arrays(pickle.loads(pickle.dumps(part))), arrays(part))
+    del built, part
     assert not is_mapped(cache)
     before = files_of(cache)
     for _ in range(2):
@@ -4173,52 +3996,31 @@ def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache, size):
         shutil.rmtree(cache)
 
 
-SENT_TO_A_WORKER = """
-import multiprocessing, sys
-import megatron_min as mm
-
-def read(dataset):
-    return [sample["tokens"].tolist() for sample in dataset]
-
-if __name__ == "__main__":
-    config = mm.GPTDatasetConfig(
-        1, 8, blend=([sys.argv[1]] * 2, [1, 2]), split="1", tokenizer=mm.ByteTokenizer(),
-        path_to_cache=sys.argv[2])
-    sizes = [9, 0, 0]
-    train = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, sizes, lambda: True, config).build()[0]
-    own = train.datasets[1]
-    own.shuffle_index = own.shuffle_index[::-1].copy()
-    with multiprocessing.get_context(sys.argv[3]).Pool(1) as pool:
-        assert pool.apply(read, [train]) == read(train)
-"""
-
-
-@linux
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_workers_read_what_their_parent_reads(pair, cache, tmp_path, method):
-    """However they start; an array that was set travels.  No warning."""
-    (tmp_path / "script.py").write_text(SENT_TO_A_WORKER)
-    run = [sys.executable, str(tmp_path / "script.py"), pair, cache, method]
-    environment = os.environ | {"PYTHONPATH": str(HERE)}
-    ran = subprocess.run(run, stderr=subprocess.PIPE, text=True, env=environment)
-    assert (ran.returncode, ran.stderr) == (0, "")
-
-
 # -- errors of the build, of the disk and of the system ----------------------------------------
 
 
-def test_an_error_of_the_build_is_no_fault_of_the_cache(one, pair, cache, monkeypatch):
-    """It is raised as it is, after one call; the warning is of what was wrong with the files."""
-    start(one, pair, cache)
+def test_an_error_of_the_build_or_a_limit_is_no_fault_of_the_cache(one, pair, cache, monkeypatch):
+    """It is raised, after one call, and nothing is written; where it is a limit, none is built."""
+    ds, _ = start(one, pair, cache)
     os.truncate(file_of(cache, "sample_index.npy"), 100)
     before = files_of(cache)
-    build = mock.Mock(side_effect=OSError("the build"))
-    monkeypatch.setattr(one, "build_sample_idx", build)
-    with pytest.raises(OSError, match="^the build$"), pytest.warns(UserWarning, match="rebuilt"):
-        gpt(one, pair, 50, path_to_cache=cache)
-    assert build.call_count == 1
-    assert files_of(cache) == before
+    documents = np.arange(4, dtype=np.int32)
+    given = one.IndexedDataset(pair), pair, documents, 50, one.Split.train, ds.config
+    no_file = OSError(errno.EMFILE, "Too many open files")
+    no_map = OSError(errno.ENOMEM, "Cannot allocate memory")
+    for place, error, kind, words in (
+        ("megatron_min_python.build_sample_idx", OSError("the build"), OSError, "^the build$"),
+        ("builtins.open", no_file, OSError, "ulimit -n"),
+        ("builtins.open", MemoryError(), OSError, "vm.max_map_count"),
+        ("megatron_min_python._read_or_map_file", no_map, OSError, "Cannot allocate"),
+        ("megatron_min_python._read_or_map_file", MemoryError("none"), MemoryError, "none"),
+    ):
+        failing = mock.Mock(side_effect=error)
+        with monkeypatch.context() as patch, pytest.raises(kind, match=words):
+            patch.setattr(place, failing)
+            quiet(one.GPTDataset, *given)
+        assert failing.call_count == 1
+        assert files_of(cache) == before
 
 
 def test_in_a_folder_that_cannot_be_made_the_arrays_stay_in_memory(one, pair, wanted, cache):
@@ -4229,97 +4031,43 @@ def test_in_a_folder_that_cannot_be_made_the_arrays_stay_in_memory(one, pair, wa
     same_arrays(found, wanted)
 
 
-@pytest.mark.parametrize("num_renames", [0, 3, 4])
-def test_a_disk_that_is_full_in_the_middle(one, pair, cache, monkeypatch, num_renames):
-    """The arrays stay in memory, are pickled whole, and the next job builds right ones."""
+@pytest.mark.parametrize("num_renames", range(5))
+def test_a_job_that_dies_or_whose_disk_is_full_in_the_middle(
+    one, pair, cache, monkeypatch, num_renames
+):
+    """Nothing that it leaves is believed, nor the cache of other data that was there before.
+
+    Where the disk is full, the arrays stay in memory, and are pickled whole.
+    """
     cached(one, pair, cache)
     mk(one, pair, [[1] * 20] * 7)
     wanted, _ = cached(one, pair, f"{cache} of the new")
-    full = OSError(errno.ENOSPC, "No space left on device")
-    results = [mock.DEFAULT] * num_renames + [full] * 5
+    rename = os.replace
+    number = itertools.count()
+
+    def rename_or_fail(source, target):
+        if next(number) == num_renames:
+            shutil.copytree(cache, f"{cache} of the dead")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        rename(source, target)
+
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", mock.Mock(wraps=os.replace, side_effect=results))
+        patch.setattr(os, "replace", rename_or_fail)
         ds, [*_, message] = start(one, pair, cache, 50)
     assert "No space left" in message
     for dataset in (ds, pickle.loads(pickle.dumps(ds))):
         same_arrays(arrays(dataset), wanted)
-    names = os.listdir(cache)
-    assert all(name.endswith((".npy", "description.txt")) for name in names), "nothing temporary"
-    same_arrays(cached(one, pair, cache)[0], wanted)
-    assert len(os.listdir(cache)) == 5
-
-
-def die_in_the_middle(one, corpus, cache, num_renames):
-    """A job that is killed while it gives the files of a cache their names."""
-    rename = os.replace
-    number = itertools.count()
-
-    def rename_or_die(source, target):
-        if next(number) == num_renames:
-            os.kill(os.getpid(), signal.SIGKILL)
-        rename(source, target)
-
-    os.replace = rename_or_die
-    gpt(one, corpus, 50, path_to_cache=cache)
+    assert not any(name.endswith((".tmp", "manifest.json")) for name in os.listdir(cache))
+    for folder in (cache, f"{cache} of the dead"):
+        same_arrays(cached(one, pair, folder)[0], wanted)
+        assert cached(one, pair, folder)[1] == []
 
 
 @linux
-def test_a_job_that_is_killed_leaves_nothing_that_is_believed(one, pair, cache):
-    """Wherever it was; the cache of other data that was there before is not believed, either."""
+def test_jobs_may_build_at_once(one, pair, cache):
+    """Over a cache of other data: all get right arrays; the files are whole."""
     cached(one, pair, cache)
-    mk(one, pair, [[1] * 20] * 7)
-    wanted, _ = cached(one, pair, f"{cache} of the new")
-    jobs = []
-    for num_renames in range(5):
-        shutil.copytree(cache, f"{cache} {num_renames}")
-        arguments = one, pair, f"{cache} {num_renames}", num_renames
-        jobs.append(functools.partial(die_in_the_middle, *arguments))
-    assert in_children(*jobs) == [-signal.SIGKILL] * 5
-    for num_renames in range(5):
-        found, _ = cached(one, pair, f"{cache} {num_renames}")
-        same_arrays(found, wanted)
-        assert cached(one, pair, f"{cache} {num_renames}")[1] == []
-
-
-def test_a_limit_of_the_system_is_no_fault_of_the_cache(one, pair, cache, monkeypatch):
-    """Nothing is built again."""
-    ds, _ = start(one, pair, cache, 50)
-    opened = one.IndexedDataset(pair), pair, np.arange(4, dtype=np.int32), 50, one.Split.train
-    for error, word in (
-        (OSError(errno.EMFILE, "Too many open files"), "ulimit -n"),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), "vm.max_map_count"),
-        (MemoryError(), "vm.max_map_count"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr("builtins.open", mock.Mock(side_effect=error))
-            with pytest.raises(OSError, match=word):
-                one.GPTDataset(*opened, ds.config)
-        with monkeypatch.context() as patch:
-            patch.setattr(one, "_read_or_map_file", mock.Mock(side_effect=error))
-            with pytest.raises(type(error)):
-                one.GPTDataset(*opened, ds.config)
-
-
-def test_threads_may_build_at_once(one, pair, wanted, cache):
-    """Six have one name here; then all find it."""
-    fields = {"path_to_cache": cache, "num_dataset_builder_threads": 6}
-    cfg = config(one, ([pair] * 6, [1] * 6), **fields)
-    for _ in range(2):
-        [train, _, _], messages = heard(build, one, [6 * 49, 0, 0], cfg)
-        assert messages == []
-        for part in train.datasets:
-            assert part.num_samples == 50
-            assert part._in_files
-            same_arrays(arrays(part), wanted)
-
-
-@linux
-@pytest.mark.parametrize("stale", [False, True])
-def test_jobs_may_build_at_once(one, pair, cache, stale):
-    """Over nothing, and over a cache of other data: all get right arrays; the files are whole."""
-    if stale:
-        cached(one, pair, cache)
-        mk(one, pair, [[1] * 20] * 40)
+    mk(one, pair, [[1] * 20] * 40)
     barrier = FORK.Barrier(4)
 
     def build_together(n, wanted):
@@ -4368,7 +4116,7 @@ class RangeHandler(http.server.BaseHTTPRequestHandler):
         self.send_response(206 if wanted and status == 200 else status)
         self.send_header("ETag", hashlib.md5(body).hexdigest())
         self.send_header("Accept-Ranges", "bytes")
-        if wanted and body and fault != "whole":
+        if wanted and body:
             first, last = map(int, re.findall(r"\d+", wanted))
             body = body[first : last + 1]
         if fault == "short":
@@ -4391,9 +4139,9 @@ class Storage:
         self.root = root
         self._file_system, self._place = fsspec.core.url_to_fs(str(target or root))
 
-    def put(self, prefix, name=None):
-        """Copy a local pair -> the prefix of the copy, which has its name or another one."""
-        name = name or os.path.basename(prefix)
+    def put(self, prefix):
+        """Copy a local pair -> the prefix of the copy, which has its name."""
+        name = os.path.basename(prefix)
         for extension in ("bin", "idx"):
             self._file_system.put_file(f"{prefix}.{extension}", f"{self._place}/{name}.{extension}")
         return f"{self.root}/{name}"
@@ -4511,7 +4259,7 @@ def new_ranges(web):
     return places
 
 
-def test_ranges_are_exact(one, web, numbers, tmp_path):
+def test_ranges_are_exact(web, numbers):
     """The bytes that are asked for, each once, and none for what is empty."""
     new_ranges(web)
     numbers.get_many([(0, 2, 2), (0, 9, 1), (0, 2, 2), (0, 3, 0)])
@@ -4519,11 +4267,6 @@ def test_ranges_are_exact(one, web, numbers, tmp_path):
     numbers.get_many([])
     numbers.get(0, 2, 0)
     assert web.server.requests == []
-    fields = {"path_to_cache": str(tmp_path / "cache"), "sequence_length": 8}
-    train = build(one, [2, 0, 0], config(one, ([numbers.path_prefix], None), **fields))[0]
-    new_ranges(web)
-    assert [len(train[k]["tokens"]) for k in range(2)] == [8, 8]
-    assert new_ranges(web) == ["bytes=0-17", "bytes=16-33"]
 
 
 def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
@@ -4597,41 +4340,31 @@ def open_remote(one, place, folder):
     return one.IndexedDataset(place, object_storage_config=one.ObjectStorageConfig(folder))
 
 
+@linux
 def test_an_index_is_copied_once_for_each_state(one, web, some_pair, tmp_path):
-    """And for each prefix, even where the storage says the same of both."""
+    """And for each prefix, even where the storage says the same of both; by jobs at once, too."""
     prefix, docs = some_pair
     folder = tmp_path / "idx"
     place = web.put(prefix)
-    inodes = []
-    for _ in range(2):
-        open_remote(one, place, folder)
-        [copied] = folder.iterdir()
-        assert copied.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
-        inodes.append(copied.stat().st_ino)
-    assert inodes[0] == inodes[1]
-    pickled = pickle.dumps(open_remote(one, place, folder))
-    swapped = [docs[1], docs[0], *docs[2:]]  # files of the same sizes
-    web.put(mk(one, tmp_path / "changed" / "pair", swapped, np.uint16))
-    with pytest.raises(one.DatasetFormatError, match="replaced"):
-        pickle.loads(pickled)
-    assert lists(open_remote(one, place, folder)[:2]) == [docs[1].tolist(), docs[0].tolist()]
-    assert len(os.listdir(folder)) == 2
-    open_remote(one, web.put(prefix, "other"), folder)
-    assert len(os.listdir(folder)) == 3
-
-
-@linux
-def test_processes_may_copy_an_index_at_once(one, web, some_pair, tmp_path):
-    place = web.put(some_pair[0])
     barrier = FORK.Barrier(4)
 
     def job():
         barrier.wait(60)
-        open_remote(one, place, tmp_path / "idx")
+        open_remote(one, place, folder)
 
     assert in_children(job, job, job, job) == [0] * 4
-    [copied] = (tmp_path / "idx").iterdir()
-    assert copied.read_bytes() == pathlib.Path(f"{some_pair[0]}.idx").read_bytes()
+    [copied] = folder.iterdir()
+    assert copied.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
+    before = stamps(folder)
+    pickled = pickle.dumps(open_remote(one, place, folder))
+    assert stamps(folder) == before
+    web.put(mk(one, tmp_path / "changed" / "pair", docs[::-1], np.uint16))  # as long
+    with pytest.raises(one.DatasetFormatError, match="replaced"):
+        pickle.loads(pickled)
+    assert lists(open_remote(one, place, folder)[:]) == lists(docs[::-1])
+    assert len(os.listdir(folder)) == 2
+    open_remote(one, f"{web.root}/other/pair", folder)  # the server looks at the last name alone
+    assert len(os.listdir(folder)) == 3
 
 
 @pytest.mark.parametrize("name", ["ETag", "blob_id", "sha", "LastModified", "modificationTime"])
@@ -4644,12 +4377,11 @@ def test_an_index_that_changed_is_copied_again(one, bucket, some_pair, tmp_path,
         content = self.store[self._strip_protocol(path)].getvalue()
         return {"type": "file", "size": len(content), name: hashlib.md5(content).hexdigest()}
 
-    swapped = [docs[1], docs[0], *docs[2:]]
     with mock.patch.object(memory, "info", info):
         place = bucket.put(prefix)
         open_remote(one, place, tmp_path / "idx")
-        bucket.put(mk(one, tmp_path / "changed" / "pair", swapped, np.uint16))
-        assert lists(open_remote(one, place, tmp_path / "idx")[:]) == lists(swapped)
+        bucket.put(mk(one, tmp_path / "changed" / "pair", docs[::-1], np.uint16))
+        assert lists(open_remote(one, place, tmp_path / "idx")[:]) == lists(docs[::-1])
 
 
 def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_path):
@@ -4683,54 +4415,46 @@ def test_only_what_failed_is_asked_for_again(web, numbers, fault):
 
 
 def test_an_opening_is_tried_again(one, web, numbers, no_pauses):
-    """Whose requests fsspec calls "not found", whatever happens to them."""
+    """Whose requests fsspec calls "not found", whatever happens to them; but not in vain.
+
+    Without its size a pair could not be read in ranges.
+    """
     web.server.faults = itertools.repeat(503, 3)
     assert lists(one.IndexedDataset(numbers.path_prefix)) == [list(range(100, 120))]
     assert len(no_pauses) > 0
-
-
-@pytest.mark.parametrize(
-    "status, error, tries",
-    [
-        ("whole", OSError, 5),  # from a server that knows no ranges
-        (503, OSError, 5),
-        (404, FileNotFoundError, 1),
-        (410, FileNotFoundError, 1),
-        (401, PermissionError, 1),
-        (403, PermissionError, 1),
-    ],
-)
-def test_pauses_grow_and_end_in_an_error(web, numbers, no_pauses, status, error, tries):
-    """What is not there, or may not be read, is said at once.  The error names the object."""
-    web.server.requests.clear()
-    web.server.faults = itertools.repeat(status)
-    with pytest.raises(error, match=r"numbers\.bin: ") as caught:
-        numbers.get(0, 2, 2)
-    assert type(caught.value) is error
-    assert len(web.server.requests) == len(no_pauses) + 1 == tries
-    assert no_pauses == sorted(set(no_pauses))
+    no_pauses.clear()
+    for fault, kind in ((403, PermissionError), (404, FileNotFoundError), ("no length", OSError)):
+        web.server.faults = itertools.repeat(fault)
+        with pytest.raises(kind, match=r"numbers\.idx: ") as caught:
+            one.IndexedDataset(numbers.path_prefix)
+        assert caught.type is kind
+    assert no_pauses == []
 
 
 class HttpError(Exception):
     """No OSError, as the errors of aiohttp, botocore, azure and gcsfs are none."""
 
-
-FAILURES = {  # what fsspec raises, our class, and how often it is tried
-    "a client's own": (HttpError("503"), OSError, 5),
-    "time": (fsspec.exceptions.FSTimeoutError(), OSError, 5),
-    "connection": (ConnectionResetError("by the other side"), OSError, 5),
-    "its end": (EOFError(), OSError, 5),
-    "not there": (FileNotFoundError("bucket/pair.bin"), FileNotFoundError, 1),
-    "forbidden": (PermissionError("Forbidden"), PermissionError, 1),
-    "a program": (TypeError("an unexpected argument"), RuntimeError, 1),
-    "no ranges": (NotImplementedError("ranges"), RuntimeError, 1),
-}
+    def __init__(self, status):
+        super().__init__(f"HTTP {status}")
+        self.status = status
 
 
-@pytest.mark.parametrize("case", FAILURES)
-def test_only_what_may_pass_is_tried_again(one, bucket, some_pair, no_pauses, case):
-    """And not what is wrong in a program; the error says what it was, and of which object."""
-    failure, kind, tries = FAILURES[case]
+@pytest.mark.parametrize(
+    "failure, kind, tries",
+    [
+        (HttpError(503), OSError, 5),
+        (HttpError(404), FileNotFoundError, 1),
+        (HttpError(410), FileNotFoundError, 1),
+        (HttpError(401), PermissionError, 1),
+        (HttpError(403), PermissionError, 1),
+        (FileNotFoundError("bucket/pair.bin"), FileNotFoundError, 1),
+        (PermissionError("Forbidden"), PermissionError, 1),
+        (ConnectionResetError("by the other side"), OSError, 5),
+        (EOFError(), OSError, 5),
+    ],
+)
+def test_only_what_may_pass_is_tried_again(one, bucket, some_pair, no_pauses, failure, kind, tries):
+    """After pauses that grow.  The error says what it was, and of which object."""
     ds = one.IndexedDataset(bucket.put(some_pair[0]))
     memory = fsspec.get_filesystem_class("memory")
     with mock.patch.object(memory, "cat_file", side_effect=failure) as reads:
@@ -4739,14 +4463,13 @@ def test_only_what_may_pass_is_tried_again(one, bucket, some_pair, no_pauses, ca
     assert type(caught.value) is kind and caught.value.__cause__ is failure
     assert f"{type(failure).__name__}: {failure}" in str(caught.value)
     assert reads.call_count == len(no_pauses) + 1 == tries
+    assert no_pauses == sorted(set(no_pauses))
 
 
-def test_a_pair_whose_size_is_not_told_is_refused(web, numbers, one):
-    """It could not be read in ranges; nor is a missing object one."""
-    web.server.faults = itertools.repeat("no length")
-    with pytest.raises(OSError, match=r"numbers\.idx: .* size") as caught:
-        one.IndexedDataset(numbers.path_prefix)
-    assert type(caught.value) is OSError
+def test_a_folder_is_no_object(one, bucket):
+    for ending in (".idx", ".bin"):
+        fsspec.filesystem("memory").pipe_file(f"/bucket/p{ending}/file", b"1")
+    assert not one.IndexedDataset.exists(f"{bucket.root}/p")
 
 
 def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
@@ -4763,53 +4486,46 @@ def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
 @pytest.mark.parametrize(
     "url, is_refused",
     [
-        ("s3://KEY:SECRET@bucket/c", True),
         ("s3://key:pass/word@bucket/c", True),  # pass is no port
         ("s3://KEY:SECRET", True),
-        ("memory://user:pw@bucket/c", True),
         ("ftp://user:@host/c", True),
-        ("http://user@host/x", True),
-        ("http://user:pw@host/x", True),
         ("HTTPS://token@host/x", True),
         ("http://user:12::x@host/x", True),
         ("http://user:pw@[::1]:80/x", True),
         ("s3://[KEY:SECRET]@bucket/c", True),
         ("simplecache::s3://KEY:SECRET@bucket/c", True),
         ("zip://a.jsonl::filecache::http://user@host/x.zip", True),
-        ("s3://bucket/c", False),
         ("s3://bucket/a:b@c", False),
         ("http://host:8080/a@b", False),
         ("https://host/x?sig=a:b@c", False),
-        ("http://[::1]:80/x", False),
-        ("http://[2001:db8::1]/x", False),
+        ("http://[2001:db8::1]:80/x", False),
         ("abfs://container@account.dfs.core.windows.net/x", False),
         ("hdfs://user@host:8020/c", False),
-        ("simplecache::s3://bucket/c", False),
         ("zip://a.jsonl::filecache::s3://bucket/x.zip", False),
-        ("memory://bucket/c", False),
         ("memory:///c", False),
         ("data/a:b@c", False),
         ("C:\\x", False),
-        ("-", False),
-        ("", False),
     ],
 )
 def test_what_a_url_with_a_password_is(one, url, is_refused):
     assert one._holds_password(url) == is_refused
 
 
-def doors(one, url, local):
-    """Each place that a URL can be given to, but the commands -> (function, arguments)."""
+def test_a_url_with_a_password_is_refused_at_every_door(one, some_pair, tmp_path, capsys, caplog):
+    """So none gets into a message, a file or its name, an object, or what is pickled of one.
+
+    Upstream, and this module once: in clear in the description of a cache, and in its name.
+    """
+    url = f"memory://k:{SECRET}/{SECRET}@b/c"
+    local, _ = some_pair
     blend = ([local, url], [1, 2])
     per_split = {"blend_per_split": [None, blend, None], "tokenizer": Tok()}
     builder = one.IndexedDatasetBuilder(f"{local}.new.bin")
-    lines = jsonl(pathlib.Path(f"{local}.jsonl"), ["1"])
-    return [
+    lines = jsonl(f"{local}.jsonl", ["1"])
+    for function, arguments in (
         (config, [one, blend]),
         (config, [one, (local, url)]),  # no blend: the sentence that says so would show it
-        (config, [one, url]),
         (functools.partial(one.GPTDatasetConfig, 1, 8, **per_split), []),
-        (functools.partial(one.GPTDatasetConfig, 1, 8, [[url]], tokenizer=Tok()), []),
         (one.get_blend_from_list, [["30", local, "70", url]]),
         (one.get_blend_from_list, [[local, url, "70"]]),
         (one.get_blend_from_list, [url]),
@@ -4819,41 +4535,20 @@ def doors(one, url, local):
         (builder.finalize, [f"{url}.idx"]),
         (builder.add_index, [url]),
         (one.toy_corpus, [url]),
-        (one.preprocess, [url, f"{local}.o"]),
         (one.preprocess, [iter([lines, f"{url}*.jsonl"]), f"{local}.o"]),
         (one.preprocess, [lines, url]),
-        (one.merge, [url, f"{local}.o"]),
         (one.merge, [iter([local, url]), f"{local}.o"]),
         (one.merge, [[f"{url}_00000_of_00002"], f"{local}.o"]),
         (one.merge, [[local], url]),
-    ]
-
-
-@pytest.mark.parametrize(
-    "url",
-    [f"s3://KEY:{SECRET}@bucket/c", f"memory://k:{SECRET}/{SECRET}@b/c", f"http://{SECRET}@h/c"],
-)
-def test_a_url_with_a_password_is_refused_at_every_door(
-    one, some_pair, tmp_path, capsys, caplog, url
-):
-    """So none gets into a message, a file or its name, an object, or what is pickled of one.
-
-    Upstream, and this module once: in clear in the description of a cache, and in its name.
-    """
-    local, _ = some_pair
-    for function, arguments in doors(one, url, local):
+    ):
         with pytest.raises(ValueError, match="holds a password") as caught:
             function(*arguments)
         assert type(caught.value) is ValueError, arguments
         assert SECRET not in str(caught.value), arguments
         assert caught.value.__cause__ is caught.value.__context__ is None
-    lines = f"{local}.jsonl"
     for line in (
         ["preprocess", "--input", lines, url, "--output-prefix", f"{local}.o"],
-        ["preprocess", "--input", lines, "--output-prefix", url],
-        ["merge", "--input", local, url, "--output-prefix", f"{local}.o"],
         ["merge", "--input", local, "--output-prefix", url],
-        ["inspect", url],
         ["verify", local, url],
     ):
         code, out, err = command(one, capsys, *line)
