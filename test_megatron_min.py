@@ -6311,16 +6311,14 @@ def test_a_tokenizer_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
 def test_a_package_that_is_missing_is_named(one, tmp_path, hf, monkeypatch):
     """And nothing else: who has copied the module has no extras, and the name is anybody's."""
     job = {"texts": ["a"], "output_prefix": tmp_path / "o"}
-    for package, use in {
+    for module, use in {
         "gigatoken": functools.partial(one.build_tokenizer, f"gigatoken:{hf}"),
         "tokenizers": functools.partial(one.build_tokenizer, hf),
-        "nltk": functools.partial(one.preprocess, **job, split_sentences=True),
-        "pyarrow": functools.partial(one.SFTDataset.build_low_level_dataset, "a.parquet", None),
+        "nltk.tokenize.punkt": functools.partial(one.preprocess, **job, split_sentences=True),
+        "pyarrow.parquet": functools.partial(chat, one, tmp_path / "a.parquet"),
     }.items():
-        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
-            monkeypatch.delitem(sys.modules, name)
-        monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
-        with pytest.raises(ImportError, match=rf": pip install {package}$"):
+        monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+        with pytest.raises(ImportError, match=rf": pip install {module.partition('.')[0]}$"):
             use()
 
 
@@ -6405,18 +6403,15 @@ def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path):
     """
     pytest.importorskip("gigatoken")
     tokenizers = pytest.importorskip("tokenizers")
-    of_bytes = tokenizers.pre_tokenizers.ByteLevel
-    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
-    trained.pre_tokenizer = of_bytes(add_prefix_space=False)
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|endoftext|>", "<|im_end|>"],
-        initial_alphabet=of_bytes.alphabet(),
-        show_progress=False,
-    )
+    of_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<|endoftext|>", "<|im_end|>"]
+    words = [*special, *sorted(of_bytes.alphabet()), "th", "the", "12"]
+    vocab = {word: number for number, word in enumerate(words)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("t", "h"), ("th", "e"), ("1", "2")]))
+    made.pre_tokenizer = of_bytes
+    made.add_special_tokens(special)
+    made.save(str(tmp_path / "tokenizer.json"))
     texts = odd_texts(np.random.default_rng(0), 300)
-    trained.train_from_iterator(texts, trainer)
-    trained.save(str(tmp_path / "tokenizer.json"))
     slow = one.build_tokenizer(tmp_path, "<|im_end|>")
     fast = one.build_tokenizer(f"gigatoken:{tmp_path}", "<|im_end|>")
     ids = [slow.tokenize(text) for text in texts]
@@ -7333,10 +7328,9 @@ ROW = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
 
 
 def write_parquet(path, columns, **arguments):
-    """Write a Parquet file -> its path."""
+    """Write a Parquet file."""
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(sys.modules["pyarrow"].table(columns), path, **arguments)
-    return path
 
 
 def random_rows(rng, count, longest):
@@ -7552,19 +7546,17 @@ def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
     train, valid, test = build(one, [24, 4, 0], cfg, one.SFTDataset)
     assert (len(train), len(valid), len(test)) == (24, 4, 0)
     assert [len(part.indices) for part in (*train.datasets, *valid.datasets)] == [16, 16, 2, 2]
-    batches = list(loader_of(one, train, num_workers=2, **fields_of("sharded")))
-    assert batches[0]["cu_seqlens"].shape == (4, 9)
-    first = loader_of(one, train, **fields_of("sharded"))
-    found = list(itertools.islice(first, 3))
-    state = first.state_dict()
-    later = loader_of(one, train, **fields_of("sharded"))
+    loader = loader_of(one, train, num_workers=2)
+    batches = iter(loader)
+    assert next(batches)["cu_seqlens"].shape == (4, 9)
+    state = loader.state_dict()
+    later = loader_of(one, train)
     later.load_state_dict(state)
-    same_batches(found + list(later), batches)
+    same_batches(list(later), list(batches))
     jsonl(tmp_path / "a", rows[::-1], "messages")
     changed, _, _ = build(one, [24, 4, 0], cfg, one.SFTDataset)
-    other = loader_of(one, changed, **fields_of("sharded"))
     with pytest.raises(ValueError, match="does not fit"):
-        other.load_state_dict(state)
+        loader_of(one, changed).load_state_dict(state)
 
 
 # ==============================================================================
