@@ -7452,8 +7452,8 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
         '{"messages": [{"from": "human", "value": "a"}]}': "KeyError: 'role'",
         '{"messages": [{"role": "user", "content": null}]}': "wanted texts",
         '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}': "wanted texts",
-        '{"messages": [{"role": "user", "content": "1", "weight": 0}]}': "weight of a message would",
-        '{"messages": [{"role": "user", "content": "", "tool_calls": [1]}]}': "tool_calls of a mess",
+        '{"messages": [{"role": "user", "content": "1", "weight": 0}]}': "weight .* lost",
+        '{"messages": [{"role": "user", "content": "", "tool_calls": [1]}]}': "tool_calls .* lost",
     }
     path = tmp_path / "chat.jsonl"
     path.write_text("\n\n".join([good, *bad, good]))  # with blank lines
