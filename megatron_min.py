@@ -6061,8 +6061,12 @@ class NullTokenizer:
         self.unique_identifiers = {"class": "NullTokenizer", "vocab_size": self.vocab_size}
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the numbers in a text; ValueError if a word is no number."""
-        return [int(number) for number in text.split()]
+        """Return the ids in a text; ValueError if a word is none."""
+        ids = [int(number) for number in text.split()]
+        for token in ids:
+            if not 0 <= token < self.eod:
+                raise ValueError(f"{token} is no id below {self.eod}")
+        return ids
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
         """Return ids as numbers with spaces in between."""
@@ -7308,16 +7312,33 @@ def _pack_conversations(encoded, sequence_length, fill, granularity):
     return tokens, targets, is_filled, ends
 
 
-class _JsonlRows:
-    """The rows of a file of JSON lines, by number.  Blank lines are no rows.
+class _Rows:
+    """The rows of a file, by number."""
+
+    def __init__(self, path):
+        self.path = os.path.abspath(path)
+        with open(self.path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            ends = file.read(4096)
+            file.seek(max(0, size - 4096))
+            ends += file.read(4096)
+        self._fingerprint = {"size": size, "ends_crc32": zlib.crc32(ends)}
+
+    def fingerprint(self):
+        """What tells these rows from others, as IndexedDataset.fingerprint() does for tokens."""
+        return self._fingerprint
+
+
+class _JsonlRows(_Rows):
+    """The rows of a file of JSON lines.  Blank lines are no rows.
 
     starts         where each row begins, in bytes
     line_numbers   the number of its line, from 1, for errors
     """
 
     def __init__(self, path):
-        self.path = os.path.abspath(path)
-        self._fingerprint = _fingerprint_of_rows(path)
+        super().__init__(path)
         self.starts = array.array("q")
         self.line_numbers = array.array("q")
         position = 0
@@ -7331,10 +7352,6 @@ class _JsonlRows:
     def __len__(self):
         return len(self.starts)
 
-    def fingerprint(self):
-        """What tells these rows from others, as IndexedDataset.fingerprint() does for tokens."""
-        return self._fingerprint
-
     def __getitem__(self, row):
         # An open file would have a position, which threads and forked processes could mix up.
         with open(self.path, "rb") as file:
@@ -7342,12 +7359,12 @@ class _JsonlRows:
             return _read_object(file.readline())
 
 
-class _ParquetRows:
-    """The rows of a Parquet file, by number; its column "messages" is kept in memory."""
+class _ParquetRows(_Rows):
+    """The rows of a Parquet file; its column "messages" is kept in memory."""
 
     def __init__(self, path):
         parquet = _import_extra("pyarrow.parquet", path)
-        self._fingerprint = _fingerprint_of_rows(path)
+        super().__init__(path)
         try:
             table = parquet.read_table(path, columns=["messages"])
             self._messages = table.column("messages")
@@ -7357,23 +7374,8 @@ class _ParquetRows:
     def __len__(self):
         return len(self._messages)
 
-    def fingerprint(self):
-        """As of _JsonlRows."""
-        return self._fingerprint
-
     def __getitem__(self, row):
         return {"messages": self._messages[row].as_py()}
-
-
-def _fingerprint_of_rows(path):
-    """The size of a file of rows, and a CRC-32 of its first and its last 4,096 bytes."""
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        ends = file.read(4096)
-        file.seek(max(0, size - 4096))
-        ends += file.read(4096)
-    return {"size": size, "ends_crc32": zlib.crc32(ends)}
 
 
 # ==============================================================================
@@ -7725,7 +7727,14 @@ def _run_inspect(options):
     _print_line(f"lengths: {lengths.min():,} to {lengths.max():,} tokens, {mean:,.1f} on average")
     tokens = dataset.get(0, 0, min(16, int(lengths[0]))).tolist()
     _print_line(f"sequence 0: {tokens}")
-    if max(tokens, default=0) < tokenizer.vocab_size:
+    record = _read_record(dataset.absolute_prefix)
+    difference = None
+    if record is not None:
+        identity = _identity_of_tokenizer(tokenizer)
+        difference = _compare_tokenizers(options.prefix, record, "this command", identity)
+    if difference is not None:
+        _print_line(f"not decoded: {difference}")
+    elif all(isinstance(token, int) and 0 <= token < tokenizer.vocab_size for token in tokens):
         _print_line(f"decoded: {tokenizer.detokenize(tokens)!r}")
     else:
         _print_line("not decoded: name the tokenizer of the pair with --tokenizer")
@@ -7754,21 +7763,22 @@ def _run_demo(options):
             random_seed=1234,
             sequence_length=256,
             blend=([pairs["code"], pairs["docs"]], [70, 30]),
-            split="90,5,5",
+            split="1",
             tokenizer=ByteTokenizer(),
-            create_attention_mask=False,
         )
-        sizes = [600, 0, 0]
+        sizes = [600, None, None]
         builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
         train, _, _ = builder.build()
         _print_line(f"2. A blend, 70 % code: {len(train):,} samples of 256 tokens; the pairs have")
         for key, dataset, count in zip(keys, train.datasets, train.samples_taken(), strict=True):
             _print_line(f"   {key}: {len(dataset):,} samples to train on, {count:,} in the blend")
 
-        ranks = []
-        for rank in range(2):
-            place = {"data_parallel_rank": rank, "data_parallel_size": 2}
-            ranks.append(build_pretraining_data_loader(train, 0, micro_batch_size=4, **place))
+        loaders = []
+        for rank, size in ((0, 2), (1, 2), (0, 1)):
+            place = {"data_parallel_rank": rank, "data_parallel_size": size}
+            loader = build_pretraining_data_loader(train, 0, micro_batch_size=8 // size, **place)
+            loaders.append(loader)
+        *ranks, resumed = loaders
         steps = zip(*ranks, strict=True)
         batch, _ = next(steps)
         text = ByteTokenizer().detokenize(batch["tokens"][0])
@@ -7776,7 +7786,6 @@ def _run_demo(options):
             next(steps)
         _print_line(f"3. Batches: 2 ranks x 4 samples, first {text[:32]!r}, stopped after 5 steps")
 
-        resumed = build_pretraining_data_loader(train, 0, micro_batch_size=8)
         resumed.load_state_dict(ranks[0].state_dict())
         equal = []
         for batch, parts in zip(resumed, steps, strict=True):
