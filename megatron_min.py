@@ -5685,7 +5685,7 @@ def build_pretraining_data_loader(
     if len(dataset) == 0:  # a split of which nothing is wanted
         return None
     if isinstance(dataset, list) and isinstance(dataset[0], torch.utils.data.Dataset):
-        raise ValueError("dataset is a list of datasets (of validation, one for each corpus?): give one")
+        raise ValueError("dataset is a list of datasets: a loader takes one of them")
     place = [data_parallel_rank, data_parallel_size]
     sizes = [len(dataset), consumed_samples, micro_batch_size, *place]
     if full_validation:

@@ -5418,7 +5418,6 @@ def test_of_random_pairs_of_runs_a_state_fits_where_the_samples_are_equal(
 
 
 def test_a_refusal_says_what_differs_and_what_to_do(one, corpora_of_runs):
-    phases = A_RUN | {"mix": TWO_PHASES}
     one_of_b = [(4, (1, 0)), (1, (0, 1)), (95, (1, 0))]
     b_grows = [*one_of_b, (300, (0, 1))]  # by epochs, so its sample 0 is another
     every_other = A_RUN | {"part": "every other"}
@@ -5428,18 +5427,15 @@ def test_a_refusal_says_what_differs_and_what_to_do(one, corpora_of_runs):
         ("single", A_RUN, {"folder": "other tokens"}, r"corpus 0 \(a\) is another one here"),
         ("single", A_RUN, {"random_seed": 2}, "sample 0 of the 40 that were consumed is another"),
         ("sharded", A_RUN, {"random_seed": 2}, "sample 0 of the 40 that are shuffled is another"),
-        ("sharded", A_RUN, {"seed": 1}, r"the seed of the order .* \(0 in the state, 1 here\)"),
         ("single", A_RUN, {"corpora": "a"}, "which corpus gave which sample is another"),
         ("single", A_RUN, {"corpora": "a", "mix": []}, "which corpus .* None here"),
-        ("single", phases, {"mix": TWO_PHASES[::-1]}, "which corpus gave which sample"),
         ("single", few_of_b, {"mix": b_grows}, "sample 0 of corpus 1 is another"),
         ("single", every_other, {"part": "from 8 on"}, "sample 0 of the 20 that were consumed"),
     ):
         before = data_of_run(one, corpora_of_runs, run)
         state = state_of(one, before, min(40, len(before)), **fields_of(kind))
         other = data_of_run(one, corpora_of_runs, run | changes)
-        fields = fields_of(kind) | {"seed": changes.get("seed", 0)}
-        loader = loader_of(one, other, **fields)
+        loader = loader_of(one, other, **fields_of(kind))
         words = f"^the state does not fit: {words}.*stable_order=True.*strict=False"
         with pytest.raises(ValueError, match=words):
             loader.load_state_dict(state)
@@ -5602,22 +5598,21 @@ def an_error_on_one_rank_is_raised_on_all(job):
 
 def a_class_that_other_ranks_do_not_have(job):
     """Or have as another thing: there it is a RuntimeError with its name."""
-    for failing in (0, 1):
-        module = types.ModuleType("of_one_rank")
-        sys.modules["of_one_rank"] = module
-        module.Mine = type("Mine", (ValueError,), {"__module__": "of_one_rank"})
+    module = types.ModuleType("of_one_rank")
+    module.Mine = type("Mine", (ValueError,), {"__module__": "of_one_rank"})
+    kind = RuntimeError
+    mine = None
+    words = r"^rank 1: a \(Mine\)$"
+    if job.rank == 1:
         kind = module.Mine
         mine = kind("a")
-        words = f"^rank {failing}: a$"
-        if job.rank != failing:
-            kind = RuntimeError
-            mine = None
-            words = rf"^rank {failing}: a \(Mine\)$"
-            module.Mine = str
-            if failing == 0:
-                del sys.modules["of_one_rank"]
-        with pytest.raises(kind, match=words):
-            job.mm._on_every_rank(mock.Mock(side_effect=mine))
+        words = "^rank 1: a$"
+    if job.rank > 1:
+        module.Mine = str
+    if job.rank > 0:
+        sys.modules["of_one_rank"] = module
+    with pytest.raises(kind, match=words):
+        job.mm._on_every_rank(mock.Mock(side_effect=mine))
 
 
 def what_ends_a_process_is_not_told(job):
@@ -6104,13 +6099,6 @@ def test_c_refuses_bad_calls(c, name):
         assert [sys.getrefcount(values) for values in arrays] == counts, wrong
     function = getattr(c._megatron_min, name)
     assert list(inspect.signature(function).parameters) == list(good)
-
-
-def test_an_error_of_the_object_itself_stays(c):
-    view = memoryview(b"")
-    view.release()
-    with pytest.raises(ValueError, match="released memoryview"):
-        call_c(c, "shuffle", toy_call("shuffle") | {"array": view})
 
 
 @pytest.mark.slow
