@@ -5328,7 +5328,8 @@ class _PaddedSubset(torch.utils.data.Subset):
 class PretrainingDataLoader(torch.utils.data.DataLoader):
     """A DataLoader whose position can be saved, as with torchdata's StatefulDataLoader.
 
-    dataset        any dataset
+    dataset        any dataset; one that can be asked for sample None (of a Subset its dataset), if
+                   the sampler fills up batches with it
     batch_sampler  a sampler of section 8
     num_workers    how many threads, or processes, make batches ahead; 0: none
     arguments      further arguments of DataLoader, such as collate_fn or prefetch_factor.  With
@@ -6018,7 +6019,8 @@ def _read_samples(dataset, columns, rows, samples):
     corpus = dataset.dataset
     if type(corpus) is not IndexedDataset or corpus.mapped_tokens is None:
         return False
-    if len(dataset.shuffle_index) < len(dataset):  # C counts -1 from the end of shuffle_index
+    num_samples = len(dataset)
+    if len(dataset.shuffle_index) < num_samples:  # C would count -1 from its end
         return False
     try:
         rows = array.array("q", rows)
@@ -6041,7 +6043,7 @@ def _read_samples(dataset, columns, rows, samples):
             corpus.sequence_lengths,
             dataset.document_index,
             dataset.sample_index,
-            dataset.shuffle_index[: len(dataset)],  # more than these are no samples
+            dataset.shuffle_index[:num_samples],  # more than these are no samples
             int(config.add_extra_token_to_sequence),
             dataset._pad_token_id,
             _NO_EOD if dataset.eod_token_id is None else dataset.eod_token_id,
