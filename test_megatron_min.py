@@ -5834,6 +5834,9 @@ def test_what_c_cannot_read_is_left_to_the_definition(mm, toy):
     short = gpt(mm, toy, **fields)
     short.shuffle_index = short.shuffle_index[:2]
     check_refused(short, -1, IndexError)
+    longer = gpt(mm, toy, **fields)
+    longer.shuffle_index = np.append(longer.shuffle_index, longer.shuffle_index[:1])
+    same_samples(longer[-1], longer[2])
     with pytest.raises(IndexError):
         batch_of(gaps, [])
 
