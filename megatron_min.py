@@ -3160,8 +3160,8 @@ class _Sampler:
             "data_parallel_size": data_parallel_size,
         }
         for name, size in sizes.items():
-            if size < 1 or size % 1:
-                raise ValueError(f"{name} must be >= 1 and whole, got {size}")
+            if not isinstance(size, numbers.Real) or size < 1 or size % 1:
+                raise ValueError(f"{name} must be >= 1 and whole, got {size!r}")
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(
                 f"data_parallel_rank must be 0 to {data_parallel_size - 1}, "
@@ -3175,7 +3175,7 @@ class _Sampler:
         self.drop_last = drop_last
         self.samples_per_round = self.micro_batch_size * self.data_parallel_size
         self.active_total_samples = self.total_samples - self.total_samples % self.samples_per_round
-        self.check_start(self.consumed_samples)
+        self.check_start(consumed_samples)
 
     def __len__(self) -> int:
         if self.drop_last:
@@ -3184,9 +3184,9 @@ class _Sampler:
 
     def check_start(self, consumed_samples: int) -> None:
         """ValueError unless a pass can start there: anywhere from the first sample to the end."""
-        if not 0 <= consumed_samples <= self.total_samples:
+        if not 0 <= consumed_samples <= self.total_samples or consumed_samples % 1:
             raise ValueError(
-                f"consumed_samples must be 0 to total_samples ({self.total_samples}), "
+                f"consumed_samples must be 0 to total_samples ({self.total_samples}) and whole, "
                 f"got {consumed_samples}"
             )
 
@@ -5266,7 +5266,6 @@ def _holds_password(url: str) -> bool:
 _STATE_VERSION = 6  # a number to count up when the same past comes to mean other samples
 _NUM_PROBES = 32
 _SUBJECTS = {  # what a message says of an entry of a past
-    "version": "the version",
     "sampler": "the {key} of the order",
     "mix": "which corpus gave which sample",
     "corpora": "corpus {key}",
@@ -5287,10 +5286,18 @@ def _is_plain(dataset: typing.Any) -> bool:
     return all(type(part) is GPTDataset and part.config is dataset.config for part in parts)
 
 
+class _PaddedSubset(torch.utils.data.Subset):
+    """A Subset whose sample None, which fills up a batch, is that of its dataset."""
+
+    def __getitems__(self, indices):
+        return _samples_of(self.dataset, [k if k is None else self.indices[k] for k in indices])
+
+
 class PretrainingDataLoader(torch.utils.data.DataLoader):
     """A DataLoader whose position can be saved, as with torchdata's StatefulDataLoader.
 
-    dataset        any dataset
+    dataset        any dataset; one that can be asked for sample None (of a Subset its dataset), if
+                   the sampler fills up batches with it
     batch_sampler  a sampler of section 8
     num_workers    how many threads, or processes, make batches ahead; 0: none
     arguments      further arguments of DataLoader, such as collate_fn or prefetch_factor.  With
@@ -5326,6 +5333,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             raise ValueError(
                 "in_order=False: a state counts batches, so they must come in the sampler's order"
             )
+        if type(dataset) is torch.utils.data.Subset:
+            dataset = _PaddedSubset(dataset.dataset, dataset.indices)
         may_use_threads = IMPLEMENTATION == "c" and _is_plain(dataset)
         self.makes_own_batches = may_use_threads and arguments.keys() <= {"pin_memory"}
         self.num_threads = 0
@@ -5450,14 +5459,20 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             ) from None
         self.batch_sampler.check_start(consumed)
         if strict:
-            here = json.loads(self._look_at_past(consumed))
-            self._check_past({"version": version, **past}, {"version": _STATE_VERSION, **here})
+            if version != _STATE_VERSION:
+                raise ValueError(
+                    f"the state does not fit: it has version {version}, and this release reads "
+                    f"{_STATE_VERSION}.  Go on with the release that saved it, or at its place, "
+                    "unchecked: load_state_dict(state, strict=False)"
+                )
+            self._check_past(past, json.loads(self._look_at_past(consumed)))
         self._newest = None
         self.consumed_samples = consumed
         self.batch_sampler.consumed_samples = consumed
 
     def _check_past(self, saved, here):
         """ValueError, with the first thing that differs, unless a saved past is that of here."""
+        corpora = dict(enumerate(self._corpora))
         for what in {**saved, **here}:
             was = _entries(saved.get(what))
             now = _entries(here.get(what))
@@ -5465,8 +5480,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                 if was.get(key) == now.get(key):
                     continue
                 subject = _SUBJECTS.get(what, what).format(key=key)
-                if what == "corpora":
-                    subject += f" ({os.path.basename(_name(self._corpora[key]))})"
+                if what == "corpora" and key in corpora:
+                    subject += f" ({os.path.basename(_name(corpora[key]))})"
                 raise ValueError(
                     f"the state does not fit: {subject} is another one here ({was.get(key)} in the "
                     f"state, {now.get(key)} here).  Go on with the data and the settings of the "
@@ -5482,7 +5497,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         settings = self._settings_of_order(consumed_samples)
         num_samples = consumed_samples
         which = "that were consumed"
-        if "samples that are shuffled" in settings:  # each of them may have been consumed
+        if self.batch_sampler.kind == "cyclic":  # each that is shuffled may have been consumed
             num_samples = settings["samples that are shuffled"]
             which = "that are shuffled"
         count = min(num_samples, _NUM_PROBES)
@@ -5568,35 +5583,36 @@ def _look_at_item(dataset, k):
 
     It may draw from the global generators, so these are seeded for the look, and set back.
     """
-    state_of_torch = torch.get_rng_state()
     state_of_numpy = np.random.get_state()
     state_of_python = random.getstate()
-    torch.default_generator.manual_seed(0)  # torch.manual_seed() would seed those of GPUs, too
     np.random.seed(0)
     random.seed(0)
     try:
-        with torch.device("cpu"):
-            item = dataset[k]
-        return _md5(json.dumps(item, default=_as_part_of_look))
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.default_generator.manual_seed(0)  # torch.manual_seed() would seed GPUs, too
+            return _md5(json.dumps(_as_part_of_look(dataset[k])))
     except Exception:
         return None
     finally:
-        torch.set_rng_state(state_of_torch)
         np.random.set_state(state_of_numpy)
         random.setstate(state_of_python)
 
 
 def _as_part_of_look(value):
-    """What stands in JSON for a part of a sample that JSON does not know."""
+    """A part of a sample in terms of JSON."""
+    if value is None or isinstance(value, str | int | float):
+        return value
     if isinstance(value, torch.Tensor):
-        values = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+        values = value.detach().cpu().to_dense().contiguous().flatten().view(torch.uint8)
         return [str(value.dtype), list(value.shape), _md5(values.numpy())]
     if isinstance(value, np.ndarray | np.generic):
         if value.dtype.hasobject:
-            return value.tolist()
+            return _as_part_of_look(value.tolist())
         return [str(value.dtype), list(value.shape), _md5(value.tobytes())]
     if isinstance(value, collections.abc.Mapping):
-        return dict(value)
+        return {str(_as_part_of_look(key)): _as_part_of_look(value[key]) for key in value}
+    if isinstance(value, list | tuple):
+        return [_as_part_of_look(part) for part in value]
     if isinstance(value, bytes | numbers.Number):
         return repr(value)
     return type(value).__name__
@@ -5637,6 +5653,8 @@ def build_pretraining_data_loader(
         return dataset
     if len(dataset) == 0:  # a split of which nothing is wanted
         return None
+    if isinstance(dataset, list) and isinstance(dataset[0], torch.utils.data.Dataset):
+        raise ValueError("dataset is a list of datasets: a loader takes one of them")
     place = [data_parallel_rank, data_parallel_size]
     sizes = [len(dataset), consumed_samples, micro_batch_size, *place]
     if full_validation:
@@ -5903,7 +5921,7 @@ _NO_EOD = -(2**63)  # an id that no token has
 
 @functools.wraps(_make_batch)
 def _c_make_batch(dataset, indices):
-    columns = _read_columns(dataset, indices)
+    columns = _read_columns(dataset, indices) if len(indices) else None
     if columns is None:
         return _c_make_batch.__wrapped__(dataset, indices)
     return {key: torch.from_numpy(values) for key, values in columns.items()}
@@ -5969,6 +5987,9 @@ def _read_samples(dataset, columns, rows, samples):
     corpus = dataset.dataset
     if type(corpus) is not IndexedDataset or corpus.mapped_tokens is None:
         return False
+    num_samples = len(dataset)
+    if len(dataset.shuffle_index) < num_samples:  # C would count -1 from its end
+        return False
     try:
         rows = array.array("q", rows)
         samples = array.array("q", [0 if k is None else k for k in samples])
@@ -5990,7 +6011,7 @@ def _read_samples(dataset, columns, rows, samples):
             corpus.sequence_lengths,
             dataset.document_index,
             dataset.sample_index,
-            dataset.shuffle_index[: len(dataset)],  # more than these are no samples
+            dataset.shuffle_index[:num_samples],  # more than these are no samples
             int(config.add_extra_token_to_sequence),
             dataset._pad_token_id,
             _NO_EOD if dataset.eod_token_id is None else dataset.eod_token_id,
