@@ -6085,8 +6085,8 @@ class NullTokenizer:
         """Return the ids in a text; ValueError if a word is none."""
         ids = [int(number) for number in text.split()]
         for token in ids:
-            if not 0 <= token < self.eod:
-                raise ValueError(f"{token} is no id below {self.eod}")
+            if not 0 <= token <= self.eod:
+                raise ValueError(f"{token} is no id up to {self.eod}, which is eod")
         return ids
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
