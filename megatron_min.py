@@ -720,7 +720,8 @@ def _file_stamp(path: str | os.PathLike) -> dict:
     if _is_remote(path):
         return _RemoteFile(path).stamp()
     stat = os.stat(path)
-    return {"size": stat.st_size, "changed": stat.st_mtime_ns}
+    # What unpacks or copies a file may set its st_mtime_ns to an old time, but no st_ctime_ns.
+    return {"size": stat.st_size, "changed": max(stat.st_mtime_ns, stat.st_ctime_ns)}
 
 
 class IndexedDatasetBuilder(contextlib.AbstractContextManager):
@@ -827,7 +828,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         num_bytes = lengths.astype(np.int64) * self._token_dtype.itemsize
         sequence_pointers = np.cumsum(num_bytes)
         sequence_pointers -= num_bytes  # where each sequence begins
-        index = _NewFile(idx_path)
+        index = _NewFile(idx_path, digits=self._bin.digits)
         try:
             index.file.write(_HEADER.pack(_MAGIC, _VERSION, code, n, m))
             index.file.write(lengths)
@@ -4583,13 +4584,15 @@ def forward_backward_no_pipelining(
 #   2      new                       old                    new                 the old .idx goes
 #   3      new          new                                                     the folder is synced
 #
-# If step 1 or 2 fails, the old .idx comes back; the old record does not.
+# If step 1 or 2 fails, the old .idx comes back; the old record does not.  So who finds the same
+# .idx before and after opening the .bin has a pair.  A lock on the folder keeps the steps of two
+# jobs that write one pair apart: the later pair stays.
 #
 # After an error, or a signal that ends our commands, temporary files are removed, at the latest
 # when the process ends.  One that is killed (kill -9, no power, a second signal meanwhile) leaves
 # them behind.  They can be deleted by hand, except where a .bin has no .idx.  There one of them is
-# the .idx, to be renamed: corpus.idx.*.old.tmp if it is alone, or if there is a corpus.bin.*.tmp;
-# else the one without .old.
+# the .idx, to be renamed: the newest corpus.idx.*.tmp, with .old or without.  But one without, with
+# digits X, does not count if there is a corpus.bin.X.tmp: then its .bin has no name either.
 
 
 class _NewFile:
@@ -4597,7 +4600,8 @@ class _NewFile:
 
     path       made absolute: the process may change its folder meanwhile
     synced     have the disk hold the file before it gets its name; False for what can be made again
-    file       the open file, to write to
+    digits     a part of its temporary name, random by default; an .idx has those of its .bin
+    file       the open file, to write to; the error of a write names it
     temporary  its name until commit()
 
     In a with block the file is committed at the end, or removed if an exception ends the block.
@@ -4605,17 +4609,19 @@ class _NewFile:
     OSError if the folder is missing, or the disk is full.
     """
 
-    def __init__(self, path: str | os.PathLike, synced: bool = True) -> None:
+    def __init__(self, path: str | os.PathLike, synced: bool = True, digits: str = "") -> None:
         _refuse_passwords(path)
         self.path = os.path.abspath(path)
         self.synced = synced
-        self.temporary = f"{self.path}.{secrets.token_hex(8)}.tmp"
+        self.digits = digits or secrets.token_hex(8)
+        self.temporary = f"{self.path}.{self.digits}.tmp"
         folder = os.path.dirname(os.fspath(path))
         if folder and not os.path.isdir(folder):
             raise FileNotFoundError(f"{folder}: no such local folder")
         # Before the file is there: a signal may come at any moment.
         self._remove = weakref.finalize(self, _remove_file, self.temporary, os.getpid())
-        self.file = open(self.temporary, "xb", buffering=1 << 20)
+        self.file = io.BufferedWriter(_FileNamedInErrors(self.temporary, "x"), 1 << 20)
+        weakref.finalize(self, self.file.raw.close)  # without what is not yet written
 
     def sync(self) -> None:
         """Have the disk hold all that was written; OSError if it is full."""
@@ -4656,6 +4662,17 @@ class _NewFile:
             self.discard()
 
 
+class _FileNamedInErrors(io.FileIO):
+    """A file whose name stands in the error of a write, as that of a full disk."""
+
+    def write(self, content: bytes) -> int:
+        try:
+            return super().write(content)
+        except OSError as error:
+            error.filename = self.name
+            raise
+
+
 def _remove_file(path, process=None):
     """Remove a file that may be there; with the number of a process, only in that process."""
     if process in (None, os.getpid()):
@@ -4667,7 +4684,8 @@ def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
     """Give a .bin and its .idx their names, as drawn above; OSError if the disk refuses a step."""
     tokens.finish()
     index.finish()
-    _undisturbed(_name_pair, tokens, index)
+    with _locked(os.path.dirname(tokens.path)):
+        _undisturbed(_name_pair, tokens, index)
 
 
 def _name_pair(tokens, index):
@@ -4690,11 +4708,33 @@ def _name_pair(tokens, index):
         if os.path.basename(tokens.temporary) in os.listdir(os.path.dirname(tokens.path)):
             with contextlib.suppress(OSError):
                 os.replace(old_index, index.path)
-            _remove_file(index.temporary)  # first: see the rule for an .idx that is missing
+            # The .bin last: an .idx without it would seem to be that of the .bin with a name.
+            _remove_file(index.temporary)
             _remove_file(tokens.temporary)
         else:
             _remove_file(old_index)
         raise
+
+
+@contextlib.contextmanager
+def _locked(folder):
+    """Keep the commits of others out of a folder; not on disks without locks, nor on Windows.
+
+    No commit takes 10 s.  Who holds the lock for longer is another program: it is not waited for.
+    """
+    with contextlib.ExitStack() as cleanup:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            descriptor = os.open(folder, os.O_RDONLY)
+            cleanup.callback(os.close, descriptor)
+            for _ in range(1000):
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.01)
+        yield
 
 
 def _sync_folder(folder):
@@ -4979,8 +5019,8 @@ def _find_left_out(dataset, find_or_build):
 class ObjectStorageConfig:
     """How pairs on object storage are read.  Upstream: ObjectStorageConfig.
 
-    path_to_idx_cache   folder for copies of .idx files; None: megatron_min in the folder of the
-                        user's caches, $XDG_CACHE_HOME or ~/.cache
+    path_to_idx_cache   folder for copies of .idx files, made absolute; None: megatron_min in the
+                        folder of the user's caches, $XDG_CACHE_HOME or ~/.cache
     bin_chunk_nbytes    accepted, without effect: the .bin is read in exact ranges, where upstream
                         reads blocks of 256 MiB by default
 
@@ -4991,6 +5031,8 @@ class ObjectStorageConfig:
     bin_chunk_nbytes: int = 0
 
     def __post_init__(self) -> None:
+        if self.path_to_idx_cache is not None:
+            self.path_to_idx_cache = _absolute(self.path_to_idx_cache)
         if _is_remote(self.folder):
             raise ValueError("path_to_idx_cache must be a local folder, got a URL")
 
