@@ -4626,7 +4626,11 @@ class _NewFile:
     def sync(self) -> None:
         """Have the disk hold all that was written; OSError if it is full."""
         self.file.flush()
-        os.fsync(self.file.fileno())
+        try:
+            os.fsync(self.file.fileno())
+        except OSError as error:
+            error.filename = self.temporary
+            raise
 
     def finish(self) -> None:
         """Close the whole file; it has its temporary name still."""

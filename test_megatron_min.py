@@ -3600,7 +3600,10 @@ def calls_of_a_commit(one, folder):
 
 
 def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, old_and_new):
-    """Both files of a pair; then their folder, which may be of a system that cannot sync one."""
+    """Both files of a pair; then their folder, which may be of a system that cannot sync one.
+
+    The error of a file that cannot be synced names it.
+    """
     names = calls_of_a_commit(one, new_folder(tmp_path, True)).names
     found = [name for name in names if name in ("fsync", "replace")]
     assert found == ["fsync"] * 2 + ["replace"] * 3 + ["fsync"] + ["replace"]  # this is the record
@@ -3608,6 +3611,9 @@ def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, old_an
     def refuse():
         raise OSError(errno.EINVAL, "Invalid argument")
 
+    calls = Calls(one, refuse, {names.index("fsync") + 1})
+    error = run_with(calls, one, new_folder(tmp_path, True))
+    assert "p.bin." in str(error)
     of_folder = len(names) - names[::-1].index("fsync")
     calls = Calls(one, refuse, {of_folder})
     assert run_with(calls, one, new_folder(tmp_path, True)) is None
