@@ -5548,11 +5548,9 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         """
         if not isinstance(self.dataset, BlendedDataset):
             return None, [0]
+        if self._mix[0] > num_samples:
+            self._mix = (0, 0, 0)
         read, checksum, counts = self._mix
-        if read > num_samples:
-            read = 0
-            checksum = 0
-            counts = 0
         new = self.dataset.dataset_index[read:num_samples]
         checksum = zlib.crc32(np.ascontiguousarray(new, np.int16), checksum)
         counts = np.add(counts, _count_datasets(new, len(self._corpora)))
@@ -5622,8 +5620,6 @@ def _as_part_of_look(value):
         return [str(value.dtype), list(value.shape), _md5(value.tobytes())]
     if isinstance(value, collections.abc.Mapping):
         return dict(value)
-    if dataclasses.is_dataclass(value):
-        return vars(value)
     if isinstance(value, bytes | numbers.Number):
         return repr(value)
     return type(value).__name__
@@ -7386,7 +7382,7 @@ def _pack_conversations(encoded, sequence_length, fill, granularity):
         targets[places] = conversation_targets[:room]
         is_filled[places] = False
         ends.append(_ceil_div(end, granularity) * granularity)
-        if ends[-1] > S:  # as upstream: at S one more follows, cut to nothing
+        if ends[-1] >= S:
             break
     ends[-1] = S
     return tokens, targets, is_filled, ends
@@ -7849,41 +7845,27 @@ def _run_demo(options):
         for key, dataset, count in zip(keys, train.datasets, train.samples_taken(), strict=True):
             _print_line(f"   {key}: {len(dataset):,} samples to train on, {count:,} in the blend")
 
-        loaders = _make_demo_loaders(train, num_ranks=2)
-        steps = _global_batches(loaders)
-        text = ByteTokenizer().detokenize(next(steps)[0])
+        ranks = []
+        for rank in range(2):
+            place = {"data_parallel_rank": rank, "data_parallel_size": 2}
+            ranks.append(build_pretraining_data_loader(train, 0, micro_batch_size=4, **place))
+        steps = zip(*ranks, strict=True)
+        batch, _ = next(steps)
+        text = ByteTokenizer().detokenize(batch["tokens"][0])
         for _ in range(4):
             next(steps)
         _print_line(f"3. Batches: 2 ranks x 4 samples, first {text[:32]!r}, stopped after 5 steps")
 
-        state = loaders[0].state_dict()
-        resumed = _make_demo_loaders(train, num_ranks=4)
-        for loader in resumed:
-            loader.load_state_dict(state)
+        resumed = build_pretraining_data_loader(train, 0, micro_batch_size=8)
+        resumed.load_state_dict(ranks[0].state_dict())
         equal = []
-        for found, wanted in zip(_global_batches(resumed), steps, strict=True):
-            equal.append(torch.equal(found, wanted))
-        _print_line(f"4. Resumed: 4 ranks x 2, {len(equal)} more steps, equal: {all(equal)}")
+        for batch, parts in zip(resumed, steps, strict=True):
+            tokens = torch.cat([part["tokens"] for part in parts])
+            equal.append(torch.equal(batch["tokens"], tokens))
+        _print_line(f"4. Resumed: 1 rank x 8, {len(equal)} more steps, equal: {all(equal)}")
     _print_line("Next, your own text, a JSON object with a text on each line of a file:")
     flags = "--input corpus.jsonl --output-prefix corpus --append-eod"
     _print_line(f"{options.program} preprocess {flags}")
-
-
-def _make_demo_loaders(train, num_ranks):
-    """Return the loader of each rank; a step is 8 samples, on however many ranks."""
-    loaders = []
-    for rank in range(num_ranks):
-        place = {"data_parallel_rank": rank, "data_parallel_size": num_ranks}
-        size = 8 // num_ranks
-        loader = build_pretraining_data_loader(train, 0, micro_batch_size=size, **place)
-        loaders.append(loader)
-    return loaders
-
-
-def _global_batches(loaders):
-    """Yield the tokens that all ranks read in each step, (8, S)."""
-    for batches in zip(*loaders, strict=True):
-        yield torch.cat([batch["tokens"] for batch in batches])
 
 
 if __name__ == "__main__":

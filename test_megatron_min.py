@@ -346,13 +346,6 @@ def command(mm, capsys, *argv, program="megatron-min"):
     return code, captured.out, captured.err
 
 
-def one_sentence(err):
-    """Is this one line that begins with the program's name, behind warnings and lines on usage?"""
-    *others, sentence = err.strip().split("\n")
-    is_known = [line.startswith(("warning: ", "usage: ", " ")) for line in others]
-    return all(is_known) and sentence.startswith("megatron-min") and len(sentence.split()) > 3
-
-
 def in_children(*jobs, timeout=600):
     """Run functions, each in a process of its own, all at once -> their exit codes.
 
@@ -4877,29 +4870,15 @@ def test_a_url_with_a_password_is_refused_at_every_door(
 # ==============================================================================
 
 
-# -- The batches of a loader -------------------------------------------------------------------
+# -- The batches of a loader, and the place that its state counts ------------------------------
 
 KINDS_OF_DATASET = {  # do threads make its batches, where C does?
     "plain": True,
     "not mapped": True,
-    "own reader": True,
     "blend": True,
     "blend of another config": False,
     "numbers": False,
 }
-
-
-def own_reader(implementation, prefix):
-    """A reader of a class of the user's own, which another process makes again."""
-
-    class Shifted(copy_of_module(implementation).IndexedDataset):
-        def get(self, *arguments):
-            return super().get(*arguments) + 1
-
-        def __reduce__(self):
-            return own_reader, (implementation, prefix)
-
-    return Shifted(prefix)
 
 
 def dataset_of(mm, folder, kind):
@@ -4909,8 +4888,6 @@ def dataset_of(mm, folder, kind):
     docs = [np.arange(n) for n in range(1, 20)]
     prefix = mk(mm, folder / "p", docs, np.uint16)
     dataset = gpt(mm, prefix, 23, mmap_bin_files=kind != "not mapped")
-    if kind == "own reader":
-        dataset.dataset = own_reader(mm.IMPLEMENTATION, prefix)
     if kind.startswith("blend"):
         cfg = dataset.config
         if kind == "blend of another config":
@@ -4925,20 +4902,38 @@ def same_batches(found, wanted, note=""):
         same_samples(ours, theirs, (note, number))
 
 
-@pytest.mark.parametrize("kind", KINDS_OF_DATASET)
-def test_a_loader_yields_the_batches_of_the_plain_loader(mm, tmp_path, kind):
-    """Whoever makes them: C in threads, or torch's DataLoader in processes."""
+KINDS_AND_ORDERS = [(kind, "single") for kind in KINDS_OF_DATASET]
+KINDS_AND_ORDERS += [("plain", "unsharded"), ("numbers", "sharded")]
+
+
+@pytest.mark.parametrize("kind, order", KINDS_AND_ORDERS)
+def test_a_loader_yields_the_batches_of_the_plain_loader(mm, tmp_path, kind, order):
+    """Whoever makes them: C in threads, or torch's DataLoader in processes.
+
+    What was made ahead and not used is made again.  No thread is left in the end.
+    """
+    others = set(threading.enumerate())
     by_threads = KINDS_OF_DATASET[kind] and mm.IMPLEMENTATION == "c"
     dataset = dataset_of(mm, tmp_path, kind)
-    sampler = sampler_of(mm, "single", 23, 0, 4, 0, 1, drop_last=False)
+    fields = fields_of(order)
+    sampler = sampler_of(mm, order, 23, 0, 4, 0, 1, drop_last=False)
     wanted = list(mm.batches_of(dataset, sampler))
-    assert len(wanted) == 6
     for num_workers in (0, 1):
-        loader = loader_of(mm, dataset, num_workers=num_workers, drop_last=False)
-        same_batches(loader, wanted, num_workers)
-        assert loader.state_dict()["consumed_samples"] == 23
+        loader = loader_of(mm, dataset, num_workers=num_workers, **fields)
         assert loader.makes_own_batches == by_threads
         assert loader.num_workers == (0 if by_threads else num_workers)
+        iterator = iter(loader)
+        found = [next(iterator), next(iterator)]
+        del iterator
+        state = loader.state_dict()
+        assert state["consumed_samples"] == 8
+        for resumed in (loader_of(mm, dataset, **fields), loader):
+            resumed.load_state_dict(state)
+            same_batches(found + list(resumed), wanted, num_workers)
+            assert resumed.state_dict()["consumed_samples"] == min(23, 4 * len(wanted))
+    for thread in set(threading.enumerate()) - others:
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 def test_batches_are_pinned_where_there_is_a_gpu(c, tmp_path, monkeypatch):
@@ -4965,41 +4960,18 @@ def test_which_loader(one):
             loader_of(one, data, **{field: value})
 
 
-def test_with_a_collate_fn_torch_makes_the_batches(mm, tmp_path):
+def test_further_arguments_are_those_of_torchs_loader(mm, tmp_path):
+    """With a collate_fn torch makes the batches.  Another order cannot be counted."""
     dataset = dataset_of(mm, tmp_path, "plain")
     sampler = mm.MegatronPretrainingSampler(8, 0, 4, 0, 1)
     assert list(mm.PretrainingDataLoader(dataset, sampler, collate_fn=len)) == [4, 4]
-
-
-# -- Ahead of the training loop ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", ["plain", "numbers"])
-@pytest.mark.parametrize("order", ["single", "cyclic"])
-def test_the_state_counts_the_batches_that_were_delivered(mm, tmp_path, num_workers, kind, order):
-    """What was made ahead and not used is made again.  No thread is left in the end."""
-    others = set(threading.enumerate())
-    dataset = dataset_of(mm, tmp_path, kind)
-    fields = {"dataloader_type": order, "seed": 2}
-    whole = list(loader_of(mm, dataset, **fields))
-    loader = loader_of(mm, dataset, num_workers=num_workers, **fields)
-    iterator = iter(loader)
-    found = [next(iterator), next(iterator)]
-    del iterator
-    state = loader.state_dict()
-    assert state["consumed_samples"] == 8
-    for resumed in (loader_of(mm, dataset, **fields), loader):
-        resumed.load_state_dict(state)
-        same_batches(found + list(resumed), whole)
-    for thread in set(threading.enumerate()) - others:
-        thread.join(20)
-        assert not thread.is_alive()
+    with pytest.raises(ValueError, match="in_order=False"):
+        mm.PretrainingDataLoader(dataset, sampler, in_order=False)
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])
 def test_batches_are_made_only_a_few_ahead(c, tmp_path, num_workers, monkeypatch):
-    """Without workers, none: by the thread that asks for it."""
+    """Without workers, none: by the thread that asks for it.  An error comes at its batch."""
     dataset = dataset_of(c, tmp_path, "plain")
     make = c._make_batch
     makers = []
@@ -5010,10 +4982,13 @@ def test_batches_are_made_only_a_few_ahead(c, tmp_path, num_workers, monkeypatch
 
     monkeypatch.setattr(c, "_make_batch", make_and_note)
     ahead = num_workers + 1 if num_workers else 0
-    loader = loader_of(c, dataset, micro_batch_size=1, num_workers=num_workers)
-    for number, _ in enumerate(loader, 1):
-        assert number <= len(makers) <= number + ahead
-    assert len(makers) == len(dataset)
+    sampler = c.MegatronPretrainingSampler(len(dataset) + 3, 0, 1, 0, 1)
+    loader = c.PretrainingDataLoader(dataset, sampler, num_workers)
+    number = 0
+    with pytest.raises(IndexError, match=f"samples of {dataset.dataset_path}"):
+        for number, _ in enumerate(loader, 1):
+            assert number <= len(makers) <= number + ahead
+    assert number == loader.state_dict()["consumed_samples"] == len(dataset)
     assert (threading.current_thread() in makers) == (num_workers == 0)
 
 
@@ -5033,132 +5008,63 @@ def test_which_iterator_goes_on_where_a_state_was_taken(one):
     assert firsts == [16, 0]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("kind", ["single", *SHUFFLED])
-def test_of_two_iterators_the_newest_counts(one, kind, num_workers):
+def test_of_two_iterators_the_newest_counts(one, kind):
     """Each gives its own batches; the state is that of the newest, wherever the other one is.
 
     A pass in order starts at 0; a shuffled one goes on, and counts the samples of all turns.
     """
     whole = [batch["k"].tolist() for batch in loader_of(one, Numbers(64), **fields_of(kind))]
-    loader = loader_of(one, Numbers(64), num_workers=num_workers, **fields_of(kind))
+    loader = loader_of(one, Numbers(64), **fields_of(kind))
+    start = 1 if kind in SHUFFLED else 0
     older = iter(loader)
     found = [next(older)["k"].tolist()]
     newest = iter(loader)
-    start = 0
-    if kind in SHUFFLED:
-        start = 1
     assert next(newest)["k"].tolist() == whole[start]
     found += [next(older)["k"].tolist() for _ in range(3)]
     assert found == whole[:4]
     assert loader.state_dict()["consumed_samples"] == 4 * (start + 1)
-    rest = [batch["k"].tolist() for batch in newest]
-    assert rest == whole[start + 1 :]
+    assert [batch["k"].tolist() for batch in newest] == whole[start + 1 :]
     assert loader.state_dict()["consumed_samples"] == 64
     assert len(list(loader)) == len(whole)
     assert loader.state_dict()["consumed_samples"] == 64 * (start + 1)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_error_ahead_reaches_the_loop_at_its_batch(c, tmp_path, num_workers):
-    """Those before it are handed over."""
-    dataset = dataset_of(c, tmp_path, "plain")
-    sampler = c.MegatronPretrainingSampler(40, 0, 4, 0, 1)
-    loader = c.PretrainingDataLoader(dataset, sampler, num_workers)
-    iterator = iter(loader)
-    for _ in range(5):
-        next(iterator)
-    with pytest.raises(IndexError, match=f"samples of {dataset.dataset_path}"):
-        next(iterator)
-    assert loader.state_dict()["consumed_samples"] == 20
-
-
-UNFINISHED_LOADERS = """
-import sys
-import megatron_min as mm
-
-config = mm.GPTDatasetConfig(1, 4, blend=([mm.toy_corpus(sys.argv[1])], None), split="1",
-                             tokenizer=mm.ByteTokenizer(), create_attention_mask=False)
-builder = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, [4000, 0, 0], bool, config)
-dataset = builder.build()[0]
-
-def loader_of():
-    return mm.build_pretraining_data_loader(dataset, 0, micro_batch_size=1, num_workers=2)
-
-unfinished = iter(loader_of())
-next(unfinished)
-for _ in range(300):
-    cycle = [iter(loader_of())]
-    next(cycle[0])
-    cycle.append(cycle)
-    del cycle
-print("done")
-"""
-
-
-@pytest.mark.slow
-def test_a_script_ends_with_loaders_that_it_has_not_read_to_their_ends(tmp_path):
-    """Nobody waits for their threads, nor do cycles of objects with loaders hang it."""
-    argv = [sys.executable, "-c", UNFINISHED_LOADERS, tmp_path]
-    variables = os.environ | {"PYTHONPATH": str(HERE)}
-    ran = subprocess.run(argv, capture_output=True, text=True, timeout=100, env=variables)
-    assert (ran.stdout, ran.stderr, ran.returncode) == ("done\n", "", 0)
-
-
 # -- The generators and the default device of the process --------------------------------------
-
-
-ORDERS = {  # {kind: arguments of build_pretraining_data_loader()}
-    "single": {},
-    "full_validation": {"full_validation": True},
-    "sharded": {"dataloader_type": "cyclic"},
-    "unsharded": {"dataloader_type": "cyclic", "data_sharding": False},
-}
 
 
 def all_kinds_of_samples(mm, folder):
     """Yield (what was done, samples or batches of it), for all that this module does with data."""
+    folder.mkdir()
     texts = [" ".join(str(n) for n in range(k, k + 9)) for k in range(12)]
-    folder.mkdir(exist_ok=True)
     made = mm.preprocess(jsonl(folder / "texts", texts), folder / "corpus", Tok(), append_eod=True)
     prefix = made["text"]
-    other = str(folder / "other")
-    mm.merge([prefix], other)
     yield "files", []
-    rows = [{"messages": ROW}] * 12
-    chat = folder / "chat.jsonl"
-    chat.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with_mask = {"create_attention_mask": True, "reset_attention_mask": True}
-    built = {
-        "plain": (mm.GPTDataset, [prefix], {}),
-        "mask": (mm.GPTDataset, [prefix], with_mask | {"reset_position_ids": True}),
-        "blend": (mm.GPTDataset, [prefix, other], DOCUMENTS),
-        "chat": (mm.SFTDataset, [str(chat)], {}),
-    }
+    chat = jsonl(folder / "chat.jsonl", [ROW] * 12, "messages")
     datasets = {"own": Numbers(16)}
-    for kind, (cls, prefixes, fields) in built.items():
+    for kind, cls, prefixes, fields in (
+        ("plain", mm.GPTDataset, [prefix], {}),
+        ("mask", mm.GPTDataset, [prefix], WITH_MASK | RESETS),
+        ("blend", mm.GPTDataset, [prefix, prefix], DOCUMENTS),
+        ("chat", mm.SFTDataset, [chat], {}),
+    ):
         fields = {"tokenizer": ChatTokenizer(), "stable_order": True} | fields
         cfg = config(mm, (prefixes, None), path_to_cache=str(folder / "cache"), **fields)
         datasets[kind] = build(mm, [12, 0, 0], cfg, cls)[0]
         yield kind, [datasets[kind][k] for k in (0, 3, None)]
-    [span, *_] = mm.trace(datasets["plain"], 0)
-    assert 0 in mm.find(datasets["plain"], prefix, span.sequence)
-    yield "trace and find", []
     runs = [(kind, "single", 0) for kind in datasets]
-    runs += [("plain", order, 0) for order in ORDERS if order != "single"]
-    runs += [("blend", "sharded", 2), ("own", "unsharded", 2)]
+    runs += [("plain", "unsharded", 0), ("blend", "sharded", 2), ("own", "unsharded", 2)]
     for kind, order, num_workers in runs:
-        fields = {"num_workers": num_workers} | ORDERS[order]
+        fields = {"num_workers": num_workers} | fields_of(order)
         run = f"{kind}, {order}, {num_workers} workers"
         loader = loader_of(mm, datasets[kind], **fields)
         yield run, list(itertools.islice(loader, 2))
         again = loader_of(mm, datasets[kind], **fields)
         again.load_state_dict(loader.state_dict())
         yield f"{run}, gone on", list(again)
-    groups = mm.ParallelGroups()
     batches = mm.RerunDataIterator(mm.cyclic_iter(loader_of(mm, datasets["blend"])))
     shape = {"micro_batch_size": 4, "sequence_length": 8, "packed": True}
-    batch = mm.get_batch(batches, groups, **shape)
+    batch = mm.get_batch(batches, mm.ParallelGroups(), **shape)
     yield "get_batch", [{key: values for key, values in batch.items() if values is not None}]
 
 
@@ -5167,28 +5073,17 @@ def states_of_generators():
     return [torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()]
 
 
-def test_no_global_generator_is_drawn_from(mm, tmp_path):
-    """Upstream: torch's DataLoader does, on some ranks, and their dropout differs from then on."""
+def test_no_global_generator_is_drawn_from_and_all_is_on_the_cpu(mm, tmp_path):
+    """Whatever the default device is, here one without values; it stays that of the caller.
+
+    Upstream: torch's DataLoader draws, on some ranks, and their dropout differs from then on.
+    """
     before = states_of_generators()
-    for done, _ in all_kinds_of_samples(mm, tmp_path):
+    wanted = {}
+    for done, found in all_kinds_of_samples(mm, tmp_path / "a"):
         assert states_of_generators() == before, done
-
-
-@contextlib.contextmanager
-def set_default_device(device):
-    """As torch.device(device) in a with block, but as scripts do it."""
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-@pytest.mark.parametrize("default_device", [torch.device, set_default_device])
-def test_samples_and_batches_are_on_the_cpu(mm, tmp_path, default_device):
-    """Whatever the default device is, here one without values; it stays that of the caller."""
-    wanted = dict(all_kinds_of_samples(mm, tmp_path / "a"))
-    with default_device("meta"):
+        wanted[done] = found
+    with torch.device("meta"):
         for done, found in all_kinds_of_samples(mm, tmp_path / "b"):
             assert torch.empty(1).device.type == "meta", done
             same_batches(found, wanted.pop(done), done)
@@ -5196,30 +5091,30 @@ def test_samples_and_batches_are_on_the_cpu(mm, tmp_path, default_device):
 
 
 class Drawn(Numbers):
-    """A sample is a number that is drawn when it is read."""
+    """A sample is drawn when it is read, from three generators; sample 7 cannot be read."""
 
     def __getitem__(self, k):
-        return torch.rand(())
+        if k == 7:
+            raise OSError("the file of sample 7 is gone")
+        return k + torch.rand(1).item() + np.random.rand() + random.random()
 
 
 def test_what_worker_processes_draw_depends_on_the_seed_the_rank_and_the_place(one):
     """And on nothing else, unless a generator is given."""
 
-    def drawn(consumed=0, rank=0, seed=1, **arguments):
+    def drawn(consumed=0, rank=0, seed=1, state=None, **arguments):
         torch.manual_seed(seed)
         sampler = sampler_of(one, "single", 16, consumed, 2, rank, 2)
         loader = one.PretrainingDataLoader(Drawn(16), sampler, 1, **arguments)
+        if state is not None:
+            loader.load_state_dict(state, strict=False)
         return next(iter(loader)).tolist()
 
     others = [drawn(), drawn(4), drawn(rank=1), drawn(seed=2)]
     others.append(drawn(generator=torch.Generator().manual_seed(3)))
     assert len(set(map(tuple, others))) == 5
     assert drawn() == others[0]
-    torch.manual_seed(1)
-    loader = loader_of(one, Drawn(16), num_workers=1)
-    loader.load_state_dict({"version": 6, "consumed_samples": 4, "past": "{}"}, strict=False)
-    resumed = next(iter(loader))
-    assert resumed.tolist() == next(iter(loader_of(one, Drawn(16), 4, num_workers=1))).tolist()
+    assert drawn(state={"version": 6, "consumed_samples": 4, "past": "{}"}) == others[1]
 
 
 # -- The state: what it holds ------------------------------------------------------------------
@@ -5254,38 +5149,21 @@ def test_the_past_of_the_toy_corpus_by_hand(mm, toy):
 def test_the_past_of_a_blend_by_hand(one, tmp_path):
     """Of the corpora that gave no sample yet, here 1 and 3, it holds nothing."""
     part = data_of_a_run(one, tmp_path)
-    other = one.MockGPTDataset(FiveTwos(), None, range(5), 40, one.Split.train, part.config)
+    other = Bare(40, one.Split.train)  # which has no fingerprint
     phases = [(6, (1, 0, 1, 0)), (9, (1, 1, 1, 1))]
     parts = [part, part, other, other]
     blend = one.BlendedDataset(parts, None, None, part.config, phases=phases)
     past = json.loads(state_of(one, blend, 6, micro_batch_size=2)["past"])
-    order = [0, 2, 0, 2, 0, 2]
-    assert past["mix"] == zlib.crc32(np.array(order, "<i2"))
+    assert past["mix"] == zlib.crc32(np.array([0, 2, 0, 2, 0, 2], "<i2"))
     assert past["corpora"] == [part.dataset.fingerprint(), None, None]
-    looks = [[md5_of_text(ds, k) for k in range(3)] for ds in parts]
-    probes = {"0 of corpus 0": looks[0][0], "0 of corpus 2": looks[2][0]}
-    numbers = [0, 0, 1, 1, 2, 2]
-    for i, (d, k) in enumerate(zip(order, numbers, strict=True)):
-        probes[f"{i} of the 6 that were consumed"] = looks[d][k]
-    assert past["probes"] == probes
-
-
-class FiveTwos:
-    """Five documents of nineteen twos, which have no fingerprint."""
-
-    sequence_lengths = np.full(5, 19, np.int32)
-
-    def __len__(self):
-        return 5
-
-    def get(self, i, offset, length):
-        return np.full(length, 2)
-
-
-def md5_of_text(dataset, k):
-    """The md5 of the S + x tokens of sample k of a GPTDataset."""
-    text, _ = dataset._query_document_sample_shuffle_indices(k)
-    return hashlib.md5(text.astype("<i8")).hexdigest()
+    probes = {}
+    for k in range(3):
+        text, _ = part._query_document_sample_shuffle_indices(k)
+        probes[f"{2 * k} of the 6 that were consumed"] = text.astype("<i8")
+        probes[f"{2 * k + 1} of the 6 that were consumed"] = f'{{"sample": {k}}}'.encode()
+    for d in (0, 2):
+        probes[f"0 of corpus {d}"] = probes[f"{d // 2} of the 6 that were consumed"]
+    assert past["probes"] == {key: hashlib.md5(look).hexdigest() for key, look in probes.items()}
 
 
 @pytest.mark.parametrize("kind", ["single", *SHUFFLED])
@@ -5304,7 +5182,8 @@ def test_a_past_has_the_first_and_the_last_sample_and_some_between(one, kind, co
 def test_a_state_reads_a_mix_on_from_the_last_one(one, tmp_path):
     """And from the beginning for an earlier place: always the state of a new loader."""
     part = data_of_a_run(one, tmp_path)
-    blend = one.BlendedDataset([part, part], [1, 2], 60, part.config)
+    phases = [(12, (1, 2, 0)), (48, (1, 2, 1))]
+    blend = one.BlendedDataset([part] * 3, None, None, part.config, phases=phases)
     places = (8, 20, 12, 40, 4)
     states = [state_of(one, blend, consumed) for consumed in places]
     loader = loader_of(one, blend)
@@ -5316,24 +5195,12 @@ def test_a_state_reads_a_mix_on_from_the_last_one(one, tmp_path):
     assert read == [8, 0, 12, 0, 12, 0, 28, 0, 4, 0]
 
 
-def test_a_state_goes_through_torchs_checkpoints(one, tmp_path):
-    import torch.distributed.checkpoint as checkpoint
-
-    dataset = data_of_a_run(one, tmp_path)
-    old = loader_of(one, dataset, 8)
-    fresh = loader_of(one, dataset)
-    quiet(checkpoint.save, {"loader": old}, checkpoint_id=tmp_path / "saved", no_dist=True)
-    quiet(checkpoint.load, {"loader": fresh}, checkpoint_id=tmp_path / "saved", no_dist=True)
-    assert fresh.state_dict() == old.state_dict()
-
-
 # -- The state: of two random runs -------------------------------------------------------------
 # The judge knows nothing of states: it reads the samples of both runs.
 
 TWO_PHASES = [(24, (1, 2, 0)), (24, (2, 1, 0))]
-MANY = [f"m{d}" for d in range(40)]  # small corpora: an epoch of each is some ten samples
 CHOICES_OF_RUNS = {  # {what two runs may differ in: its values}
-    "folder": ["here", "copies", "copies", "other tokens", "other end"],
+    "folder": ["here", "copies", "copies", "other tokens"],
     "corpora": ["ab", "ab", "abc", "abc", "ba", "a"],
     "mix": [  # (samples, weights) of each phase; without any: the corpora end to end
         [(40, (1, 2, 2))],
@@ -5357,14 +5224,6 @@ CHOICES_OF_RUNS = {  # {what two runs may differ in: its values}
     "add_extra_token_to_sequence": [True, True, True, False],
     "split": ["1,0,0", "8,2,0", "80,20,0"],
 }
-MIXES_OF_MANY = [
-    [(300, (1, 2, 2))],
-    [(400, (1, 2, 2))],
-    [(600, (1, 2, 2))],
-    [(900, (1, 2, 2))],
-    [(200, (1, 2, 2)), (200, (1, 0, 0))],
-    [(200, (1, 2, 2)), (100, (0, 1, 0)), (600, (1, 1, 1))],
-]
 A_RUN = {key: values[0] for key, values in CHOICES_OF_RUNS.items()}
 
 
@@ -5372,36 +5231,23 @@ A_RUN = {key: values[0] for key, values in CHOICES_OF_RUNS.items()}
 def corpora_of_runs(one, tmp_path_factory):
     """A folder of corpora, of copies of them, and of some of the same lengths."""
     folder = tmp_path_factory.mktemp("runs")
-    for number, name in enumerate(["a", "b", "c", *MANY]):
+    for number, name in enumerate("abc"):
         rng = np.random.default_rng(number)
-        lengths = rng.integers(0, 30, 40)
-        if name in MANY:
-            lengths = rng.integers(4, 14, rng.integers(8, 14))
-        docs = [rng.integers(0, 2**30, length) for length in lengths]
+        docs = [rng.integers(0, 2**30, length) for length in rng.integers(0, 30, 40)]
         mk(one, folder / "here" / name, docs)
         mk(one, folder / "other tokens" / name, [doc + 1 for doc in docs])
-        mk(one, folder / "other end" / name, [*docs[:-1], docs[-1] + 1])
     shutil.copytree(folder / "here", folder / "copies")
     return folder
 
 
 def two_runs(rng):
-    """Two runs that differ in one or two things, at most; many small corpora in their mix."""
-    if rng.random() < 0.05:
-        many = A_RUN | {"corpora": MANY, "random_seed": int(rng.integers(1000))}
-        many["stable_order"] = bool(rng.integers(2))
-        return [many | {"mix": MIXES_OF_MANY[k]} for k in rng.permutation(len(MIXES_OF_MANY))[:2]]
+    """Two runs that differ in one or two things, at most."""
     runs = [{}, {}]
     others = rng.choice(list(CHOICES_OF_RUNS), rng.choice([1, 1, 2]), replace=False)
     for key, values in CHOICES_OF_RUNS.items():
         before, after = rng.choice(len(values), 2, replace=False)
         runs[0][key] = values[before]
         runs[1][key] = values[after if key in others else before]
-    for run in runs:
-        if run["folder"] == "other end" and "all" not in (runs[0]["part"], runs[1]["part"]):
-            run["folder"] = (
-                "here"  # no fingerprint of a Subset shows one document, nor must a probe
-            )
     return runs
 
 
@@ -5409,14 +5255,10 @@ def data_of_run(mm, folder, run):
     """The dataset of a run."""
     fields = {name: run[name] for name in list(run)[6:]}  # those of the config
     prefixes = [str(folder / run["folder"] / name) for name in run["corpora"]]
-    phases = [(samples, (weights * 40)[: len(prefixes)]) for samples, weights in run["mix"]]
-    size = None
-    weights = None
-    if len(phases) == 1:
-        [(size, weights)] = phases
-    elif phases:
+    if run["mix"]:
+        phases = [(samples, weights[: len(prefixes)]) for samples, weights in run["mix"]]
         fields["blend_phases"] = phases
-    data = build(mm, [size, 0, 0], config(mm, (prefixes, weights), **fields))[0]
+    data = build(mm, [None, 0, 0], config(mm, (prefixes, None), **fields))[0]
     numbers = {"from 8 on": range(8, len(data)), "every other": range(0, len(data), 2)}
     if run["part"] in numbers:
         return torch.utils.data.Subset(data, numbers[run["part"]])
@@ -5426,11 +5268,8 @@ def data_of_run(mm, folder, run):
 def fields_of_run(run, kind):
     """The arguments of build_pretraining_data_loader() for a run in an order of this kind."""
     micro, ranks = run["ranks"]
-    return fields_of(kind) | {
-        "micro_batch_size": micro,
-        "data_parallel_size": ranks,
-        "seed": run["seed"],
-    }
+    fields = {"micro_batch_size": micro, "data_parallel_size": ranks, "seed": run["seed"]}
+    return fields_of(kind) | fields
 
 
 def past_of(dataset, run, consumed, kind):
@@ -5465,12 +5304,9 @@ def test_of_random_pairs_of_runs_a_state_fits_where_the_samples_are_equal(
         consumed = 4 * math.ceil(rounds * rng.random() ** 2)
         state = state_of(one, before, consumed, **fields_of_run(runs[0], kind))
         loader = loader_of(one, after, **fields_of_run(runs[1], kind))
-        pasts = [
-            past_of(before, runs[0], consumed, kind),
-            past_of(after, runs[1], consumed, kind),
-        ]
-        is_equal = pasts[0] == pasts[1]
-        is_replaced = not {runs[0]["folder"], runs[1]["folder"]} <= {"here", "copies"}
+        past = past_of(before, runs[0], consumed, kind)
+        is_equal = past == past_of(after, runs[1], consumed, kind)
+        is_replaced = "other tokens" in (runs[0]["folder"], runs[1]["folder"])
         try:
             loader.load_state_dict(state)
         except ValueError as error:
@@ -5486,15 +5322,12 @@ def test_of_random_pairs_of_runs_a_state_fits_where_the_samples_are_equal(
 
 def test_a_refusal_says_what_differs_and_what_to_do(one, corpora_of_runs):
     phases = A_RUN | {"mix": TWO_PHASES}
-    one_grows = [(40, (1,)), (60, (0, 0, 0, 0, 1, *[0] * 35))]  # by four epochs
-    many = A_RUN | {"corpora": MANY, "mix": one_grows, "stable_order": False}
+    one_of_b = [(4, (1, 0)), (1, (0, 1)), (95, (1, 0))]
+    b_grows = [*one_of_b, (300, (0, 1))]  # by epochs, so its sample 0 is another
+    every_other = A_RUN | {"part": "every other"}
+    few_of_b = A_RUN | {"mix": one_of_b, "stable_order": False}
     for kind, run, changes, words in (
-        (
-            "single",
-            A_RUN,
-            {"corpora": "ba"},
-            r"corpus 0 \(b\) is .*bin_size.* in the state, .* here",
-        ),
+        ("single", A_RUN, {"corpora": "ba"}, r"corpus 0 \(b\) is .*bin_size.* in the state, .*"),
         ("single", A_RUN, {"folder": "other tokens"}, r"corpus 0 \(a\) is another one here"),
         ("single", A_RUN, {"random_seed": 2}, "sample 0 of the 40 that were consumed is another"),
         ("sharded", A_RUN, {"random_seed": 2}, "sample 0 of the 40 that are shuffled is another"),
@@ -5502,9 +5335,11 @@ def test_a_refusal_says_what_differs_and_what_to_do(one, corpora_of_runs):
         ("single", A_RUN, {"corpora": "a"}, "which corpus gave which sample is another"),
         ("single", A_RUN, {"corpora": "a", "mix": []}, "which corpus .* None here"),
         ("single", phases, {"mix": TWO_PHASES[::-1]}, "which corpus gave which sample"),
-        ("single", many, {"mix": one_grows[:1]}, "sample 0 of corpus 4 is another"),
+        ("single", few_of_b, {"mix": b_grows}, "sample 0 of corpus 1 is another"),
+        ("single", every_other, {"part": "from 8 on"}, "sample 0 of the 20 that were consumed"),
     ):
-        state = state_of(one, data_of_run(one, corpora_of_runs, run), 40, **fields_of(kind))
+        before = data_of_run(one, corpora_of_runs, run)
+        state = state_of(one, before, min(40, len(before)), **fields_of(kind))
         other = data_of_run(one, corpora_of_runs, run | changes)
         fields = fields_of(kind) | {"seed": changes.get("seed", 0)}
         loader = loader_of(one, other, **fields)
@@ -5513,67 +5348,10 @@ def test_a_refusal_says_what_differs_and_what_to_do(one, corpora_of_runs):
             loader.load_state_dict(state)
 
 
-def test_probes_find_other_tokens_in_the_middle_of_a_pair(one, tmp_path):
-    """Its fingerprint looks at the first and the last 4,096 bytes alone."""
-    datasets = []
-    for folder, token in (("a", 1), ("b", 1), ("c", 2)):
-        docs = [[0] * 1024, [token] * 1000, [0] * 1024]
-        datasets.append(gpt(one, mk(one, tmp_path / folder / "p", docs), 300))
-    before, same_again, changed = datasets
-    assert before.dataset.fingerprint() == changed.dataset.fingerprint()
-    state = state_of(one, before, 300)
-    loader_of(one, same_again).load_state_dict(state)
-    with pytest.raises(ValueError, match="sample .* of the 300 that were consumed"):
-        loader_of(one, changed).load_state_dict(state)
+# -- The state: datasets of other classes ------------------------------------------------------
 
 
-class Rows:
-    """A class of the user's own: eight items that are made by a function."""
-
-    def __init__(self, make):
-        self.make = make
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, k):
-        return self.make(k)
-
-
-@dataclasses.dataclass
-class Row:
-    """A sample that is no dict."""
-
-    tokens: torch.Tensor
-
-
-@pytest.mark.parametrize("kind", ["Subset", "own class"])
-def test_a_subset_and_a_class_of_the_users_own_are_looked_at(one, tmp_path, kind):
-    """Whatever torch's Subset wraps, and whatever a class of one's own reads."""
-    train = data_of_a_run(one, tmp_path, 48)
-    if kind == "Subset":
-        parts = [range(24), range(48), range(24, 48)]
-        before, again, other = [torch.utils.data.Subset(train, part) for part in parts]
-    else:
-        before, again, other = [Plus(constant) for constant in (1, 1, 2)]
-    state = state_of(one, before, 8)
-    loader_of(one, again).load_state_dict(state)
-    with pytest.raises(ValueError, match="sample [01] of the 8 that were consumed"):
-        loader_of(one, other).load_state_dict(state)
-
-
-class Plus(Numbers):
-    """Sample k of 8 is {"k": k + constant}."""
-
-    def __init__(self, constant):
-        super().__init__(8)
-        self.constant = constant
-
-    def __getitem__(self, k):
-        return {"k": torch.tensor(k + self.constant)}
-
-
-ITEMS = {  # {what a sample may hold: (values that a state tells apart)}
+PARTS_OF_SAMPLES = {  # {what a sample may hold: (values that a state tells apart)}
     "tensors": (
         torch.zeros(4),
         torch.ones(4),
@@ -5594,55 +5372,32 @@ ITEMS = {  # {what a sample may hold: (values that a state tells apart)}
         collections.UserDict(a=torch.ones(1)),
         np.array([{"a": 1}], object),
         np.array([{"a": 2}], object),
-        Row(torch.ones(2)),
-        Row(torch.zeros(2)),
     ),
 }
 
 
-@pytest.mark.parametrize("kind", ITEMS)
+@pytest.mark.parametrize("kind", PARTS_OF_SAMPLES)
 def test_what_is_seen_in_a_sample_of_a_class_of_the_users_own(one, kind):
     """Equal values are equal also in other objects; values that differ in any way are not."""
     pasts = []
-    for item in ITEMS[kind]:
+    for item in PARTS_OF_SAMPLES[kind]:
         pasts.append(state_of(one, [item] * 8, 8)["past"])
         assert state_of(one, [copy.deepcopy(item)] * 8, 8)["past"] == pasts[-1]
         assert None not in json.loads(pasts[-1])["probes"].values()
     assert len(set(pasts)) == len(pasts)
 
 
-def test_a_sample_that_cannot_be_read_is_no_probe(one):
-    """A state can be taken, and fits where the other samples are equal."""
-
-    def make(k):
-        if k == 3:
-            raise OSError("the file of sample 3 is gone")
-        return k
-
-    past = json.loads(state_of(one, Rows(make), 8)["past"])
-    unread = [key for key, look in past["probes"].items() if look is None]
-    assert unread == ["3 of the 8 that were consumed"]
-    loader_of(one, Rows(make)).load_state_dict(state_of(one, Rows(make), 8))
-
-
-def test_random_samples_are_looked_at_with_seeds(one):
-    """With the three global generators, which are as before then."""
-
-    def draw(k):
-        return k + torch.rand(1).item() + np.random.rand() + random.random()
-
-    random.seed(1)
-    torch.manual_seed(1)
-    np.random.seed(1)
-    drawn = draw(0)
-    random.seed(1)
-    torch.manual_seed(1)
-    np.random.seed(1)
-    state = state_of(one, Rows(draw), 8)
-    assert draw(0) == drawn
-    loader_of(one, Rows(draw)).load_state_dict(state)
+def test_samples_that_are_drawn_are_looked_at_with_seeds(one):
+    """With the three global generators, which are as before then.  None: it cannot be read."""
+    before = states_of_generators()
+    state = state_of(one, Drawn(8), 8)
+    assert states_of_generators() == before
+    probes = json.loads(state["past"])["probes"]
+    assert [key for key in probes if probes[key] is None] == ["7 of the 8 that were consumed"]
+    Drawn(8)[0]
+    loader_of(one, Drawn(8)).load_state_dict(state)
     with pytest.raises(ValueError, match="sample 0"):
-        loader_of(one, Rows(range(8).index)).load_state_dict(state)
+        loader_of(one, range(8)).load_state_dict(state)
 
 
 def test_which_subclasses_are_looked_at_by_the_tokens_of_the_corpus(one, tmp_path):
@@ -5659,15 +5414,11 @@ def test_which_subclasses_are_looked_at_by_the_tokens_of_the_corpus(one, tmp_pat
 
         generator = np.random.default_rng(0)
 
-    def data(cls, folder):
-        docs = [np.arange(9) + 9 * d for d in range(20)]
-        prefix = mk(one, tmp_path / folder / "p", docs)
-        return build(one, [20, 0, 0], config(one, ([prefix], None)), cls)[0]
-
-    plain = data(one.GPTDataset, "a")
+    prefix = mk(one, tmp_path / "p", [np.arange(9) + 9 * d for d in range(20)])
+    plain = gpt(one, prefix, 20)
     for cls, is_as_plain in ((Swapped, False), (Drawn, True)):
-        state = state_of(one, data(cls, "b"), 4)
-        loader_of(one, data(cls, "c")).load_state_dict(state)
+        state = state_of(one, with_class(cls, plain), 4)
+        loader_of(one, with_class(cls, plain)).load_state_dict(state)
         assert (state == state_of(one, plain, 4)) == is_as_plain
 
 
@@ -5677,20 +5428,17 @@ def test_what_is_no_state_is_refused(one):
     state = state_of(one, Numbers(64), 16)
     for wrong in (
         None,
-        "state",
-        {},
         {"consumed_samples": 16, "past": "{}"},
         state | {"consumed_samples": 1.5},
         state | {"past": "{"},
         state | {"past": "5"},
-        state | {"past": {}},
     ):
         for strict in (True, False):
             with pytest.raises(ValueError, match="wanted a state of PretrainingDataLoader"):
                 loader.load_state_dict(wrong, strict)
     other = state | {"version": 5}
     for changed, word in (
-        (other, r"the version is another one here \(5 in the state, 6 here\).*strict=False"),
+        (other, r"the version is another one here \(5 in the state, 6 here\)"),
         (state | {"past": "{}"}, r"the kind of the order .* \(None in the state"),
         (state | {"past": '{"sampler": 5}'}, r"of the order .* \(5 in the state"),
     ):
@@ -5703,13 +5451,6 @@ def test_what_is_no_state_is_refused(one):
     assert loader.state_dict() == state
 
 
-def test_batches_that_come_in_another_order_cannot_be_counted(one):
-    with pytest.raises(ValueError, match="in_order=False"):
-        one.PretrainingDataLoader(
-            Numbers(8), sampler_of(one, "single", 8, 0, 4, 0, 1), in_order=False
-        )
-
-
 # ==============================================================================
 # 15. One error for every rank
 # ==============================================================================
@@ -5717,13 +5458,6 @@ def test_batches_that_come_in_another_order_cannot_be_counted(one):
 
 class Panic(BaseException):
     """As the package pyo3 raises where code in Rust panics."""
-
-
-class Numbered(Exception):
-    """It shows something else than it was made of."""
-
-    def __str__(self):
-        return "number 7"
 
 
 class Mute(Exception):
@@ -5736,23 +5470,17 @@ class Mute(Exception):
 def an_error_on_one_rank_is_raised_on_all(job):
     """Of several, that of the lowest rank.  What works on all ranks returns on each its value."""
     of_this_function = type("OfThisFunction", (ValueError,), {})
+    of_five_arguments = UnicodeEncodeError("ascii", "a", 0, 1, "no")
     for error, kind, words in (
         (ValueError("no \udcff"), ValueError, "no \udcff"),
-        (FileNotFoundError(2, "No", "a.bin"), FileNotFoundError, "[Errno 2] No: 'a.bin'"),
         (PermissionError(13, "No", "a.bin"), PermissionError, "[Errno 13] No: 'a.bin'"),
-        (ZeroDivisionError("by zero"), ZeroDivisionError, "by zero"),
         (job.mm.DatasetFormatError("a\nb"), job.mm.DatasetFormatError, "a\nb"),
         (Panic("panicked"), Panic, "panicked"),
         (MemoryError(), MemoryError, ""),
-        (KeyError("a"), RuntimeError, "'a' (KeyError)"),
-        (Numbered("a"), RuntimeError, "number 7 (Numbered)"),
+        (KeyError("a"), RuntimeError, "'a' (KeyError)"),  # it shows another sentence
         (Mute("a"), RuntimeError, " (Mute)"),
         (of_this_function("a"), RuntimeError, "a (OfThisFunction)"),
-        (
-            UnicodeEncodeError("ascii", "a", 0, 1, "no"),
-            RuntimeError,
-            "'ascii' codec can't encode character '\\x61' in position 0: no (UnicodeEncodeError)",
-        ),
+        (of_five_arguments, RuntimeError, f"{of_five_arguments} (UnicodeEncodeError)"),
     ):
         for failing in range(job.world):
             mine = None
@@ -5772,23 +5500,22 @@ def an_error_on_one_rank_is_raised_on_all(job):
 
 def a_class_that_other_ranks_do_not_have(job):
     """Or have as another thing: there it is a RuntimeError with its name."""
-    for failing in range(job.world):
+    for failing in (0, 1):
         module = types.ModuleType("of_one_rank")
         sys.modules["of_one_rank"] = module
         module.Mine = type("Mine", (ValueError,), {"__module__": "of_one_rank"})
         kind = module.Mine
         mine = kind("a")
-        sentence = f"rank {failing}: a"
+        words = f"^rank {failing}: a$"
         if job.rank != failing:
             kind = RuntimeError
             mine = None
-            sentence += " (Mine)"
+            words = rf"^rank {failing}: a \(Mine\)$"
             module.Mine = str
-            if job.rank % 2:
+            if failing == 0:
                 del sys.modules["of_one_rank"]
-        with pytest.raises(kind) as caught:
+        with pytest.raises(kind, match=words):
             job.mm._on_every_rank(mock.Mock(side_effect=mine))
-        assert (type(caught.value), str(caught.value)) == (kind, sentence)
 
 
 def what_ends_a_process_is_not_told(job):
@@ -5861,11 +5588,6 @@ def caches_are_shared_or_of_ones_own(job):
     assert len(valid) == 7, "ceil(6 / 4) + ceil(6 * 3 / 4)"
     assert not test
     assert built_tokens(job, "shared") == shared, "again"
-    torch.distributed.barrier()  # until all have read
-    if job.rank == 0:
-        torn = min((job.folder / "shared").glob("*-document_index.npy"))
-        os.truncate(torn, torn.stat().st_size - 1)
-    assert quiet(built_tokens, job, "shared") == shared, "rebuilt"
     assert built_tokens(job, f"own {job.rank}") == shared
     for wanting in range(job.world):
         is_wanted = job.rank == wanting
@@ -5932,16 +5654,14 @@ BUILDS = {  # what lies in the place of the C module -> what is said of it
 }
 
 
-@pytest.mark.parametrize("setting", ["1", "0", None])
+@pytest.mark.parametrize("setting", ["1", "0", ""])
 @pytest.mark.parametrize("build", BUILDS)
 def test_without_a_build_that_can_be_used(monkeypatch, tmp_path, build, setting):
     """=1 asks for C, so it is an error; others go without, with a warning of what is there."""
     (tmp_path / "_megatron_min.py").write_text(build)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "_megatron_min", raising=False)
-    monkeypatch.delenv("MEGATRON_MIN_C", raising=False)
-    if setting is not None:
-        monkeypatch.setenv("MEGATRON_MIN_C", setting)
+    monkeypatch.setenv("MEGATRON_MIN_C", setting)
     path = str(HERE / "megatron_min.py")
     words = BUILDS[build]
     if setting == "1":
@@ -5990,13 +5710,44 @@ def test_shuffle_goes_on_where_numpy_would(c, dtype):
         assert repr(state.get_state()) == repr(other.get_state())
 
 
+def test_what_c_can_read_is_left_to_c(c, toy, monkeypatch):
+    """Else all would be right, and ten times slower."""
+    monkeypatch.setattr(c, "_FEW_ITEMS", 0)
+    for name in ("_make_batch", *HOSTILE):
+        monkeypatch.setattr(getattr(c, name), "__wrapped__", None)
+    monkeypatch.setattr(c.GPTDataset.__getitem__, "__wrapped__", None)
+    for fields in ({"tokenizer": Tok(eod=None)}, DOCUMENTS, WITH_MASK | RESETS):
+        for size, weights in ((6, [1, 2]), (None, None)):
+            blend = build(c, [size, 0, 0], config(c, ([toy] * 2, weights), **fields))[0]
+            c._make_batch(blend, [0, None])
+            assert len(blend[0]["tokens"]) == 8
+
+
+def test_what_c_cannot_read_is_left_to_the_definition(mm, toy):
+    """A reader of one's own, of which C would read the file; an array with gaps; a large id."""
+
+    class Shifted(mm.IndexedDataset):
+        def get(self, *arguments):
+            return super().get(*arguments) + 1
+
+    fields = {"n": 3, "sequence_length": 4}
+    own = gpt(mm, toy, **fields)
+    own.dataset = Shifted(toy)
+    gaps = gpt(mm, toy, **fields)
+    gaps.shuffle_index = np.repeat(gaps.shuffle_index, 2)[::2]
+    large = gpt(mm, toy, tokenizer=Tok(eod=2**63), **fields)
+    for ds, wanted in ((own, b"cccd"), (gaps, b"bbbc"), (large, b"bbbc")):
+        for [sample] in read_in_all_ways(ds, [0]):
+            assert bytes(sample["tokens"].tolist()) == wanted
+
+
 # -- arguments in all forms: C takes and refuses what the definition does -----------------------
 
 
 def good_arguments(name):
-    """Arguments of a function, made anew; the shuffle's array is long enough for C."""
+    """Arguments of a function, made anew."""
     if name == "shuffle":
-        return {"items": np.arange(5000), "random_state": np.random.RandomState(3)}
+        return {"items": np.arange(9), "random_state": np.random.RandomState(3)}
     if name == "build_sample_idx":
         arguments = {"sizes": int32(4, 3, 6), "document_indices": int32(0, 1, 2)}
         arguments |= {"sequence_length": 4, "num_epochs": 1, "tokens_per_epoch": 13}
@@ -6016,28 +5767,18 @@ def read_only(values):
 
 
 HOSTILE = {  # {function: {argument: what is refused}}; upstream crashes at many of them
-    "build_sample_idx": {
-        "sizes": [array.array("i", [4, 3, 6]), torch.tensor([4, 3, 6], dtype=torch.int32), [4]],
-        "document_indices": [array.array("i", [0, 1, 2]), memoryview(int32(0, 1, 2)), int32(0)],
-        "sequence_length": [0, 4.0, 2**32, None],
-        "num_epochs": [-1, 1.0, 2**70],
-        "tokens_per_epoch": [-1, 13.0, 400, "13"],
-    },
-    "shuffle": {
-        "items": [read_only(np.arange(5000)), np.array(5), range(5000), None],
-    },
+    "build_sample_idx": {},  # see section 4
+    "shuffle": {},
     "build_blending_indices": {
-        "dataset_index": [array.array("h", [0] * 4), np.zeros(4, np.int32), [0] * 4],
+        "dataset_index": [array.array("h", [0] * 4), np.zeros(4, np.int32)],
         "dataset_sample_index": [np.zeros((4, 1), np.int64), read_only(np.zeros(4, np.int64))],
         "weights": [[0.5, math.nan], [0.5, math.inf], [0.5, -0.5], [1.0], ["a", "b"], 1.0],
-        "num_datasets": [0, 3, -1, 2.0],
+        "num_datasets": [0, 3, -1],
         "size": [5, -1, 2.5, 4.0, 2**70],
     },
     "build_exhaustive_blending_indices": {
-        "dataset_index": [torch.zeros(4, dtype=torch.int16), np.zeros(3, np.int16)],
-        "dataset_sample_index": [memoryview(np.zeros(4, np.int64)), np.zeros(4, np.uint64)],
+        "dataset_index": [np.zeros(3, np.int16)],
         "sizes": [[4], np.array([2.5, 1.5]), [5, -1], [2**62, 2**62], 4],
-        "num_datasets": [0, 3, -1, 2.0],
     },
 }
 
@@ -6057,17 +5798,20 @@ def other_forms(value):
 
 
 def odd_calls(name):
-    """Calls with an argument, or two, in other forms."""
-    for argument, value in good_arguments(name).items():
-        for other in (*HOSTILE[name].get(argument, []), *other_forms(value)):
-            yield good_arguments(name) | {argument: other}
+    """Calls with an argument, or two, in other forms -> (call, is it refused?  None: perhaps)."""
     good = good_arguments(name)
+    for argument, value in good.items():
+        for other in HOSTILE[name].get(argument, []):
+            yield good_arguments(name) | {argument: other}, True
+        for other in other_forms(value):
+            yield good_arguments(name) | {argument: other}, None
     if name == "build_sample_idx":  # a document that is none, of a stream too long for memory
         too_long = {"sequence_length": 1, "tokens_per_epoch": 6 * 10**9}
-        yield good | too_long | {"document_indices": int32(0, 3, 2)}
+        yield good | too_long | {"document_indices": int32(0, 3, 2)}, None
     elif name != "shuffle":
         names = ["dataset_index", "dataset_sample_index"]
-        yield good | dict(zip(names, overlapping(*[good[key] for key in names]), strict=True))
+        arrays = overlapping(*[good[key] for key in names])
+        yield good | dict(zip(names, arrays, strict=True)), None
 
 
 def outcome(mm, name, call):
@@ -6081,18 +5825,14 @@ def outcome(mm, name, call):
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_c_takes_is_what_python_takes(mm, one, name):
+def test_what_c_takes_is_what_python_takes(c, one, name, monkeypatch):
     """The same result, or the same error with the same sentence."""
-    for ours, plain in zip(odd_calls(name), odd_calls(name), strict=True):
-        assert outcome(mm, name, ours) == outcome(one, name, plain), plain
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_arguments_raise(mm, name):
-    for argument, values in HOSTILE[name].items():
-        for value in values:
-            with pytest.raises((TypeError, ValueError)):
-                quiet(getattr(mm, name), **good_arguments(name) | {argument: value})
+    monkeypatch.setattr(c, "_FEW_ITEMS", 0)
+    for (ours, is_refused), (plain, _) in zip(odd_calls(name), odd_calls(name), strict=True):
+        found = outcome(c, name, ours)
+        assert found == outcome(one, name, plain), plain
+        if is_refused:
+            assert found.startswith(("((<class 'TypeError'>", "((<class 'ValueError'>")), plain
 
 
 # -- what a function of C is given is checked before it is trusted -----------------------------
@@ -6188,22 +5928,18 @@ WRONG = {  # {function: {argument: values that it refuses in the toy call}}
     },
 }
 NO_PLACES = [  # (the one sample that is wanted, array, values that lead it to no place)
-    (1, "sample_index", [[0, 0], [-1, 2], [0, 2], [2, 5]]),  # begins before the first document
-    (1, "sample_index", [[0, 0], [1, -1], [2, 0], [2, 5]]),  # begins before a document
     (1, "sample_index", [[0, 0], [1, 0], [2, -1], [2, 5]]),
     (1, "sample_index", [[0, 0], [1, 0], [2, 2**32], [2, 5]]),
-    (2, "sample_index", [[0, 0], [1, 0], [2, 3], [3, 0]]),  # ends in a fourth of three
     (2, "sample_index", [[0, 0], [1, 0], [2, 2], [2, 6]]),  # ends behind a document
     (1, "sample_index", [[0, 0], [1, 0], [0, 1], [2, 5]]),  # goes back
     (0, "sample_index", [[0, 0], [2, 0], [2, 1], [2, 5]]),  # has more tokens than a sample
-    (0, "document_index", [0, 3, 2]),
     (0, "document_index", [0, -1, 2]),
     (0, "pointers", [-4, 16, 28]),
     (2, "pointers", [0, 16, 32]),
     (2, "pointers", [0, 16, 26]),  # in the middle of a token
     (0, "lengths", [14, 3, 6]),
     (0, "lengths", [-1, 3, 6]),
-]
+]  # more under "arrays of other data that are set" in section 5
 
 
 def wrong_forms(values):
@@ -6251,7 +5987,7 @@ def refused_calls(name):
 
 @pytest.mark.parametrize("name", FILLED)
 def test_c_refuses_bad_calls(c, name):
-    """And gives back what it has borrowed, as after a good call."""
+    """And gives back what it has borrowed, as after a good call; help() shows the arguments."""
     good = toy_call(name)
     for call in (good, *refused_calls(name)):
         arrays = [value for value in call.values() if isinstance(value, np.ndarray)]
@@ -6259,6 +5995,8 @@ def test_c_refuses_bad_calls(c, name):
         wrong = [key for key in call if call[key] is not good[key]]
         assert is_refused(c, name, call) == (call is not good), wrong
         assert [sys.getrefcount(values) for values in arrays] == counts, wrong
+    function = getattr(c._megatron_min, name)
+    assert list(inspect.signature(function).parameters) == list(good)
 
 
 def test_an_error_of_the_object_itself_stays(c):
@@ -6266,14 +6004,6 @@ def test_an_error_of_the_object_itself_stays(c):
     view.release()
     with pytest.raises(ValueError, match="released memoryview"):
         call_c(c, "shuffle", toy_call("shuffle") | {"array": view})
-
-
-@pytest.mark.parametrize("name", FILLED)
-def test_the_functions_of_c_say_what_they_take(c, name):
-    function = getattr(c._megatron_min, name)
-    assert list(inspect.signature(function).parameters) == list(toy_call(name))
-    assert len(function.__doc__) > 40
-    assert c._megatron_min.__doc__
 
 
 @pytest.mark.slow
@@ -6306,69 +6036,49 @@ def run_setup(folder, *words, **variables):
     subprocess.run(run, cwd=folder, env=environment, check=True, capture_output=True)
 
 
-WHEELS = {  # {why: (environment, the tag of the wheel; None: an error)}
+FUSED = "-ffp-contract=fast -march=native"  # of two operations on doubles one may be made
+WHEELS = {  # {why: (environment, the tag of the wheel; with C required, what an error says)}
     "not wanted": ({"MEGATRON_MIN_C": "0"}, "py3-none-any"),
     "no compiler": ({"CC": "false"}, "py3-none-any"),
-    "C": ({"MEGATRON_MIN_C": "1"}, "cp311-abi3-"),
-    "C without a compiler": ({"MEGATRON_MIN_C": "1", "CC": "false"}, None),
+    "C": ({"MEGATRON_MIN_C": "1", "MEGATRON_MIN_CFLAGS": FUSED}, "cp311-abi3-"),
+    "C without a compiler": ({"MEGATRON_MIN_C": "1", "CC": "false"}, "'false'"),
+    "other doubles": ({"MEGATRON_MIN_C": "1", "MEGATRON_MIN_CFLAGS": "-ffast-math"}, "#error"),
 }
-
-
-def copy_of_sources(tmp_path):
-    """The sources alone, in a folder of their own."""
-    if not (HERE / "setup.py").exists():
-        pytest.skip("setup.py is not beside this file")
-    pytest.importorskip("setuptools.command.bdist_wheel", reason="setuptools is before 70.1")
-    copied = tmp_path / "sources"
-    shutil.copytree(HERE, copied, ignore=shutil.ignore_patterns("*.so", "build", "dist", ".git"))
-    return copied
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WHEELS)
-def test_a_wheel_without_c_is_pure(tmp_path, case):
-    """Or it is an error, where C is wanted; of the sources as they are packed."""
-    copied = copy_of_sources(tmp_path)
-    if case == "C" and "c" not in IMPLEMENTATIONS:
+def test_wheels_of_the_sources_as_they_are_packed(tmp_path, case):
+    """Without C a wheel is pure, or an error where C is wanted."""
+    if not (HERE / "setup.py").exists():
+        pytest.skip("setup.py is not beside this file")
+    pytest.importorskip("setuptools.command.bdist_wheel", reason="setuptools is before 70.1")
+    if "c" not in IMPLEMENTATIONS and case in ("C", "other doubles"):
         pytest.skip("there is no C compiler")
+    copied = tmp_path / "sources"
+    shutil.copytree(HERE, copied, ignore=shutil.ignore_patterns("*.so", "build", "dist", ".git"))
     run_setup(copied, "sdist")
     [archive] = (copied / "dist").iterdir()
     shutil.unpack_archive(archive, tmp_path)
     [folder] = tmp_path.glob("megatron_min-*")
-    variables, tag = WHEELS[case]
-    if tag is None:
+    variables, words = WHEELS[case]
+    if words in ("'false'", "#error"):
         with pytest.raises(subprocess.CalledProcessError) as error:
             run_setup(folder, "bdist_wheel", **variables)
-        assert b"'false'" in error.value.stderr
+        assert words in error.value.stderr.decode()
         return
     run_setup(folder, "bdist_wheel", **variables)
     [wheel] = (folder / "dist").iterdir()
-    assert tag in wheel.name
-    names = "".join(zipfile.ZipFile(wheel).namelist())
-    assert ("_megatron_min." in names) == (case == "C")
+    assert words in wheel.name
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    built = list((tmp_path / "installed").glob("_megatron_min.*"))
+    assert len(built) == (case == "C")
+    if built:
+        breaks_ties_as_a_loop_does(*built)
 
 
-CHANGING_FLAGS = {  # {flags under which doubles are not IEEE's: is the build refused?}
-    "-ffast-math": True,
-    "-ffinite-math-only": True,
-    "-ffp-contract=fast -march=native": False,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", CHANGING_FLAGS)
-def test_flags_that_change_doubles_are_refused_or_change_nothing(c, tmp_path, flags):
+def breaks_ties_as_a_loop_does(path):
     """Weights of a few whole numbers have ties that a fused multiply-add would break otherwise."""
-    folder = copy_of_sources(tmp_path)
-    build = ["build_ext", "--inplace"]
-    variables = {"MEGATRON_MIN_C": "1", "MEGATRON_MIN_CFLAGS": flags}
-    if CHANGING_FLAGS[flags]:
-        with pytest.raises(subprocess.CalledProcessError) as error:
-            run_setup(folder, *build, **variables)
-        assert b"#error" in error.value.stderr and b"plain IEEE doubles" in error.value.stderr
-        return
-    run_setup(folder, *build, **variables)
-    [path] = folder.glob("_megatron_min*")
     spec = importlib.util.spec_from_file_location("_megatron_min", path)
     built = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(built)
@@ -6386,36 +6096,22 @@ def test_flags_that_change_doubles_are_refused_or_change_nothing(c, tmp_path, fl
 # ==============================================================================
 
 
-def test_the_null_tokenizer_takes_numbers(one):
-    tokenizer = one.build_tokenizer("null:100")
-    assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
-    assert tokenizer.tokenize("1 2 30") == [1, 2, 30]
-    assert one.NullTokenizer(7).unique_identifiers != tokenizer.unique_identifiers
-
-
-MY_TOKENS = """
-class Odd:
-    vocab_size, eod, unique_identifiers = 9, 8, {}
-    def tokenize(self, text): return [len(text)]
-odd = Odd()
-def make(): return odd
-name = "bytes"
-def nothing(): return {}
-class Half: vocab_size = 9
-"""
-
-
 def test_tokenizer_by_module_and_attribute(one, tmp_path, monkeypatch):
     """A class, an object or a function; the module lies in the current folder."""
-    (tmp_path / "my_tokens.py").write_text(MY_TOKENS)
+    lines = [
+        f"from {__name__} import Tok",
+        "object = Tok()",
+        "def make(): return object",
+        "text = ''",
+    ]
+    (tmp_path / "my_tokens.py").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "my_tokens", raising=False)
     before = list(sys.path)
-    for attribute in ("Odd", "odd", "make"):
-        assert one.build_tokenizer(f"my_tokens:{attribute}").tokenize("abc") == [3]
-    for attribute, words in (("name", "str"), ("nothing", "dict"), ("Half", "Half.* tokenize")):
-        with pytest.raises(ValueError, match=f"wanted a tokenizer, got {words}"):
-            one.build_tokenizer(f"my_tokens:{attribute}")
+    for attribute in ("Tok", "object", "make"):
+        assert one.build_tokenizer(f"my_tokens:{attribute}").tokenize("7 8") == [7, 8]
+    with pytest.raises(ValueError, match="wanted a tokenizer, got str"):
+        one.build_tokenizer("my_tokens:text")
     assert sys.path == before
 
 
@@ -6423,10 +6119,11 @@ def test_tokenizer_by_module_and_attribute(one, tmp_path, monkeypatch):
 def hf(tmp_path):
     """A tokenizer.json of whole words, made here, which puts </s> in front of a text, if asked.
 
-    It asks for texts to be cut off and filled up: for models that read one text, not for a corpus.
+    Its ids have a gap.  It asks for texts to be cut off and filled up: for models that read one
+    text, not for a corpus.
     """
     tokenizers = pytest.importorskip("tokenizers")
-    words = {"[UNK]": 0, "ja": 1, "nein": 2, "<|endoftext|>": 3, "</s>": 4}
+    words = {"[UNK]": 0, "ja": 1, "nein": 2, "<|endoftext|>": 3, "</s>": 4, "weit": 70_000}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(["<|endoftext|>", "</s>"])
@@ -6441,27 +6138,56 @@ def hf(tmp_path):
 
 
 def test_hugging_face_tokenizer(one, tmp_path, hf):
-    """Its identifiers tell apart what makes other tokens."""
-    plain = one.build_tokenizer(os.path.dirname(hf))  # the folder that holds tokenizer.json
-    texts = ["nein ja ja", "", "was"]
+    """Its identifiers tell apart what makes other tokens.
+
+    Upstream counts the ids, 6 here, so that the file would get two bytes for an id of 70,000.
+    """
+    texts = ["nein ja ja", "", "was", "weit"]
+    identifiers = set()
     for eod_text, start, eod in (
         (None, [], 3),
         ("</s>", [], 4),
         (None, [4], 3),  # with special tokens, as Llama's file has them, for those who ask
     ):
         tokenizer = one.build_tokenizer(hf, eod_text, bool(start))
-        assert (tokenizer.vocab_size, tokenizer.eod) == (5, eod)
-        wanted = [[*start, 2, 1, 1], start, [*start, 0]]
+        identifiers.add(json.dumps(tokenizer.unique_identifiers))
+        assert tokenizer.eod == eod
+        wanted = [[*start, 2, 1, 1], start, [*start, 0], [*start, 70_000]]
         assert [tokenizer.tokenize(text) for text in texts] == wanted
         assert lists(tokenizer.tokenize_batch(texts)) == wanted
-        assert tokenizer.detokenize([1, 3]) == "ja <|endoftext|>"
-        is_same = tokenizer.unique_identifiers == plain.unique_identifiers
-        assert is_same == (eod_text is None and start == [])
-    assert plain.tokenize("ja</s>nein") == [1, 4, 2], "the text of a special token is that token"
-    content = pathlib.Path(hf).read_bytes()
-    assert plain.unique_identifiers["tokenizer.json"] == hashlib.md5(content).hexdigest()
+    assert len(identifiers) == 3
+    plain = one.build_tokenizer(os.path.dirname(hf))  # the folder that holds tokenizer.json
+    of_file = {"tokenizer.json": hashlib.md5(pathlib.Path(hf).read_bytes()).hexdigest(), "eod": 3}
+    of_class = {"class": "HuggingFaceTokenizer", "package": "tokenizers"}
+    assert plain.unique_identifiers == of_class | of_file
     made = one.preprocess(texts=texts, output_prefix=tmp_path / "o", tokenizer=plain, workers=2)
-    assert texts_of(one, made["text"]) == [[2, 1, 1], [], [0]]
+    assert texts_of(one, made["text"]) == [[2, 1, 1], [], [0], [70_000]]
+
+
+def test_the_eod_of_a_folder(one, tmp_path, hf):
+    """Its eos_token, in the two forms that it has, unless another one is asked for.
+
+    Where tokenizer_config.json cannot be used, no other token is taken without a word.
+    """
+    for content, eod in (
+        ("{}", 3),
+        ('{"eos_token": null}', 3),
+        ('{"eos_token": "ja"}', 1),
+        ('{"eos_token": {"content": "ja", "lstrip": false}}', 1),
+        ('{"eos_token": "j', "tokenizer_config.json: "),
+        ("[]", "tokenizer_config.json: "),
+        ('{"eos_token": {"text": "ja"}}', "tokenizer_config.json: .*content"),
+        ('{"eos_token": "<none>"}', "tokenizer.json: no token <none>"),
+        ('{"eos_token": 12}', "tokenizer.json: no token 12"),
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        if isinstance(eod, int):
+            assert one.build_tokenizer(tmp_path).eod == eod
+        else:
+            with pytest.raises(ValueError, match=eod):
+                one.build_tokenizer(tmp_path)
+        assert one.build_tokenizer(tmp_path, "nein").eod == 2
+        assert one.build_tokenizer(hf).eod == 3, "a bare file as ever"
 
 
 def test_a_tokenizer_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
@@ -6476,7 +6202,6 @@ def test_a_tokenizer_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
         (hf, "<none>", False, "<none>"),
         ("bytes", None, True, "special tokens"),
         (f"gigatoken:{hf}", None, True, "special tokens"),
-        ("bytes", "</s>", False, "eod and special tokens can be chosen"),
         ("null:9", "</s>", False, "eod and special tokens can be chosen"),
         ("null:x", None, False, "unknown tokenizer 'null:x'"),
         ("null:-1", None, False, "unknown tokenizer 'null:-1'"),
@@ -6501,136 +6226,63 @@ def test_a_package_that_is_missing_is_named(one, tmp_path, hf, monkeypatch):
             use()
 
 
-def rewrite(path, change):
-    """Change what a file of JSON holds, by a function."""
-    content = json.loads(pathlib.Path(path).read_bytes())
-    change(content)
-    pathlib.Path(path).write_text(json.dumps(content))
+def test_text_and_ids_of_all_kinds(one, hf):
+    """Of each tokenizer; ids are lists, arrays, tensors, and what can be read only once.
 
-
-def test_ids_of_a_tokenizer_may_have_gaps(one, tmp_path, hf):
-    """Upstream counts them: 5 here, so that the file gets two bytes for an id."""
-    rewrite(hf, leave_a_gap)
-    tokenizer = one.build_tokenizer(hf)
-    assert tokenizer.vocab_size == 70_001
-    made = one.preprocess(texts=["nein ja"], output_prefix=tmp_path / "o", tokenizer=tokenizer)
-    assert texts_of(one, made["text"]) == [[70_000, 1]]
-
-
-def leave_a_gap(content):
-    """In the ids of a tokenizer.json."""
-    content["model"]["vocab"]["nein"] = 70_000
-
-
-@pytest.mark.parametrize("name", ["bytes", "null:300", "tokenizer.json"])
-def test_ids_of_all_kinds_become_text(one, hf, name):
-    """Lists, arrays, tensors, and what can be read only once."""
-    tokenizer = one.build_tokenizer(hf if name == "tokenizer.json" else name)
-    ids = [1, 2, 1]
-    wanted = {"bytes": "\x01\x02\x01", "null:300": "1 2 1", "tokenizer.json": "ja nein ja"}[name]
-    for given in (
-        ids,
-        tuple(ids),
-        np.array(ids, np.uint16),
-        np.array(ids),
-        torch.tensor(ids),
-        torch.tensor(ids, dtype=torch.int32),
-        list(torch.tensor(ids)),
-        iter(ids),
-        (token for token in np.array(ids)),
-    ):
-        assert tokenizer.detokenize(given) == wanted
-    assert tokenizer.detokenize([]) == tokenizer.detokenize(torch.tensor([])) == ""
-    with pytest.raises(TypeError):
-        tokenizer.detokenize(torch.tensor([1.0]))  # such as a loss mask
-
-
-@pytest.mark.parametrize("package", ["tokenizers", "gigatoken"])
-def test_the_eod_of_a_folder(one, tmp_path, package):
-    """Its eos_token, in the two forms that it has, unless another one is asked for.
-
-    Where tokenizer_config.json cannot be used, no other token is taken without a word.
+    The text of a special token is that token.
     """
-    pytest.importorskip(package)
-    tokenizers = pytest.importorskip("tokenizers")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        special_tokens=["<|endoftext|>", "<|im_end|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["a text"], trainer)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    prefix = "gigatoken:" if package == "gigatoken" else ""
-    folder = f"{prefix}{tmp_path}"
-    for content, eod in (
-        (None, 0),
-        ("{}", 0),
-        ('{"eos_token": null}', 0),
-        ('{"eos_token": "<|im_end|>"}', 1),
-        ('{"eos_token": {"content": "<|im_end|>", "lstrip": false}}', 1),
-        ('{"eos_token": "<|im_e', "tokenizer_config.json: "),
-        ("[]", "tokenizer_config.json: "),
-        ('{"eos_token": {"text": "<|im_end|>"}}', "tokenizer_config.json: .*content"),
-        ('{"eos_token": "<none>"}', "tokenizer.json: no token <none>"),
-        ('{"eos_token": 12}', "tokenizer.json: no token 12"),
+    ids = [1, 3, 1]
+    for name, eod, vocab_size, text in (
+        ("bytes", 256, 257, "\x01\x03\x01"),
+        ("null:300", 300, 301, "1 3 1"),
+        (hf, 3, 70_001, "ja <|endoftext|> ja"),
     ):
-        if content is not None:
-            (tmp_path / "tokenizer_config.json").write_text(content)
-        if isinstance(eod, int):
-            assert one.build_tokenizer(folder).eod == eod
-        else:
-            with pytest.raises(ValueError, match=eod):
-                one.build_tokenizer(folder)
-        assert one.build_tokenizer(folder, "<|im_end|>").eod == 1
-        assert one.build_tokenizer(f"{folder}/tokenizer.json").eod == 0, "a bare file as ever"
+        tokenizer = one.build_tokenizer(name)
+        assert (tokenizer.eod, tokenizer.vocab_size) == (eod, vocab_size)
+        assert tokenizer.tokenize(text) == ids
+        for given in (ids, np.array(ids, np.uint16), torch.tensor(ids), iter(torch.tensor(ids))):
+            assert tokenizer.detokenize(given) == text
+        assert tokenizer.detokenize([]) == tokenizer.detokenize(torch.tensor([])) == ""
+        with pytest.raises(TypeError):
+            tokenizer.detokenize(torch.tensor([1.0]))  # such as a loss mask
 
 
-NO_TOKENIZERS = {  # what is no tokenizer, other arguments, and words of the error
-    # as in the package transformers:
-    "a list of texts": (Tok(tokenize=str.split), {}, r"got Tok, whose tokenize.* makes \['a'\] of"),
-    "a text": (Tok(tokenize=str.upper), {}, "got Tok, whose tokenize.* makes 'A' of 'a'"),
-    "a class": (Tok, {}, "make an object of Tok"),
-    "no size": (Tok(vocab_size=None), {}, "got Tok, which lacks vocab_size"),
-    "no eod": (Tok(eod=None), {"append_eod": True}, "got Tok, which lacks eod"),
-    "a dict": ({}, {}, "got dict, which lacks vocab_size"),
-}
-
-
-@pytest.mark.parametrize("case", NO_TOKENIZERS)
-def test_what_is_no_tokenizer_makes_no_corpus(one, tmp_path, case):
+def test_what_is_no_tokenizer_makes_no_corpus(one, tmp_path):
     """Not even of decimal numbers, which could be taken for ids."""
-    tokenizer, fields, words = NO_TOKENIZERS[case]
     path = jsonl(tmp_path / "a.jsonl", ["12 7"])
-    for make in (one.preprocess, one.encode_jsonl):
-        with pytest.raises(ValueError, match=words):
-            make(path, tmp_path / "o", tokenizer, **fields)
+    for tokenizer, fields, words in (
+        # as in the package transformers:
+        (Tok(tokenize=str.split), {}, r"got Tok, whose tokenize.* makes \['a'\] of"),
+        (Tok(tokenize=str.upper), {}, "got Tok, whose tokenize.* makes 'A' of 'a'"),
+        (Tok, {}, "make an object of Tok"),
+        (Tok(vocab_size=None), {}, "got Tok, which lacks vocab_size"),
+        (Tok(eod=None), {"append_eod": True}, "got Tok, which lacks eod"),
+        ({}, {}, "got dict, which lacks vocab_size"),
+    ):
+        for make in (one.preprocess, one.encode_jsonl):
+            with pytest.raises(ValueError, match=words):
+                make(path, tmp_path / "o", tokenizer, **fields)
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
 def test_two_eods_are_told(one, tmp_path, hf):
     """One by the file's post-processor, one by append_eod; a beginning of texts is none."""
+    ends = json.loads(pathlib.Path(hf).read_bytes())
+    ends["post_processor"]["single"].reverse()  # so that </s> is put behind a text
+    (tmp_path / "ends.json").write_text(json.dumps(ends))
     path = jsonl(tmp_path / "a.jsonl", ["ja", ""])
-    with_start = one.build_tokenizer(hf, "</s>", add_special_tokens=True)
-    rewrite(hf, put_the_special_token_behind)
-    with_end = functools.partial(one.build_tokenizer, hf, add_special_tokens=True)
-    for tokenizer, append_eod, count in (
-        (with_start, True, 0),
-        (with_end(eod_token="</s>"), True, 1),
-        (with_end(eod_token="</s>"), False, 0),
-        (with_end(), True, 0),  # it ends texts in another token
-        (one.build_tokenizer(hf, "</s>"), True, 0),
-        (one.build_tokenizer(hf, "[UNK]"), True, 0),  # as a letter that is not known
+    for name, eod_token, adds_special_tokens, append_eod, count in (
+        ("tokenizer.json", "</s>", True, True, 0),
+        ("ends.json", "</s>", True, True, 1),
+        ("ends.json", "</s>", True, False, 0),
+        ("ends.json", None, True, True, 0),  # it ends texts in another token
+        ("ends.json", "</s>", False, True, 0),
+        ("ends.json", "[UNK]", False, True, 0),  # as a letter that is not known
     ):
+        tokenizer = one.build_tokenizer(tmp_path / name, eod_token, adds_special_tokens)
         for make in (one.preprocess, one.encode_jsonl):
             _, messages = heard(make, path, tmp_path / "o", tokenizer, append_eod=append_eod)
             assert ["ends texts in eod by itself" in text for text in messages] == [True] * count
-
-
-def put_the_special_token_behind(content):
-    """Behind each text, where the post-processor puts it before."""
-    content["post_processor"]["single"].reverse()
 
 
 PIECES = ["the", " the", "The", " ", "\n", "\r\n", "\t", "12345", "don't", "é", "e\u0301", "日本"]
@@ -6646,38 +6298,37 @@ def odd_texts(rng, count):
 
 
 def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path):
-    """Of a file as GPT-2's, for any number of workers; the records say which package made them.
+    """Of a file as GPT-2's, for any number of workers; only the name of the package differs.
 
-    Such pairs may be merged.
+    It is made anew after much text, and where it was pickled.
     """
     pytest.importorskip("gigatoken")
     tokenizers = pytest.importorskip("tokenizers")
     of_bytes = tokenizers.pre_tokenizers.ByteLevel
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = of_bytes(add_prefix_space=False)
+    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
+    trained.pre_tokenizer = of_bytes(add_prefix_space=False)
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=400,
-        special_tokens=["<|endoftext|>"],
+        special_tokens=["<|endoftext|>", "<|im_end|>"],
         initial_alphabet=of_bytes.alphabet(),
         show_progress=False,
     )
     texts = odd_texts(np.random.default_rng(0), 300)
-    tokenizer.train_from_iterator(texts, trainer)
-    path = str(tmp_path / "tokenizer.json")
-    tokenizer.save(path)
-    ids = [one.build_tokenizer(path).tokenize(text) for text in texts]
-    pairs = []
-    for package, name in (("tokenizers", path), ("gigatoken", f"gigatoken:{path}")):
-        tokenizer = one.build_tokenizer(name)
-        for other in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):
-            assert lists(other.tokenize_batch(texts)) == ids
-        assert tokenizer.tokenize(texts[1]) == ids[1]
-        assert lists(tokenizer.tokenize_batch([])) == []
-        job = {"output_prefix": tmp_path / package, "tokenizer": tokenizer, "workers": 2}
-        pairs.append(one.preprocess(texts=texts, **job)["text"])
-        assert record_of(pairs[-1])["tokenizer"]["package"] == package
-    assert bytes_of_pair(pairs[0]) == bytes_of_pair(pairs[1])
-    one.merge(pairs, tmp_path / "all")
+    trained.train_from_iterator(texts, trainer)
+    trained.save(str(tmp_path / "tokenizer.json"))
+    slow = one.build_tokenizer(tmp_path, "<|im_end|>")
+    fast = one.build_tokenizer(f"gigatoken:{tmp_path}", "<|im_end|>")
+    ids = [slow.tokenize(text) for text in texts]
+    assert fast.unique_identifiers == slow.unique_identifiers | {"package": "gigatoken"}
+    assert fast.tokenize(texts[1]) == ids[1]
+    assert lists(fast.tokenize_batch([])) == []
+    made = one.preprocess(texts=texts, output_prefix=tmp_path / "o", tokenizer=fast, workers=2)
+    assert texts_of(one, made["text"]) == ids
+    fast._MOST_BYTES = 0
+    for tokenizer in (fast, pickle.loads(pickle.dumps(fast))):
+        before = tokenizer._gigatoken
+        assert lists(tokenizer.tokenize_batch(texts)) == ids
+        assert tokenizer._gigatoken not in (before, None)
 
 
 # ==============================================================================
@@ -7588,7 +7239,10 @@ def write_parquet(path, columns, **arguments):
 
 
 def random_rows(rng, count, longest):
-    """Rows of one to five conversations each, of numbers for ChatTokenizer."""
+    """Rows of one to five conversations each, of numbers for ChatTokenizer.
+
+    A template of the tokenizer's own gets all keys of a message, weight too.
+    """
     rows = []
     for _ in range(count):
         messages = []
@@ -7596,38 +7250,30 @@ def random_rows(rng, count, longest):
             roles = ["system", "user", "assistant"][rng.integers(0, 2) :]
             for role in roles[: rng.integers(1, 4)]:
                 numbers = rng.integers(1, 50, rng.integers(1, longest))
-                messages.append({"role": role, "content": " ".join(map(str, numbers))})
+                content = " ".join(map(str, numbers))
+                messages.append({"role": role, "content": content, "weight": 0})
         rows.append(messages)
     return rows
 
 
-def brute_chat_sample(messages, S, pad, eod, cp):
-    """A sample by the rules of upstream, one after the other, on a list."""
-    fill = eod if pad is None else pad
-    conversations = []
-    for message in messages:
-        if message["role"] == "system" or not conversations:
-            conversations.append([])
-        conversations[-1].append(message)
+def brute_chat_sample(messages, S, pad, cp):
+    """A sample by the rules of upstream, one after the other, on a list; the eod is 0."""
+    fill = 0 if pad is None else pad
     places = []  # token, target, position, is it filled up?
     ends = [0]
-    for conversation in conversations:
-        position = 0
-        for message in conversation:
-            for number in message["content"].split():
-                target = int(number) if message["role"] == "assistant" else -100
-                places.append((int(number), target, position, False))
-                position += 1
-        while cp > 1 and len(places) % (2 * cp):
-            places.append((fill, fill, position, True))
-            position += 1
-        ends.append(len(places))
-        if len(places) > S:
-            places = places[:S]
-            break
+    for number, message in enumerate([*messages, {"role": "system", "content": ""}]):
+        if message["role"] == "system" and number > 0:  # a conversation ends
+            while cp > 1 and len(places) % (2 * cp):
+                places.append((fill, fill, len(places) - ends[-1], True))
+            ends.append(len(places))
+            if len(places) > S:
+                break
+        for token in message["content"].split():
+            target = int(token) if message["role"] == "assistant" else -100
+            places.append((int(token), target, len(places) - ends[-1], False))
+    places = places[:S]
     while len(places) < S + 1:
-        places.append((fill, fill, position, True))
-        position += 1
+        places.append((fill, fill, len(places) - ends[-2], True))
     ends[-1] = S
     tokens, targets, positions, filled = zip(*places, strict=True)
     loss_mask = []
@@ -7658,7 +7304,7 @@ def test_samples_of_conversations_equal_the_rules(one, tmp_path, pad):
         fields = {"sequence_length": S, "context_parallel_size": cp, "tokenizer": tokenizer}
         ds = chat(one, path, 2 * len(rows), **fields)
         for k in range(len(ds)):
-            wanted = brute_chat_sample(rows[k % len(rows)], S, pad, 0, cp)
+            wanted = brute_chat_sample(rows[k % len(rows)], S, pad, cp)
             same_samples(quiet(ds.__getitem__, k), wanted, (rows[k % len(rows)], S, cp))
         same_samples(ds[None], {**ds[0], "loss_mask": torch.zeros(S)})
 
@@ -7680,18 +7326,41 @@ def test_rows_are_found_wherever_they_lie(one, tmp_path, kind):
         opened = one.SFTDataset.build_low_level_dataset(str(path), None)
         assert len(opened) == len(wanted)
         opened = pickle.loads(pickle.dumps(opened))
+        assert opened.fingerprint()["size"] == path.stat().st_size
         for row in rng.permutation(len(opened)).tolist():
             assert opened[row]["messages"] == wanted[row]
+
+
+def test_files_of_rows_are_told_apart(one, tmp_path):
+    """By their sizes and both ends, wherever they lie."""
+    row = json.dumps({"messages": ROW})
+    gap = "\n" * 9000
+    found = []
+    contents = [f" {row}{gap}{row}", f"{row}\n{gap}{row}", f"{row}{gap}{row} "]
+    for number, content in enumerate([*contents, f"{row}\n{gap}\n{row}", *contents]):
+        path = tmp_path / str(number)
+        path.write_text(content)
+        found.append(chat(one, path).dataset.fingerprint())
+    assert found[:3] == found[4:]
+    for one_of_them, another in itertools.combinations(found[:4], 2):
+        assert one_of_them != another
 
 
 def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
     """Each of these lines, all but the first and the last, with a word of the error."""
     good = json.dumps({"messages": ROW})
-    bad = NO_ROWS | {
+    bad = {
+        "{oops": "wanted a JSON object on the line, which begins '{oops",
+        "[" * 100_000: "wanted a JSON object",
+        '{"text": "a"}': "KeyError: 'messages'",
+        '{"messages": []}': "empty",
+        '{"messages": "a"}': "string indices",
+        '{"messages": [{"from": "human", "value": "a"}]}': "KeyError: 'role'",
         '{"messages": [{"role": "user", "content": null}]}': "wanted texts",
         '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}': "wanted texts",
     }
-    for key, value in LOST.items():
+    lost = {"tool_calls": [{"id": "a"}], "weight": 0, "train": False, "name": "b", "tools": {"": 1}}
+    for key, value in lost.items():
         message = {"role": "assistant", "content": "2", key: value}
         bad[json.dumps({"messages": [message]})] = f"{key} of a message would be lost"
     path = tmp_path / "chat.jsonl"
@@ -7706,49 +7375,27 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
         ds[0]
 
 
-NO_ROWS = {  # lines that are no rows, and a word of the error
-    "{oops": "wanted a JSON object on the line, which begins '{oops",
-    "[" * 100_000: "wanted a JSON object",
-    '[{"messages": []}]': "wanted a JSON object",
-    '{"text": "a"}': "KeyError: 'messages'",
-    '{"messages": []}': "empty",
-    '{"messages": "a"}': "string indices",
-    '{"messages": [{"from": "human", "value": "a"}]}': "KeyError: 'role'",
-}
-LOST = {"tool_calls": [{"id": "a"}], "weight": 0, "train": False, "name": "b", "tools": {"c": 1}}
-
-
-def test_keys_of_a_message_that_hold_nothing_are_no_loss(one, tmp_path):
-    """As Parquet files and converters write them; a template of the tokenizer's own gets all."""
-    nothing = {"tool_calls": None, "name": "", "tools": [], "function_call": {}}
-    empty = [message | nothing for message in ROW]
-    path = jsonl(tmp_path / "chat.jsonl", [ROW, empty], "messages")
-    ds = chat(one, path, tokenizer=one.ByteTokenizer(), sequence_length=32)
-    same_samples(ds[1], ds[0])
-    lost = [message | LOST for message in ROW]
-    path = jsonl(tmp_path / "chat.jsonl", [ROW, lost], "messages")
-    ds = chat(one, path)
-    same_samples(ds[1], ds[0])
-
-
 def test_a_file_of_no_rows_is_refused_when_it_is_opened(one, tmp_path):
     """By its first row, as a whole epoch may pass before another one is read."""
     good = json.dumps({"messages": ROW})
-    texts = [f"{line}\n{good}" for line in NO_ROWS]
+    array_of_rows = json.dumps([{"messages": ROW}] * 2, indent=1)
+    texts = [f"oops\n{good}", f'{{"text": "a"}}\n{good}', '{"messages": []}', array_of_rows]
     contents = [text.encode() for text in texts]
-    contents += [json.dumps([{"messages": ROW}] * 2, indent=1).encode()]
     contents += [gzip.compress(good.encode()), good.encode("utf-16"), b"PAR1\x15\x04", bytes(99)]
+    refused = {}
     for number, content in enumerate(contents):
         path = tmp_path / f"{number}.jsonl"
         path.write_bytes(content)
-        cfg = config(one, ([str(path)], None))
-        with pytest.raises(
-            ValueError, match=rf"{number}\.jsonl, line 1: wanted .messages., a list"
-        ):
-            build(one, [1, 0, 0], cfg, one.SFTDataset)
-    texts = write_parquet(tmp_path / "chat.parquet", {"messages": [good]})
-    with pytest.raises(ValueError, match=r"chat\.parquet, row 1: wanted .messages., a list"):
-        chat(one, texts)
+        refused[path] = "line 1: wanted .messages., a list"
+    damaged = tmp_path / "damaged.parquet"
+    damaged.write_bytes(b"nothing")
+    no_messages = write_parquet(tmp_path / "a.parquet", {"text": ["a"]})
+    no_lists = write_parquet(tmp_path / "b.parquet", {"messages": [good]})
+    refused[damaged] = refused[no_messages] = "wanted a Parquet file with"
+    refused[no_lists] = "row 1: wanted .messages., a list"
+    for path, words in refused.items():
+        with pytest.raises(ValueError, match=f"{path.name}.*{words}"):
+            chat(one, path)
 
 
 def test_the_first_sample_without_any_loss_is_told(one, tmp_path):
@@ -7756,53 +7403,40 @@ def test_the_first_sample_without_any_loss_is_told(one, tmp_path):
     other = [{"role": "human", "content": "1"}, {"role": "gpt", "content": "2"}]
     long = [{"role": "user", "content": "1 " * 9}, ROW[1]]
     path = jsonl(tmp_path / "chat.jsonl", [ROW, long, other, long], "messages")
-    for tokenizer, S in ((ChatTokenizer(pad=999), 8), (one.ByteTokenizer(), 32)):
-        for rows, line in (([0, 1, 2], 2), ([2, 1], 3), ([0], None)):
-            ds = chat(one, path, rows=rows, tokenizer=tokenizer, sequence_length=S)
-            _, messages = heard(list, (ds[k] for k in (*range(len(ds)), None)))
-            told = [
-                re.search(r"chat\.jsonl, line (\d+): nothing is learned", m)[1] for m in messages
-            ]
-            assert told == ([] if line is None else [str(line)])
-
-
-def test_as_many_targets_as_tokens(one):
-    """One target for three tokens would be spread over all of them without a word."""
-    tokenizer = ChatTokenizer()
-    tokenizer.tokenize_conversation = mock.Mock(return_value=([1, 2, 3], [5]))
-    cfg = config(one, tokenizer=tokenizer)
-    rows = np.arange(1, dtype=np.int32)
-    ds = one.SFTDataset([{"messages": ROW}], "rows", rows, 1, one.Split.train, cfg)
-    with pytest.raises(ValueError, match=r"rows, row 1: .*3 tokens have 1 targets"):
-        ds[0]
+    for rows, lines in (([0, 1, 2], [2]), ([2, 1], [3]), ([0], [])):
+        ds = chat(one, path, rows=rows, tokenizer=one.ByteTokenizer(), sequence_length=32)
+        _, messages = heard(list, (ds[k] for k in (*range(len(ds)), None)))
+        for message, line in zip(messages, lines, strict=True):
+            assert f"chat.jsonl, line {line}: nothing is learned" in message
 
 
 def test_what_fine_tuning_refuses(one, tmp_path):
+    """Such as one target for three tokens, which would be spread over all of them."""
+    one_target = mock.Mock(return_value=([1, 2, 3], [5]))
+    with_start = mock.Mock(return_value=[5])  # as a BOS around each text, of which this has none
     path = jsonl(tmp_path / "chat.jsonl", [ROW], "messages")
     for fields, words in (
         ({"create_attention_mask": True}, "create_attention_mask must be False"),
         ({"reset_position_ids": True}, "reset_position_ids must be False"),
         ({"n": 3, "rows": []}, "holds no rows for 3 samples"),
-        ({"tokenizer": Adding()}, r"without add_special_tokens: .* \[5\] around"),
+        ({"tokenizer": Tok(tokenize=with_start)}, r"without add_special_tokens: .* \[5\] around"),
         ({"tokenizer": Tok(eod=None)}, "lacks eod"),
+        ({"tokenizer": Tok(tokenize_conversation=one_target)}, "line 1: .*3 tokens have 1 targets"),
     ):
         with pytest.raises(ValueError, match=words):
-            chat(one, path, **fields)
-    chat(one, path, tokenizer=Adding(tokenize_conversation=print))  # a template of its own
-
-
-class Adding(Tok):
-    """A tokenizer that begins each text with a token of its own."""
-
-    def tokenize(self, text):
-        return [5, *super().tokenize(text)]
+            chat(one, path, **fields)[0]
+    chat(one, path, tokenizer=Tok(tokenize=with_start, tokenize_conversation=print))
 
 
 def test_without_a_template_of_the_tokenizer_there_is_a_plain_one(one, tmp_path):
-    """Lines of role and content; what the assistant says, and the eod behind it, are learned."""
+    """Lines of role and content; what the assistant says, and the eod behind it, are learned.
+
+    Keys that hold nothing, as Parquet files and converters write them, are no loss.
+    """
+    nothing = {"tool_calls": None, "name": "", "tools": [], "function_call": {}}
     turns = [("system", "be brief"), ("user", "2+2"), ("assistant", "4")]
     turns += [("user", "3+3"), ("assistant", "six")]
-    messages = [{"role": role, "content": content} for role, content in turns]
+    messages = [{"role": role, "content": content} | nothing for role, content in turns]
     text = "system: be brief\nuser: 2+2\nassistant: 4$user: 3+3\nassistant: six$"  # $ is eod
     path = jsonl(tmp_path / "chat.jsonl", [messages], "messages")
     sample = chat(one, path, sequence_length=len(text), tokenizer=one.ByteTokenizer())[0]
@@ -7834,31 +7468,6 @@ def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
     other = loader_of(one, changed, **fields_of("sharded"))
     with pytest.raises(ValueError, match="does not fit"):
         other.load_state_dict(state)
-
-
-def test_files_of_rows_are_told_apart(one, tmp_path):
-    """By their sizes and both ends, wherever they lie."""
-    long = [{"role": "user", "content": "1 " * 70_000}]
-    found = []
-    for rows in ([ROW, long, ROW], [ROW[::-1], long, ROW], [ROW, long, ROW[::-1]]):
-        for folder in "ab":
-            (tmp_path / folder).mkdir(exist_ok=True)
-            path = jsonl(tmp_path / folder / "chat.jsonl", rows, "messages")
-            found.append(chat(one, path).dataset.fingerprint())
-        assert found[-1] == found[-2]
-        assert found[-1]["size"] == found[0]["size"]
-    for one_of_them, another in itertools.combinations(found[::2], 2):
-        assert one_of_them != another
-
-
-def test_parquet_files_of_no_use(one, tmp_path):
-    """Damaged, or without messages."""
-    other = write_parquet(tmp_path / "other.parquet", {"text": ["a"]})
-    damaged = tmp_path / "damaged.parquet"
-    damaged.write_bytes(b"nothing")
-    for path in (damaged, other):
-        with pytest.raises(ValueError, match=path.name):
-            chat(one, path)
 
 
 # ==============================================================================
@@ -7924,12 +7533,17 @@ def test_trace_and_find_of_random_datasets(mm, tmp_path):
 
 
 def test_trace_and_find_of_blends(one, tmp_path):
-    """Also of a pair that is in the blend twice; of each part some samples are not in it."""
+    """Also of a pair that is in the blend twice; of each part some samples are not in it.
+
+    No token is read.
+    """
     rng = np.random.default_rng(1)
     a, b = (mk_sentences(one, tmp_path / name, rng) for name in "ab")
     phases = [(10, [1, 1, 0]), (25, [0, 1, 3]), (5, [1, 1, 1])]
     cfg = config(one, ([a, b, a], None), blend_phases=phases, stable_order=True)
     blend = build(one, [None, 0, 0], cfg)[0]
+    for part in blend.datasets:
+        part.dataset._tokens = None
     for i in range(len(blend)):
         part = blend.datasets[blend.dataset_index[i]]
         assert one.trace(blend, i) == one.trace(part, blend.dataset_sample_index[i]) != []
@@ -7938,35 +7552,23 @@ def test_trace_and_find_of_blends(one, tmp_path):
         check_find(one, blend, prefix)
 
 
-def test_an_audit_reads_no_token(one, web, some_pair, tmp_path):
-    """The .bin on the server is asked for nothing."""
-    prefix = web.put(some_pair[0])
-    cfg = config(one, ([prefix], None), path_to_cache=str(tmp_path / "cache"))
-    ds = build(one, [9, 0, 0], cfg)[0]
-    web.server.requests.clear()
-    [span, *_] = one.trace(ds, 3)
-    assert 3 in one.find(ds, prefix, span.sequence)
-    assert [name for _, name, _ in web.server.requests if name == "pair.bin"] == []
-
-
 def test_what_cannot_be_traced_or_found(one, tmp_path):
     a = mk(one, tmp_path / "a", [[1] * 9] * 9)
     ds = gpt(one, a, 5, documents=np.arange(4, dtype=np.int32))
     blend = build(one, [5, 0, 0], config(one, ([a, a], [1, 1])))[0]
+    chats = chat(one, jsonl(tmp_path / "chat.jsonl", [ROW], "messages"), 5)
+    of_chats = one.BlendedDataset([chats], [1], 5, chats.config)
+    others = [torch.utils.data.Subset(ds, [1, 2]), chats, of_chats, Numbers(5)]
     assert one.find(ds, a, 8) == []  # of another split
-    with pytest.raises(ValueError, match=f"other is not a pair.*{re.escape(a)}"):
-        one.find(blend, "other", 1)
-    with pytest.raises(IndexError, match="9"):
-        one.find(ds, a, 9)
-    for dataset in (ds, blend):
-        with pytest.raises(IndexError, match=str(len(dataset))):
-            one.trace(dataset, len(dataset))
-    pathlib.Path(tmp_path / "chat.jsonl").write_text(json.dumps({"messages": ROW}))
-    conversations = chat(one, tmp_path / "chat.jsonl", 5)
-    of_these = one.BlendedDataset([conversations], [1], 5, conversations.config)
-    for dataset in (torch.utils.data.Subset(ds, [1, 2]), conversations, of_these, Numbers(5)):
-        for audit, arguments in ((one.trace, (0,)), (one.find, (a, 0))):
-            with pytest.raises(ValueError, match="want a GPTDataset.*got (Subset|SFT|Numbers)"):
+    for audit, datasets, arguments, error, words in (
+        (one.find, [ds, blend], ["other", 1], ValueError, f"other is not a pair.*{re.escape(a)}"),
+        (one.find, [ds, blend], [a, 9], IndexError, "9"),
+        (one.trace, [ds, blend], [9], IndexError, "9"),
+        (one.trace, others, [0], ValueError, "want a GPTDataset.*got (Subset|SFT|Numbers)"),
+        (one.find, others, [a, 0], ValueError, "want a GPTDataset.*got (Subset|SFT|Numbers)"),
+    ):
+        for dataset in datasets:
+            with pytest.raises(error, match=words):
                 audit(dataset, *arguments)
 
 
@@ -8009,38 +7611,32 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
     assert one.IndexedDataset("q", multimodal=True).sequence_modes.tolist() == [0, 5]
 
 
-def test_options_of_preprocess_reach_the_function(one, capsys, monkeypatch):
-    """Each of them; those that are not given have the function's defaults, but for verbose."""
+def test_options_of_preprocess_reach_the_function(one, hf, capsys, monkeypatch):
+    """Each of them; those that are not given have the function's defaults, but for verbose.
+
+    Special tokens, such as the BOS of Llama's file, which upstream adds, are for those who ask.
+    """
     made = mock.Mock(return_value={})
     defaults = inspect.signature(one.preprocess).parameters
     monkeypatch.setattr(one, "preprocess", made)
-    argv = ["preprocess", "--input", "x", "-", "--output-prefix", "o", "--tokenizer", "null:9"]
+    argv = ["preprocess", "--input", "x", "-", "--output-prefix", "o", "--tokenizer", hf]
     flags = "--append-eod --json-keys a b --split-sentences --workers 3 --shard 2/5 --on-error skip"
-    assert command(one, capsys, *argv, *flags.split(), "--no-verbose")[0] == 0
-    (inputs, prefix, tokenizer), found = made.call_args
-    assert (inputs, prefix, tokenizer.vocab_size) == (["x", "-"], "o", 10)
-    wanted = {"append_eod": True, "json_keys": ["a", "b"], "split_sentences": True, "workers": 3}
-    assert found == wanted | {"shard": (2, 5), "on_error": "skip", "verbose": False}
-    assert command(one, capsys, *argv)[0] == 0
-    wanted = {name: defaults[name].default for name in found}
-    assert made.call_args.kwargs == wanted | {"json_keys": ["text"], "verbose": True}
-
-
-def test_special_tokens_are_an_option(one, hf, tmp_path, capsys, monkeypatch):
-    """Such as a Llama's BOS, which upstream adds; of commands that take a tokenizer."""
-    monkeypatch.chdir(tmp_path)
-    jsonl("a.jsonl", ["ja nein"])
-    for flags, ids in (([], [1, 2]), (["--add-special-tokens"], [4, 1, 2])):
-        flags = ["--tokenizer", hf, *flags]
-        argv = ["preprocess", "--input", "a.jsonl", "--output-prefix", "o", *flags]
-        assert command(one, capsys, *argv)[0] == 0
-        assert texts_of(one, "o_text_document") == [ids]
-        code, out, _ = command(one, capsys, "inspect", "o_text_document", *flags)
-        assert (code, f"sequence 0: {ids}" in out, "ja nein" in out) == (0, True, True)
+    flags += " --no-verbose --eod-token </s> --add-special-tokens"
+    given = {"append_eod": True, "json_keys": ["a", "b"], "split_sentences": True, "workers": 3}
+    given |= {"shard": (2, 5), "on_error": "skip", "verbose": False}
+    for words, eod, ids, wanted in (
+        ("", 3, [1], {"json_keys": ["text"], "verbose": True}),
+        (flags, 4, [4, 1], given),
+    ):
+        assert command(one, capsys, *argv, *words.split())[0] == 0
+        (inputs, prefix, tokenizer), found = made.call_args
+        assert (inputs, prefix) == (["x", "-"], "o")
+        assert (tokenizer.eod, tokenizer.tokenize("ja")) == (eod, ids)
+        assert found == {name: defaults[name].default for name in given} | wanted
 
 
 def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys):
-    """And it leaves no file."""
+    """Of the program as it was called; and it leaves no file."""
     monkeypatch.chdir(tmp_path)
     jsonl("a.jsonl", ["a"])
     for name in ("good", "damaged"):
@@ -8048,27 +7644,21 @@ def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys):
     patch("damaged.idx", 34, b"\x13")  # the first length
     before = files_of(".")
     preprocess = "preprocess --output-prefix o --no-verbose --input a.jsonl"
-    for arguments, code, word in (
+    for arguments, wanted, word in (
         ("", 2, "COMMAND"),
         (f"{preprocess} --json-keys x", 1, "a.jsonl: line 1: "),
-        (f"{preprocess} --shard 1", 2, "argument --shard: wanted i/n, such as 3/16, got '1'"),
         (f"{preprocess} --shard z", 2, "argument --shard: wanted i/n, such as 3/16, got 'z'"),
         (f"{preprocess} --on-error foo", 2, "argument --on-error: invalid choice: 'foo'"),
         ("merge --input good none --output-prefix o", 1, "none.idx"),
         ("verify good damaged", 1, "damaged.idx: sequence_pointers[1]"),
     ):
-        found, _, err = command(one, capsys, *arguments.split())
-        assert found == code and one_sentence(err) and word in err.split("\n")[-2]
+        code, _, err = command(one, capsys, *arguments.split(), program="megatron_min.py")
+        *usage, sentence = err.splitlines()
+        for line in usage:
+            assert code == 2 and line.startswith(("usage: python megatron_min.py", " "))
+        assert code == wanted and word in sentence
+        assert sentence.startswith("python megatron_min.py")
         assert files_of(".") == before
-
-
-def test_the_program_is_named_as_it_was_called(one, tmp_path, capsys):
-    for argv, start in (
-        (["merge", "--help"], "usage: python megatron_min.py merge "),
-        (["verify", tmp_path / "none"], "python megatron_min.py: "),
-    ):
-        _, out, err = command(one, capsys, *argv, program="megatron_min.py")
-        assert (out + err).startswith(start)
 
 
 def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch):
@@ -8082,106 +7672,56 @@ def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch):
     assert (code, err) == (1, f"warning: a warning of two lines\n{sentence}")
 
 
-SIGNALLED = """
-import os, signal
-class Signalled:
-    vocab_size, eod, unique_identifiers = 9, 8, {}
+class Signalled(Tok):
+    """It sends this process the signal that a text names; what that stops raises another error."""
+
     def tokenize(self, text):
         try:
             os.kill(os.getpid(), getattr(signal, text))
         except SystemExit:
-            raise RuntimeError("cannot join thread before it is started")
+            raise RuntimeError("cannot join thread before it is started") from None
         return [1]
-"""
 
 
 @linux
 @pytest.mark.parametrize("is_ignored", [False, True])
 @pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
-def test_a_signal_unwinds_a_command(one, tmp_path, monkeypatch, capsys, name, code, is_ignored):
-    """The tokenizer signals its own process, in the middle of the work: no file is left.
+def test_a_signal_unwinds_a_command(one, tmp_path, capsys, name, code, is_ignored):
+    """It comes in the middle of the work: no file is left, and there is no message.
 
-    Nor is there a message, though what the signal stops raises an error of its own.  But one that
-    was ignored when the command began, as by nohup, stays ignored.
+    One that was ignored when the command began, as by nohup, stays ignored.
     """
-    (tmp_path / "signalled.py").write_text(SIGNALLED)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "signalled", raising=False)
     path = jsonl(tmp_path / "a.jsonl", [name])
     handler = signal.SIG_IGN if is_ignored else signal.SIG_DFL
     before = signal.signal(getattr(signal, name), handler)
-    flags = ["--no-verbose", "--tokenizer", "signalled:Signalled"]
-    argv = ["preprocess", "--input", path, "--output-prefix", "o", *flags]
+    flags = ["--no-verbose", "--tokenizer", f"{__name__}:Signalled"]
+    argv = ["preprocess", "--input", path, "--output-prefix", tmp_path / "o", *flags]
     found, _, err = command(one, capsys, *argv)
     assert signal.signal(getattr(signal, name), before) is handler
     assert (found, err) == (0 if is_ignored else code, "")
-    made = {*os.listdir(tmp_path)} - {"__pycache__", "a.jsonl", "signalled.py"}
-    assert len(made) == (3 if is_ignored else 0)
+    assert len(os.listdir(tmp_path)) == (4 if is_ignored else 1)
 
 
-def test_a_command_works_in_any_thread(one, tmp_path, capsys):
-    """Signals are left to others there."""
-    prefix = mk(one, tmp_path / "p", [[1]])
-    with concurrent.futures.ThreadPoolExecutor(1) as executor:
-        for name, wanted in ((prefix, 0), (f"{prefix}q", 1)):
-            assert executor.submit(command, one, capsys, "verify", name).result()[0] == wanted
-
-
-def test_a_command_removes_no_file_of_others(one, tmp_path, capsys):
-    """Here a builder is open in the same process."""
+def test_a_command_beside_other_work(one, tmp_path, capsys):
+    """In a thread, where signals are left to others; a builder of this process keeps its file."""
     prefix = mk(one, tmp_path / "p", [[1]])
     with one.IndexedDatasetBuilder(tmp_path / "q.bin") as builder:
         builder.add_document([2, 3], [2])
-        assert command(one, capsys, "verify", prefix)[0] == 0
+        with concurrent.futures.ThreadPoolExecutor(1) as executor:
+            for name, wanted in ((prefix, 0), (f"{prefix}q", 1)):
+                assert executor.submit(command, one, capsys, "verify", name).result()[0] == wanted
     assert lists(one.IndexedDataset(tmp_path / "q")) == [[2, 3]]
 
 
-@linux
-def test_a_signal_while_a_file_is_made_leaves_none(one, tmp_path, monkeypatch, capsys):
-    """It comes when the file is there, and nobody has it yet."""
-
-    def open_and_signal(path, mode="r", *arguments, **options):
-        file = open(path, mode, *arguments, **options)
-        if mode == "xb":
-            os.kill(os.getpid(), signal.SIGTERM)
-        return file
-
-    prefix = mk(one, tmp_path / "p", [[1]])
-    monkeypatch.setattr(one, "open", open_and_signal, raising=False)
-    monkeypatch.chdir(tmp_path)
-    before = files_of(tmp_path)
-    code, _, err = command(one, capsys, "merge", "--input", prefix, "--output-prefix", "o")
-    assert (code, err) == (143, "") and files_of(tmp_path) == before
-
-
-def test_the_demo_resumes_and_leaves_nothing(mm, tmp_path, capsys, monkeypatch):
+def test_the_demo_resumes_and_leaves_nothing(one, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    code, out, err = command(mm, capsys, "demo", program="megatron_min.py")
+    code, out, err = command(one, capsys, "demo", program="megatron_min.py")
     assert code == 0, err
-    assert out.splitlines()[-1].startswith("python megatron_min.py preprocess --input ")
+    *_, what_follows, words = out.splitlines()
+    assert what_follows.startswith("Next, your own text")
+    assert words.startswith("python megatron_min.py preprocess --input ")
     assert "600 samples of 256 tokens" in out and "70 more steps, equal: True\n" in out
     assert os.listdir(tmp_path) == []
-
-
-# -- Long tests: real processes, closed pipes, kills -------------------------------------------
-
-
-@linux
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "redirected, code, word", [(">/dev/full", 1, "[Errno 28] No space left"), ("| :", 0, "")]
-)
-def test_what_is_printed_cannot_be_written(one, tmp_path, redirected, code, word):
-    """A reader that has seen enough is no error; no room is one, with the pair that is made."""
-    jsonl(tmp_path / "a.jsonl", ["abc"])
-    run = [sys.executable, "-E", str(HERE / "megatron_min.py")]  # -E: with a buffer, in any case
-    run += ["preprocess", "--input", "a.jsonl", "--output-prefix", "o", "--no-verbose"]
-    script = f'"$@" {redirected}; exit ${{PIPESTATUS[0]}}'
-    run = ["bash", "-c", script, "bash", *run]
-    ran = subprocess.run(run, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-    assert ran.returncode == code and word in ran.stderr
-    assert ran.stderr.count("\n") == code  # lines, too
-    assert texts_of(one, tmp_path / "o_text_document") == [[97, 98, 99]]
 
 
 BARE_PLATFORM = """
@@ -8202,12 +7742,10 @@ if __name__ == "__main__":
     config = mm.GPTDatasetConfig(
         1, 8, blend=([prefix, prefix], [1, 2]), split="9,1,0", tokenizer=mm.ByteTokenizer(),
         path_to_cache="cache")
-    sizes = [40, 4, 0]
-    train = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, sizes, lambda: True, config).build()[0]
-    assert len(mm.trace(train, 0)) > 0
+    builder = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, [40, 4, 0], lambda: True, config)
+    [train, *_] = builder.build()
     loader = mm.build_pretraining_data_loader(train, 0, micro_batch_size=4, num_workers=2)
-    assert len(list(loader)) == 10 and loader.state_dict()["consumed_samples"] == 40
-    assert mm.main(["verify", prefix]) == 0
+    assert len(list(loader)) == 10
     print("read by", mm.IMPLEMENTATION)
 """
 
@@ -8225,23 +7763,6 @@ def test_platforms_without_fcntl_and_fork(tmp_path, kernels):
     done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=300)
     assert done.returncode == 0, done.stderr
     assert f"read by {kernels}\n" in done.stdout
-
-
-def is_gone(group):
-    """Has a group of processes no process any more?"""
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
-def in_a_minute(happened, *arguments):
-    """Wait until happened(*arguments) is true, for a minute at most."""
-    end = time.monotonic() + 60
-    while not happened(*arguments):
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.01)
 
 
 # -- Programs: they begin, end and are stopped as a user's do, but import torch once for all -----
@@ -8265,56 +7786,57 @@ for line in sys.stdin:
 """
 
 
-class Programs:
-    """Runs lines of Python in a process, and a group of processes, of their own."""
-
-    def __init__(self):
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen([sys.executable, "-c", PROGRAMS], cwd=HERE, **pipes)
-
-    def start(self, folder, lines):
-        """-> the number of the process, and of the group."""
-        lines = f"os.chdir({os.fspath(folder)!r})\n{lines}"
-        self.process.stdin.write(json.dumps(lines) + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
-
-    def wait(self):
-        """-> the exit code of what was started, negative for the signal that ended it."""
-        return int(self.process.stdout.readline())
-
-
 @pytest.fixture(scope="session")
 def programs():
-    programs = Programs()
-    yield programs
-    programs.process.communicate()
+    """The process of PROGRAMS: it is told lines of Python, and tells a number and an exit code."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", PROGRAMS], cwd=HERE, **pipes) as process:
+        yield process
 
 
-# the lines of a program: the files that it leaves
-ENDS = {
-    "builder = mm.IndexedDatasetBuilder('p.bin')": [],
-    "new_file = mm._NewFile('f'); os.chdir('/')": [],
-    """
-with mm.IndexedDatasetBuilder("p.bin") as builder:
-    builder.add_document([1], [1])
+def begin(programs, folder, lines):
+    """Run lines of Python in a process of their own -> its number, and that of its group."""
+    lines = f"os.chdir({os.fspath(folder)!r})\n{lines}"
+    programs.stdin.write(json.dumps(lines) + "\n")
+    programs.stdin.flush()
+    return int(programs.stdout.readline())
+
+
+def end_of(programs):
+    """The exit code of what was started, negative for the signal that ended it."""
+    return int(programs.stdout.readline())
+
+
+def wait_for_group(group):
+    """Until a group of processes has no process any more."""
+    with pytest.raises(ProcessLookupError):
+        in_a_minute(os.killpg, group, 0)
+
+
+def in_a_minute(happened, *arguments):
+    """Wait until happened(*arguments) is true, for a minute at most."""
+    end = time.monotonic() + 60
+    while not happened(*arguments):
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.01)
+
+
+PREPROCESS = """
+sys.exit(mm.main("preprocess --input a.jsonl --output-prefix o --no-verbose --workers 2".split()))
+"""
+UNFINISHED = """
+new_file = mm._NewFile("f")
+builder = mm.IndexedDatasetBuilder("q.bin")
+with mm.IndexedDatasetBuilder("o.bin") as pair:
+    pair.add_document([1], [1])
     if os.fork() == 0:
         sys.exit()
     os.wait()
-mm.IndexedDataset("p", check=True)
-""": ["p.bin", "p.idx"],
-}
-
-
-@linux
-@pytest.mark.parametrize("lines", ENDS, ids=["builder", "file", "fork"])
-def test_what_a_program_leaves_that_ends(programs, tmp_path, lines):
-    """No temporary file; and a forked process leaves those of the one that forked it."""
-    programs.start(tmp_path, lines)
-    assert programs.wait() == 0
-    assert sorted(os.listdir(tmp_path)) == ENDS[lines]
-
-
+mm.IndexedDataset("o", check=True)
+os.chdir("/")
+"""
+FULL_DISK = "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
+CLOSED_PIPE = "reader, writer = os.pipe(); os.dup2(writer, 1); os.close(reader)"
 AT_A_FORK = """
 def signal_once():
     if not os.path.exists("seen"):
@@ -8322,38 +7844,36 @@ def signal_once():
         os.kill(os.getpid(), signal.SIGTERM)
 os.register_at_fork(before=signal_once)
 threading.Thread(target=time.sleep, args=[60], daemon=True).start()
-sys.exit(mm.main("preprocess --input a.jsonl --output-prefix o --workers 2".split()))
 """
+NO_ROOM = f"-c: [Errno 28] {os.strerror(errno.ENOSPC)}\n"
+MADE = ["o_text_document.bin", "o_text_document.idx", "o_text_document.record.json"]
+ENDS = {  # lines, the exit code, files, what stands on stderr
+    # A forked process leaves the files of the one that forked it.
+    "files that are not finished go": (UNFINISHED, 0, ["o.bin", "o.idx"], ""),
+    "no room for what is printed": (FULL_DISK + PREPROCESS, 1, MADE, NO_ROOM),
+    "its reader has seen enough": (CLOSED_PIPE + PREPROCESS, 0, MADE, ""),
+    # Python drops what is raised in a thread that forks.
+    "a signal while a worker is started": (AT_A_FORK + PREPROCESS, 143, ["seen"], ""),
+}
 
 
 @linux
-def test_a_signal_while_a_worker_is_started(programs, tmp_path):
-    """The command answers it, though Python drops what is raised in a thread that forks."""
-    jsonl(tmp_path / "a.jsonl", ["5"])
-    program = programs.start(tmp_path, AT_A_FORK)
-    assert programs.wait() == 143
-    in_a_minute(is_gone, program)
-    assert glob.glob(f"{tmp_path}/o*") == []
-
-
-COMMAND = """
-if {has_thread}:
-    threading.Thread(target=time.sleep, args=[60], daemon=True).start()
-sys.exit(mm.main({words}))
-"""
+@pytest.mark.parametrize("case", ENDS)
+def test_how_a_program_ends(programs, tmp_path, case):
+    """With its exit code, what it has made whole, and no other file or process."""
+    lines, code, files, messages = ENDS[case]
+    jsonl(tmp_path / "a.jsonl", ["abc"])
+    redirected = "os.dup2(os.open('messages', os.O_CREAT | os.O_WRONLY), 2)\n"
+    program = begin(programs, tmp_path, redirected + lines)
+    assert end_of(programs) == code
+    wait_for_group(program)
+    assert sorted(os.listdir(tmp_path)) == sorted(["a.jsonl", "messages", *files])
+    assert (tmp_path / "messages").read_text() == messages
 
 
 @linux
 @pytest.mark.parametrize("most", [2, pytest.param(40, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "words",
-    [
-        "preprocess --input {0}.jsonl --output-prefix out/p --workers 2 --no-verbose",
-        "merge --input {0} {0} {0} --output-prefix out/p",
-    ],
-    ids=["preprocess", "merge"],
-)
-def test_a_command_that_is_stopped_at_any_moment(one, programs, tmp_path, monkeypatch, words, most):
+def test_a_command_that_is_stopped_at_any_moment(one, programs, tmp_path, monkeypatch, most):
     """Its pair is the old one or the new one, whole; there is no other file, and no process.
 
     After a kill -9 there may be other files, and one of them may be the .idx of a .bin.
@@ -8361,31 +7881,29 @@ def test_a_command_that_is_stopped_at_any_moment(one, programs, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     made = []
     for generation in ("old", "new"):
-        docs = random_docs(np.random.default_rng(len(made)), 40, 30)
-        jsonl(f"{generation}.jsonl", [" ".join(map(str, doc)) for doc in docs] * 500)
-        mk(one, tmp_path / generation, docs * 2000)
-        words_now = words.format(generation).split()
-        os.mkdir("out")
+        jsonl(f"{generation}.jsonl", [generation, f"{generation} " * 40] * 5000)
         began = time.monotonic()
-        programs.start(tmp_path, COMMAND.format(has_thread=False, words=words_now))
-        assert programs.wait() == 0
+        os.mkdir("out")
+        one.preprocess(f"{generation}.jsonl", "out/p", workers=2)
         duration = time.monotonic() - began
         made.append(files_of("out"))
         os.rename("out", f"out {generation}")
+    thread = "threading.Thread(target=time.sleep, args=[60], daemon=True).start()\n"
+    words = "preprocess --input new.jsonl --output-prefix out/p --workers 2 --no-verbose"
+    lines = f"sys.exit(mm.main({words.split()}))"
     for rng in cases(most):
         shutil.copytree("out old", "out")
-        has_thread = rng.random() < 0.5
-        program = programs.start(tmp_path, COMMAND.format(has_thread=has_thread, words=words_now))
-        time.sleep(rng.random() * duration)
+        program = begin(programs, tmp_path, str(rng.choice(["", thread])) + lines)
+        time.sleep(2 * rng.random() * duration)
         number = rng.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
         # A terminal sends its signals to all processes.
         send = os.killpg if number in (signal.SIGINT, signal.SIGHUP) else os.kill
         with contextlib.suppress(ProcessLookupError):
             send(program, number)
-        code = programs.wait()
+        code = end_of(programs)
         note = (number, code)
         assert code in (0, 128 + number, -number), note  # -number: before main(), or behind it
-        in_a_minute(is_gone, program)
+        wait_for_group(program)
         check_what_is_left("out", made[-1:] if code == 0 else made, note, number != signal.SIGKILL)
         shutil.rmtree("out")
 
