@@ -456,7 +456,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.check = check
         self._verified = False
         self._fingerprint = None  # made when it is asked for
-        self.is_record_compared = False  # section 18
+        self._is_record_compared = False  # section 18
         self.absolute_prefix = _absolute(self.path_prefix)
         self._idx_path = get_idx_path(self.absolute_prefix)
         self._bin_path = get_bin_path(self.absolute_prefix)
@@ -727,7 +727,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     """Write a .bin/.idx pair.  Upstream: IndexedDatasetBuilder; the files are equal byte for byte.
 
     bin_path     path of the token file, which has a temporary name until finalize()
-    dtype        dtype of the stored tokens; an id that does not fit is refused, never wrapped
+    dtype        dtype of the stored tokens; an id that does not fit an integer is refused, never
+                 wrapped
     multimodal   store a mode (int8) for each sequence too
 
     Use a builder in a with block: the block ends in finalize(), with the .idx beside the .bin, or,
@@ -822,6 +823,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
                 f"{self._bin.path}: no document ends after sequence {self.document_indices[-1]}: "
                 "call end_document() before finalize()"
             )
+        self._refuse_if_closed()
         code = DType.code_from_dtype(self.dtype)
         lengths = np.frombuffer(self.sequence_lengths, np.int32)
         num_bytes = lengths.astype(np.int64) * self._token_dtype.itemsize
@@ -854,7 +856,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         """Append sequences, laid end to end in bytes as _encode_tokens() makes them."""
         path = self._bin.path
         try:
-            lengths = array.array("i", lengths)
+            lengths = array.array("i", iter(lengths))  # it would take bytes for memory
             if self.multimodal:
                 modes = array.array("b", bytes(len(lengths)) if modes is None else modes)
         except OverflowError as error:  # it does not say what is too large
@@ -882,18 +884,24 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
     def _write(self, content):
         """Write to the .bin file.  If a write fails, the file is given up: a part may be in it."""
+        self._refuse_if_closed()
         try:
             self._bin.file.write(content)
         except BaseException:
             self._bin.discard()
             raise
 
+    def _refuse_if_closed(self):
+        if self._bin.file.closed:
+            reason = "finalize() was called, or a write failed"
+            raise ValueError(f"{self._bin.path}: this builder is closed: {reason}")
+
 
 def _encode_tokens(values, dtype):
     """Tensor, array or list -> bytes: these ids as a .bin file of this dtype has them.
 
     ValueError at the first id that does not fit, where upstream may wrap it.  Tokens of a
-    floating-point dtype, which the format knows too, are rounded.
+    floating-point dtype, which the format knows too, are rounded, beyond its range to infinity.
     """
     if isinstance(values, torch.Tensor):
         values = values.numpy(force=True)  # from any device
@@ -1052,7 +1060,8 @@ def encode_jsonl(
     tokenizer     an object as described above; default ByteTokenizer()
     json_key      the text of a document is found in its object under this key
     append_eod    put tokenizer.eod after each document that has tokens
-    Raises        ValueError or KeyError at a line that holds no such object; no pair appears then
+    Raises        ValueError, KeyError or TypeError at a line that holds no such object; no pair
+                  appears then
 
     This is the definition of preprocess() in section 18, which writes the same bytes, uses all
     cores of a machine, and names the file and the line of an error.
@@ -1244,7 +1253,9 @@ class BlendedMegatronDatasetConfig:
     def __post_init__(self) -> None:
         _refuse_passwords([self.blend, self.blend_per_split])
         self._check_numbers()
-        if self.blend_per_split is not None and any(self.blend_per_split):
+        if self.blend_per_split is not None and not _is_list(self.blend_per_split):
+            raise ValueError("blend_per_split wants a list")
+        if self.blend_per_split and any(self.blend_per_split):
             if self.blend is not None or self.split is not None:
                 raise ValueError("blend_per_split wants blend and split to be None")
             if len(self.blend_per_split) != len(Split):
@@ -1278,7 +1289,7 @@ class BlendedMegatronDatasetConfig:
                 )
             setattr(self, name, int(value))
         surplus = self.mid_level_dataset_surplus
-        if not 0 <= surplus < math.inf:
+        if not isinstance(surplus, numbers.Real) or not 0 <= surplus < math.inf:
             raise ValueError(f"mid_level_dataset_surplus: wanted a number >= 0, got {surplus!r}")
 
     def _check_phases(self):
@@ -1298,12 +1309,18 @@ def _read_blend(blend):
     """A blend, checked: ([prefix, ...], [weight, ...] or None), or None."""
     if blend is None:
         return None
-    if len(blend) != 2 or isinstance(blend[0], (str, os.PathLike)) or len(blend[0]) == 0:
-        raise ValueError(f"a blend is ([prefix, ...], [weight, ...] or None), got {blend!r}")
+    is_pair = _is_list(blend) and len(blend) == 2
+    if not is_pair or not _is_list(blend[0]) or len(blend[0]) == 0:
+        raise ValueError("a blend is ([prefix, ...], [weight, ...] or None), in lists or tuples")
     prefixes, weights = blend
     if weights is not None:
         weights = _read_weights(weights, prefixes)
     return prefixes, weights
+
+
+def _is_list(names):
+    """Is this a list or the like?  In no other kind of object a password would be seen."""
+    return isinstance(names, collections.abc.Sequence) and not isinstance(names, str)
 
 
 def _read_weights(weights, names):
@@ -1421,8 +1438,8 @@ def get_blend_from_list(
     if blend is None:
         return None
     _refuse_passwords(blend)
-    if isinstance(blend, str):
-        raise ValueError(f"wanted a list of prefixes, or of weights and prefixes, got {blend!r}")
+    if not _is_list(blend):
+        raise ValueError("wanted a list of prefixes, or of weights and prefixes")
     entries = [str(entry).strip() for entry in blend]
     values = [_number(entry) for entry in entries]
     is_number = [value is not None for value in values]
@@ -1829,8 +1846,8 @@ class _Identified(torch.utils.data.Dataset):
 
 
 def _as_json(value):
-    """What stands in a text of JSON for a value that JSON does not know, such as a tokenizer."""
-    return value.unique_identifiers
+    """What stands in a text of JSON for a tokenizer, or for a Path or a number of numpy in one."""
+    return getattr(value, "unique_identifiers", str(value))
 
 
 class MegatronDataset(abc.ABC, _Identified):
@@ -2281,6 +2298,8 @@ def _as_range(documents):
     documents = np.asarray(documents)
     if len(documents) == 0:
         return range(0)
+    if documents.dtype.kind not in "iu":
+        raise TypeError(f"numbers of documents must be integers, got {documents.dtype}")
     if np.array_equal(documents, documents[0] + np.arange(len(documents))):
         return range(int(documents[0]), int(documents[-1]) + 1)
     return documents
@@ -7099,9 +7118,9 @@ def _compare_tokenizers(prefix, record, other_place, other):
 
 def _warn_of_other_tokenizer(pair, tokenizer):
     """Warn, once, if the record of an opened pair names another tokenizer than the config's."""
-    if pair.is_record_compared:
+    if pair._is_record_compared:
         return
-    pair.is_record_compared = True
+    pair._is_record_compared = True
     record = _read_record(pair.absolute_prefix)
     if record is not None:
         identity = _identity_of_tokenizer(tokenizer)

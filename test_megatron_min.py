@@ -77,16 +77,6 @@ torch.set_num_threads(1)
 os.environ.pop("PYTHONWARNINGS", None)  # the processes of the tests warn as Python does by itself
 
 
-@pytest.fixture(autouse=True)
-def usual_warnings(request):
-    """And so do the tests, but for those that have filters of their own."""
-    with warnings.catch_warnings():
-        if request.node.get_closest_marker("filterwarnings") is None:
-            warnings.simplefilter("default")
-            warnings.simplefilter("ignore", ResourceWarning)
-        yield
-
-
 @functools.cache
 def copy_of_module(implementation):
     """A private copy of the module with these kernels; skips the test if they are not built."""
@@ -435,22 +425,11 @@ def test_contents_match_banners(source, one):
     assert len(banners) == 3 + 21
 
 
-def test_the_switch_reaches_every_loop(one, c, tmp_path, monkeypatch):
-    """With C every function of _helpers.c runs; without C none."""
-    assert not hasattr(one, "_megatron_min")
-    kernels = c._megatron_min
-    spy = mock.Mock(wraps=kernels, VERSION=kernels.VERSION)
-    monkeypatch.setitem(sys.modules, "_megatron_min", spy)
+def test_c_is_the_default_where_it_is_built(one, c, monkeypatch):
     monkeypatch.delenv("MEGATRON_MIN_C", raising=False)
-    mm = types.SimpleNamespace(**runpy.run_path(str(HERE / "megatron_min.py")))
-    assert (one.IMPLEMENTATION, mm.IMPLEMENTATION) == ("python", "c")
-    toy = mm.toy_corpus(tmp_path)
-    for size, weights in ((6, [1, 2]), (None, None)):
-        blend = build(mm, [size, 0, 0], config(mm, ([toy] * 2, weights)))[0]
-    mm._make_batch(blend, [0])
-    mm.shuffle(np.arange(5000), np.random.RandomState(1))  # fewer are shuffled by numpy
-    loops = {name for name in dir(kernels) if not name.startswith("_")} - {"VERSION"}
-    assert {call[0] for call in spy.mock_calls} == loops
+    default = runpy.run_path(str(HERE / "megatron_min.py"))
+    kinds = [default["IMPLEMENTATION"], c.IMPLEMENTATION, one.IMPLEMENTATION]
+    assert kinds == ["c", "c", "python"]
 
 
 def test_doctests_of_the_module(mm, monkeypatch, tmp_path):
@@ -769,7 +748,7 @@ def test_a_pair_is_made_in_many_ways_once(one, pair, tmp_path):
     prefix = tmp_path / "m"
     with one.IndexedDatasetBuilder(f"{prefix}.bin", np.int16, multimodal=True) as builder:
         builder.add_document([1, 2, 3], (1, 2), [1, -2])
-        builder.add_document(np.array([4, 5]), [2])
+        builder.add_document(np.array([4, 5]), b"\2")  # bytes are numbers, too
         builder.add_item(torch.tensor([[6], [7]]), mode=3)  # flattened
         builder.add_item(np.array([], np.float64))
         with pytest.raises(ValueError, match="end_document"):
@@ -779,8 +758,9 @@ def test_a_pair_is_made_in_many_ways_once(one, pair, tmp_path):
         builder.add_document(["8", "09"], [2], [4])  # as upstream's own tests have them
         assert not one.IndexedDataset.exists(prefix)
         builder.finalize(f"{prefix}.idx")
-        with pytest.raises(ValueError, match="closed"):
-            builder.add_item([2])
+        for method, argument in ((builder.add_item, [2]), (builder.finalize, f"{prefix}.idx")):
+            with pytest.raises(ValueError, match=r"/m\.bin: .* closed: finalize"):
+                method(argument)
     modes = [1, -2, 0, 3, 0, 4]
     wanted = idx_bytes([1, 2, 2, 2, 0, 2], [0, 2, 3, 5, 5, 6], code=3, size=2, modes=modes)
     assert bytes_of_pair(prefix) == [np.arange(1, 10, dtype="<i2").tobytes(), wanted]
@@ -1012,6 +992,9 @@ def test_a_split_is_read_and_cut_by_hand(one):
     assert {split.name: split.value for split in one.Split} == {"train": 0, "valid": 1, "test": 2}
 
 
+HIDDEN = np.array(["s3://KEY:SECRET@bucket/c"])  # a password that no door sees
+
+
 def test_a_list_is_read_as_prefixes_and_weights(one):
     """Weights and prefixes in turn, or prefixes alone; numbers are decimal numbers."""
     read = one.get_blend_from_list
@@ -1020,9 +1003,12 @@ def test_a_list_is_read_as_prefixes_and_weights(one):
     names = ["2023_01", "inf", "nan", "1e999"]  # float() takes each of these for a number
     assert read(names) == (names, None)
     # upstream pairs these anyway, or takes weights for prefixes
-    for wrong in (["0.3", "A", "B", "C"], ["0.3", "A", "0.7"], [], ["A", "1"], ["1", "2"], "wiki"):
+    for wrong in (["0.3", "A", "B", "C"], ["0.3", "A", "0.7"], [], ["A", "1"], ["1", "2"]):
         with pytest.raises(ValueError, match="prefixes"):
             read(wrong)
+    for no_list in ("wiki", HIDDEN, 5):
+        with pytest.raises(ValueError, match="wanted a list of prefixes"):
+            read(no_list)
 
 
 # -- Config ------------------------------------------------------------------------------------
@@ -1048,12 +1034,17 @@ BAD_CONFIGS = [  # what is changed in a good config, a word of the sentence
     ({"sequence_length": 8.0}, "sequence_length"),
     ({"random_seed": 2**32}, "random_seed"),
     ({"mid_level_dataset_surplus": math.nan}, "surplus"),
+    ({"mid_level_dataset_surplus": None}, "surplus"),
     ({"split": None}, "needs a split"),
     ({"blend": ([], None)}, "a blend is"),
     ({"blend": ("p", None)}, "a blend is"),
+    ({"blend": ({"p": 1}, None)}, "a blend is"),
+    ({"blend": (HIDDEN, None)}, "a blend is"),
+    ({"blend": 5}, "a blend is"),
     ({"blend": (["p"], [-2])}, "weight of p"),
     ({"blend_per_split": PER_SPLIT, "blend": None}, "blend_per_split"),
     (WITHOUT_BLEND | {"blend_per_split": PER_SPLIT[:2]}, "blend_per_split"),
+    (WITHOUT_BLEND | {"blend_per_split": 5}, "blend_per_split"),
     ({"multiple_validation_sets": True}, "blend_per_split"),
     (WITHOUT_BLEND | {"blend_phases": PHASES}, "blend_phases"),
     (WITHOUT_BLEND | {"blend_phases": PHASES, "blend_per_split": PER_VALID}, "blend_phases"),
@@ -1095,7 +1086,8 @@ def test_numpy_numbers_and_paths_are_taken(one, tmp_path):
     path = pathlib.Path(mk(one, tmp_path / "p", [[1] * 20] * 9))
     four = np.int64(4)
     weights = np.float32([1, 0.5])
-    cfg = config(one, ([path], None), random_seed=four, sequence_length=four)
+    tokenizer = Tok(unique_identifiers={"file": path, "size": four})
+    cfg = config(one, ([path], None), random_seed=four, sequence_length=four, tokenizer=tokenizer)
     train = build(one, [np.int64(20), 0, 0], cfg)[0]
     blend = one.BlendedDataset([train] * 2, weights, four, cfg)
     loader = one.build_pretraining_data_loader(
@@ -1614,6 +1606,7 @@ def test_resets_without_eod_in_the_corpus_warn(mm, tmp_path, flag):
 BAD_DATASETS = [  # documents, their dtype, those of the dataset, the error, a word
     ([[1] * 9] * 3, np.int32, [0, 3], IndexError, "0 .. 3 of 3"),
     ([[1] * 9] * 3, np.int32, [-1, 0], IndexError, "-1 .. 0 of 3"),
+    ([[1] * 9] * 3, np.int32, [True, False], TypeError, "integers, got bool"),
     ([[1] * 9] * 3, np.float32, [0], ValueError, "float32"),
     ([[1] * 9] * 3, np.int32, [], ValueError, "train of split '1,0,0'"),
     ([[]] * 3, np.int32, [0, 1, 2], ValueError, "no tokens"),  # upstream never returns
@@ -1624,7 +1617,7 @@ BAD_DATASETS = [  # documents, their dtype, those of the dataset, the error, a w
 def test_datasets_that_cannot_be(mm, tmp_path, docs, dtype, documents, error, words):
     prefix = mk(mm, tmp_path / "p", docs, dtype)
     with pytest.raises(error, match=words):
-        gpt(mm, prefix, 1, documents=np.array(documents, np.int32))
+        gpt(mm, prefix, 1, documents=np.array(documents))
 
 
 def test_valid_alone_may_keep_a_short_sample(one, tmp_path):
