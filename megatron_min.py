@@ -4683,10 +4683,7 @@ def _remove_file(path, process=None):
 
 
 def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
-    """Give a .bin and its .idx their names, as drawn above.
-
-    OSError if the disk refuses a step; once the .bin has its name, it says where the .idx is.
-    """
+    """Give a .bin and its .idx their names, as drawn above; OSError if the disk refuses a step."""
     tokens.finish()
     index.finish()
     _undisturbed(_name_pair, tokens, index)
@@ -4707,20 +4704,15 @@ def _name_pair(tokens, index):
         os.replace(index.temporary, index.path)
         for folder in {os.path.dirname(tokens.path), os.path.dirname(index.path)}:
             _sync_folder(folder)
-    except BaseException as error:
+    except BaseException:
         # A rename over a network may fail and be made: look which name the .bin has.
         if os.path.basename(tokens.temporary) in os.listdir(os.path.dirname(tokens.path)):
             with contextlib.suppress(OSError):
                 os.replace(old_index, index.path)
             _remove_file(index.temporary)  # first: see the rule for an .idx that is missing
             _remove_file(tokens.temporary)
-            places = [old_index]  # if it could not come back
         else:
             _remove_file(old_index)
-            places = [index.temporary, index.path]
-        for place in places:
-            if isinstance(error, OSError) and os.path.exists(place):
-                error.strerror = f"{error.strerror}; the .idx of {tokens.path} is {place}"
         raise
 
 
@@ -4823,16 +4815,15 @@ def _load_or_build(
     if _is_remote(folder):
         raise ValueError("path_to_cache must be a local folder, got a URL")
     stem = os.path.join(folder, stem)
-    found = None
     try:
         found = _find_arrays(stem, names, made_from, pair)
+        if found is not None:
+            facts, in_files = found
+            return facts, list(in_files.values()), in_files
     except Exception as error:
         _raise_limit(error)
         reason = f"{type(error).__name__}: {error}"
         warnings.warn(f"the index cache {stem}-* is rebuilt: {reason}", stacklevel=4)
-    if found is not None:
-        facts, arrays = found
-        return facts, arrays, dict(zip(names, arrays, strict=True))
     facts, arrays = build()
     manifest = {
         "format": _CACHE_FORMAT,
@@ -4861,7 +4852,7 @@ def _raise_limit(error):
 
 
 def _find_arrays(stem, names, made_from, pair):
-    """Return (facts, arrays) of the files; None where no manifest of this format is.
+    """Return (facts, {name: array}) of the files; None where no manifest of this format is.
 
     An exception says what is wrong with them.
     """
@@ -4873,22 +4864,18 @@ def _find_arrays(stem, names, made_from, pair):
         return None
     if manifest.pop("crc32") != zlib.crc32(json.dumps(manifest).encode()):
         raise DatasetFormatError("manifest.json is damaged")
-    for key in {**made_from, **manifest["made_from"]}:
-        was = manifest["made_from"].get(key)
-        now = made_from.get(key)
-        if was != now:
-            raise DatasetFormatError(f"{key} was {was!r}, is {now!r}")
+    if manifest["made_from"] != made_from:
+        raise DatasetFormatError(f"it was made from {manifest['made_from']}, now from {made_from}")
     note = manifest["pair"]
     if pair is not None and (note is None or not pair.is_noted(note)):
         raise DatasetFormatError(f"the pair was {note}, is {pair.note()}")
-    arrays = [_open_array(f"{stem}-{name}.npy", manifest["files"][name]) for name in names]
+    in_files = {}
+    for name in names:
+        in_files[name] = _open_array(f"{stem}-{name}.npy", manifest["files"][name])
     # Another job may have renamed its own files in meanwhile: it removes the manifest first.
-    text_now = _read_manifest(stem)
-    if text_now is None:
-        return None
-    if text_now != text:
+    if _read_manifest(stem) != text:
         raise DatasetFormatError("another job has written it meanwhile")
-    return manifest["facts"], arrays
+    return manifest["facts"], in_files
 
 
 def _read_manifest(stem):
@@ -4925,10 +4912,9 @@ def _save_arrays(stem, arrays, description, manifest):
     their names: so a crash on the way leaves neither beside a mix of old and new arrays.
     (Upstream trusts arrays that have a description.)
     """
+    os.makedirs(os.path.dirname(stem), exist_ok=True)
     in_files = {}
-    new_files = []
-    try:
-        os.makedirs(os.path.dirname(stem), exist_ok=True)
+    with contextlib.ExitStack() as new_files:  # its end gives them their names
         for name, values in arrays.items():
             # np.save() writes the same, and takes 0.1 ms more: with hundreds of small corpora
             # that is a third of a start.
@@ -4942,8 +4928,7 @@ def _save_arrays(stem, arrays, description, manifest):
             if size <= _CHECKED_BYTES:
                 noted["crc32"] = zlib.crc32(content, zlib.crc32(header))
             new_file = _NewFile(f"{stem}-{name}.npy", synced=size > _CHECKED_BYTES)
-            new_files.append(new_file)
-            new_file.file.write(header)
+            new_files.enter_context(new_file).write(header)
             new_file.file.write(content)
             new_file.finish()
             manifest["files"][name] = noted
@@ -4952,19 +4937,13 @@ def _save_arrays(stem, arrays, description, manifest):
                 values = _open_array(new_file.temporary, noted)
             values.setflags(write=False)
             in_files[name] = values
-        manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
-        texts = {"description.txt": description, "manifest.json": json.dumps(manifest)}
-        for file, text in texts.items():
-            new_file = _NewFile(f"{stem}-{file}", synced=False)
-            new_files.append(new_file)
-            new_file.file.write(text.encode())
-        for file in ("manifest.json", "description.txt"):
-            pathlib.Path(f"{stem}-{file}").unlink(missing_ok=True)
-        for new_file in new_files:
-            new_file.commit()
-    finally:
-        for new_file in new_files:
-            new_file.discard()  # it does nothing where the file has its name
+        for ending in ("manifest.json", "description.txt"):
+            pathlib.Path(f"{stem}-{ending}").unlink(missing_ok=True)
+    manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
+    texts = {"description.txt": description, "manifest.json": json.dumps(manifest)}
+    for ending, text in texts.items():
+        with _NewFile(f"{stem}-{ending}", synced=False) as file:
+            file.write(text.encode())
     return in_files
 
 
@@ -5077,9 +5056,9 @@ class _RemoteFile:
     url     such as s3://bucket/corpus.bin
     dtype   of its tokens; by default they are bytes
 
-    Every request is tried again after growing pauses, unless the object is not there, may not be
-    read, or a program is wrong.  An error names the object.  Objects can be pickled, and used by
-    threads and by forked processes: fsspec keeps one connection for each process.
+    Every request is tried again after growing pauses, unless the object is not there or may not be
+    read.  An error names the object.  Objects can be pickled, and used by threads and by forked
+    processes: fsspec keeps one connection for each process.
     """
 
     _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
@@ -5181,8 +5160,6 @@ class _RemoteFile:
             kind = FileNotFoundError
         elif isinstance(error, PermissionError) or status in (401, 403):
             kind = PermissionError
-        elif type(error).__module__ == "builtins" and not isinstance(error, (OSError, EOFError)):
-            kind = RuntimeError  # such as for a TypeError: a program is wrong, and stays so
         return kind(f"{self.url}: {type(error).__name__}: {error}")
 
 
@@ -6418,7 +6395,6 @@ def _find_pad_token_id(config):
 #    "inputs": [["a.jsonl from byte 250 on", 0], ["b.jsonl", 1], ["c.jsonl.gz", 5]]}
 #
 # So document 0 of the pair is that of b.jsonl, and documents 1 to 5 are those of c.jsonl.gz.
-# merge() puts the lists of inputs one after the other.
 
 # How much text a worker gets at a time.  Smaller blocks cost more messages; larger ones more
 # memory, and more time until the death of a worker is noticed.
@@ -6429,7 +6405,7 @@ _LONGEST_LINE = 2**31 - 1  # bytes; no sequence may have more tokens
 def preprocess(
     input: typing.Any = None,
     output_prefix: str | os.PathLike | None = None,
-    tokenizer: typing.Any = None,
+    tokenizer: typing.Any = "bytes",
     *,
     texts: typing.Iterable | None = None,
     append_eod: bool = False,
@@ -6447,7 +6423,7 @@ def preprocess(
                   compressed if their names end in .gz, .bz2, .xz or .zst.  "-" is standard input.
     texts         in the place of input: an iterable of texts, or of dicts with the JSON keys; its
                   rows count as lines
-    tokenizer     an object as described in section 2, or its name as in section 17; default bytes
+    tokenizer     an object as described in section 2, or its name as in section 17
     append_eod    put tokenizer.eod after each document that has tokens
     json_keys     each key of these becomes a pair of its own
     split_sentences  each sentence becomes a sequence, as nltk finds sentences; the names end in
@@ -6456,10 +6432,10 @@ def preprocess(
     shard         (i, n), 0 <= i < n: read the i-th of n shares of the inputs, and add its number to
                   the names, as in _00001_of_00016
     on_error      "stop": the first bad line is an error; "skip": bad lines are left out, and a
-                  warning says how many, and what is wrong with the first; if all lines are bad, it
-                  is an error.  Blank lines do not count; a line is bad if it is no JSON object in
-                  UTF-8 with a text under each key, is too long, or if the tokenizer raises an error
-                  at it, but for MemoryError and OSError, which end the job.
+                  warning counts them and says what is wrong with the first; if all are bad, it is
+                  an error.  A line is bad if it is no JSON object in UTF-8 with a text under each
+                  key, is too long, or if the tokenizer raises an error at it, but for MemoryError
+                  and OSError, which end the job.
     verbose       show a bar, where tqdm is installed, and at the end one line on stderr
     Returns       {key: path prefix of its pair}
     Raises        ValueError that names file, line and reason, or another error; then no pair
@@ -6483,15 +6459,11 @@ def preprocess(
         raise ValueError(f"wanted a shard i/n with 0 <= i < n, got {index}/{count}")
     if (input is None) == (texts is None):
         raise ValueError("preprocess wants one of input, which are paths, and texts")
-    if tokenizer is None:
-        tokenizer = ByteTokenizer()
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = build_tokenizer(tokenizer)
     _check_tokenizer_of_corpus(tokenizer, append_eod)
     if isinstance(json_keys, str):
         json_keys = [json_keys]
-    if len(json_keys) == 0:
-        raise ValueError("preprocess wants at least one JSON key")
     suffix = "_sentence" if split_sentences else "_document"
     if count > 1:
         suffix += f"_{index:05}_of_{count:05}"  # so that the names sort as the shards do
@@ -6512,15 +6484,13 @@ def preprocess(
         _write_record(prefix, _identity_of_tokenizer(tokenizer), counts)
 
     if verbose:
-        num_documents = sum(each.documents for each in inputs)
+        documents = sum(each.documents for each in inputs)
         rate = num_bytes / 1e6 / (time.perf_counter() - started)
-        done = f"{num_documents:,} documents, {num_bytes:,} bytes, {rate:,.1f} MB/s"
-        print(done, file=sys.stderr)
+        print(f"{documents:,} documents, {num_bytes:,} bytes, {rate:,.1f} MB/s", file=sys.stderr)
     if num_bad > 0:
         warnings.warn(f"left out {num_bad:,} bad lines; the first: {first_bad}", stacklevel=2)
-    # Of a part of an input no document need come.
-    whole = [each for each in inputs if each.end - each.begin in (each.size, math.inf)]
-    empty = [each.name for each in whole if each.documents == 0]
+    # No document need come from a part that begins in the middle of an input.
+    empty = [each.name for each in inputs if each.documents == 0 and each.begin == 0]
     if len(empty) > 0:
         found = f"{len(empty):,} of the inputs, such as {empty[0]}"
         warnings.warn(f"no document came from {found}", stacklevel=2)
@@ -6536,7 +6506,15 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
     num_bad = 0
     first_bad = None
     with contextlib.ExitStack() as stack:
-        bar = stack.enter_context(_progress_bar(inputs, verbose))
+        bar = None
+        if verbose:
+            with contextlib.suppress(ModuleNotFoundError):
+                import tqdm
+
+                total = sum(each.end - each.begin for each in inputs)  # math.inf: no end is shown
+                # disable=None: for a terminal alone
+                bar = tqdm.tqdm(total=total, unit="B", unit_scale=True, disable=None)
+                stack.enter_context(bar)
         builders = {}
         for key, prefix in prefixes.items():
             builder = IndexedDatasetBuilder(get_bin_path(prefix), encoder.dtype)
@@ -6544,43 +6522,30 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
         encoded_blocks = _encode_blocks(encoder, _cut_blocks(inputs), workers)
         # Closed even where an exception ends the loop, so that workers never outlive the job.
         stack.enter_context(contextlib.closing(encoded_blocks))
-        for (source, lines), encoded, faults in encoded_blocks:
-            if len(faults) > 0 and num_bad == 0:
-                number, reason = faults[0]
-                first_bad = f"{source.name}: line {source.lines_read + number}: {reason}"
-                if on_error == "stop":
-                    way_out = 'on_error="skip", or --on-error skip, leaves such lines out'
-                    raise ValueError(f"{first_bad} ({way_out})")
-            num_bad += len(faults)
-            source.lines_read += len(lines)
-            for documents in encoded:
+        for (source, lines), encoded in encoded_blocks:
+            for number, documents in enumerate(encoded, source.lines_read + 1):
+                if isinstance(documents, str):  # why a line is bad
+                    num_bad += 1
+                    if num_bad == 1:
+                        first_bad = f"{source.name}: line {number}: {documents}"
+                    continue
                 for key, builder in builders.items():
                     content, lengths, ends = documents[key]
                     begin = len(builder.sequence_lengths)
                     builder.add_sequences(content, lengths)
                     builder.document_indices.extend(begin + end for end in ends)
                 source.documents += len(ends)  # of each key
-            block_bytes = sum(map(len, lines))
-            num_bytes += block_bytes
+            if num_bad > 0 and on_error == "stop":
+                raise ValueError(f'{first_bad} (on_error="skip", --on-error skip, leaves it out)')
+            source.lines_read += len(lines)
+            num_bytes += sum(map(len, lines))
             if bar is not None:
-                bar.update(block_bytes)
+                bar.update(num_bytes - bar.n)
         if num_bad > 0 and all(each.documents == 0 for each in inputs):
             raise ValueError(f"all {num_bad:,} lines are bad; the first: {first_bad}")
         for builder in builders.values():
             builder.sync()  # a disk too full for a .bin shows here, before a pair has its name
     return num_bytes, num_bad, first_bad
-
-
-def _progress_bar(inputs, verbose):
-    """Return a bar of tqdm, if it is asked for and installed; else a context that gives None."""
-    if verbose:
-        total = sum(each.end - each.begin for each in inputs)  # of math.inf tqdm shows no end
-        with contextlib.suppress(ModuleNotFoundError):
-            import tqdm
-
-            # disable=None: for a terminal alone
-            return tqdm.tqdm(total=total, unit="B", unit_scale=True, disable=None)
-    return contextlib.nullcontext()
 
 
 # -- Inputs ------------------------------------------------------------------------------------
@@ -6608,11 +6573,7 @@ class _Input:
 
 
 def _find_inputs(paths):
-    """Return an _Input of each file that is meant.
-
-    A name that exists is a file, even where it contains a * or a [; others are patterns.  Storages
-    are asked once: the sizes of what matches a pattern come with the list.
-    """
+    """Return an _Input of each file that is meant."""
     if isinstance(paths, (str, os.PathLike)):
         paths = [paths]
     paths = [os.fspath(path) for path in paths]
@@ -6620,20 +6581,28 @@ def _find_inputs(paths):
     inputs = []
     for path in paths:
         with _errors_that_name(path):
-            if _is_remote(path):
-                found = _RemoteFile(path).find()
-            elif path == "-" or os.path.exists(path):
-                found = [(path, _size_of(path))]
-            else:
-                found = [(name, _size_of(name)) for name in sorted(glob.glob(path, recursive=True))]
+            found = _find_sizes(path)
         if len(found) == 0:
-            raise FileNotFoundError(
-                f"{_name_of_input(path)}: no such file, and as a pattern it matches none"
-            )
+            name = _name_of_input(path)
+            raise FileNotFoundError(f"{name}: no such file, and as a pattern it matches none")
         inputs.extend(_Input(name, size) for name, size in found)
     if len(inputs) == 0:
         raise ValueError("preprocess wants at least one input")
     return inputs
+
+
+def _find_sizes(path):
+    """Return [(path, bytes)] of a file that exists, or of all files that match a pattern, sorted.
+
+    A name that exists is no pattern, even where it contains a * or a [.  None is the size of what
+    has none, such as standard input.  Storages tell sizes with the list: nothing is asked twice.
+    """
+    if _is_remote(path):
+        return _RemoteFile(path).find()
+    if path == "-":
+        return [(path, None)]
+    paths = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
+    return [(name, os.path.getsize(name) if os.path.isfile(name) else None) for name in paths]
 
 
 def _name_of_input(path):
@@ -6649,8 +6618,6 @@ def _errors_that_name(path):
     """
     try:
         yield
-    except ImportError:  # of a package that reads such URLs: it names the package
-        raise
     except Exception as error:
         name = _name_of_input(path)
         reason = _one_line(error).removeprefix(f"{path}: ")
@@ -6659,13 +6626,6 @@ def _errors_that_name(path):
         if "requires too much memory" in reason:  # of a .zst made with --long=28 or more
             reason += f": zstd -dc --long=31 {name} | megatron-min preprocess --input -"
         raise OSError(f"{name}: cannot be read: {reason}") from None
-
-
-def _size_of(path):
-    """The bytes of a file or an object; None if it has no size, such as standard input."""
-    if _is_remote(path):
-        return _RemoteFile(path).size()
-    return os.path.getsize(path) if path != "-" and os.path.isfile(path) else None
 
 
 def _infer_compression(name):
@@ -6681,8 +6641,7 @@ def _infer_compression(name):
         # package zstandard reads the first of them alone, without a word.
         if getattr(reader, "__name__", None) != "ZstdFile":
             raise ImportError(
-                f"{name} needs Python 3.14's compression.zstd, or the package "
-                "backports.zstd: pip install backports.zstd"
+                f"{name} needs compression.zstd of Python 3.14, or pip install backports.zstd"
             )
     return compression
 
@@ -6694,10 +6653,7 @@ def _cut_inputs(inputs, shard):
         return inputs
     for each in inputs:
         if each.size is None:
-            raise ValueError(
-                f"{each.name}: its size is not known, so it cannot be cut into shards: write it to "
-                "a file first, or make the pair in one job"
-            )
+            raise ValueError(f"{each.name}: its size is not known, so it cannot be cut into shards")
     total = sum(each.size for each in inputs)
     of_shard = []
     start = 0  # where the input begins, if all inputs are laid end to end
@@ -6705,14 +6661,13 @@ def _cut_inputs(inputs, shard):
         begin = max(total * index // count - start, 0)
         end = min(total * (index + 1) // count - start, each.size)
         start += each.size
-        is_compressed = each.compression is not None
-        if begin >= end or (is_compressed and begin > 0):
+        if begin >= end or (begin > 0 and each.compression is not None):
             continue
-        if begin > 0:
-            each.name += f" from byte {begin:,} on"
-        if not is_compressed:
+        if each.compression is None:
             each.begin = begin
             each.end = end
+        if begin > 0:
+            each.name += f" from byte {begin:,} on"
         of_shard.append(each)
     return of_shard
 
@@ -6732,8 +6687,7 @@ def _read_lines(source):
         position = source.begin
         is_rest = position > 0  # of a line that is read already, as far as it is needed
         if is_rest:
-            # The line in which the byte before lies belongs to the shard before this one.
-            position -= 1
+            position -= 1  # the line of the byte before belongs to the shard before this one
             file.seek(position)
         while position < source.end:
             line = file.readline(_LONGEST_LINE + 1)
@@ -6743,29 +6697,22 @@ def _read_lines(source):
             if not is_rest:
                 yield line
             is_rest = not line.endswith(b"\n")
-        size = None if source.size is None else _size_of(source.path)
-    if size != source.size:
-        raise OSError(
-            f"{source.name}: it had {source.size} bytes when this job began, and {size} after it "
-            "was read: it was written or cut off meanwhile"
-        )
+        if source.size is not None and _find_sizes(source.path) != [(source.path, source.size)]:
+            raise OSError(f"it had {source.size:,} bytes before, and was written or cut off since")
 
 
 def _read_rows(texts, json_keys):
     """Yield the JSON lines of texts or dicts; of another row, as a str, what is wrong with it."""
     is_table = isinstance(texts, collections.abc.Mapping) or hasattr(texts, "columns")
     if is_table or isinstance(texts, (str, bytes)):
-        raise ValueError(
-            "texts must be an iterable of texts or of dicts, such as a column of a table, or rows"
-        )
+        raise ValueError("texts must be an iterable of texts or dicts, such as a table's column")
     for row in texts:
         line = None
         if isinstance(row, str):
             row = {json_keys[0]: row}
         if isinstance(row, collections.abc.Mapping):
-            row = {key: row.get(key) for key in json_keys}
             with contextlib.suppress(TypeError, ValueError, RecursionError):  # it is not JSON
-                line = json.dumps(row).encode()
+                line = json.dumps({key: row.get(key) for key in json_keys}).encode()
         if line is None:
             line = f"wanted a text, or a dict of texts, got {row!r:.60}"
         yield line
@@ -6810,16 +6757,14 @@ def _read_object(line):
 
 def _read_sentences(row, key):
     """Return the sentences that an object has under a key; ValueError if it has none."""
+    found = f"in an object with the keys {list(row)!s:.60}"
     try:
         sentences = _sentences(row.get(key))
-        "".join(sentences).encode()
-    except UnicodeEncodeError:
         found = "got one with a lone surrogate"
-    except ValueError:
-        found = f"in an object with the keys {list(row)!s:.60}"
-    else:
+        "".join(sentences).encode()
         return sentences
-    raise ValueError(f"wanted a text under {key!r}, {found}")
+    except ValueError:
+        raise ValueError(f"wanted a text under {key!r}, {found}") from None
 
 
 class _Encoder:
@@ -6834,32 +6779,37 @@ class _Encoder:
     def __init__(self, tokenizer, json_keys, append_eod, split_sentences):
         self.tokenizer = tokenizer
         self.json_keys = json_keys
-        self.splitter = _load_sentence_splitter() if split_sentences else None
+        self.splitter = None
+        if split_sentences:
+            punkt = _import_extra("nltk.tokenize.punkt", "split_sentences")
+            try:
+                self.splitter = punkt.PunktTokenizer("english")
+            except LookupError:
+                self.splitter = punkt.PunktSentenceTokenizer()
+                warnings.warn(
+                    "nltk has no model of English sentences here, so those of its untrained Punkt "
+                    'are taken, which end after "Dr." too: python -m nltk.downloader punkt_tab',
+                    stacklevel=3,
+                )
         self.dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
         eod = [tokenizer.eod] if append_eod else []
         # Unsigned: beside the uint64 of a tokenizer int32 would become a float.
-        unsigned = f"u{self.dtype.itemsize}"
-        self.eod = np.frombuffer(_encode_tokens(eod, self.dtype), unsigned)
+        self.eod = np.frombuffer(_encode_tokens(eod, self.dtype), f"u{self.dtype.itemsize}")
 
     def encode_block(self, lines):
-        """Return what encode() makes of the lines, in a list, and (number, reason) of bad lines.
+        """Return, in a list, what encode() makes of the lines, or, if it raises an error, of each.
 
-        Numbers count from 1.  A tokenizer may raise anything, and says nothing about lines: where
-        it does, encode() gets each line by itself.
+        A str in the list says why a line is bad.  A tokenizer may raise anything, and says nothing
+        about lines.
         """
-        for groups in ([lines], [[line] for line in lines]):
-            encoded = []
-            faults = []
-            for number, group in enumerate(groups, 1):
-                try:
-                    encoded.append(self.encode(group))
-                except (MemoryError, OSError, *_ENDS_OF_A_PROCESS):  # not for what the lines are
-                    raise
-                except BaseException as error:  # a panic of native code is no Exception
-                    faults.append((number, _one_line(error)))
-            if len(faults) == 0:
-                break
-        return encoded, faults
+        try:
+            return [self.encode(lines)]
+        except (MemoryError, OSError, *_ENDS_OF_A_PROCESS):  # not for what the lines are
+            raise
+        except BaseException as error:  # a panic of native code is no Exception
+            if len(lines) == 1:
+                return [_one_line(error)]
+        return [self.encode_block([line])[0] for line in lines]
 
     def encode(self, lines):
         """Return {key: (content, lengths, ends)}: section 2's loop, for many lines."""
@@ -6897,31 +6847,17 @@ class _Encoder:
         return _encode_tokens(np.concatenate(pieces), self.dtype), lengths, ends
 
 
-def _load_sentence_splitter():
-    """Return nltk's Punkt for English; without its model, an untrained one, and a warning."""
-    punkt = _import_extra("nltk.tokenize.punkt", "split_sentences")
-    try:
-        return punkt.PunktTokenizer("english")
-    except LookupError:
-        warnings.warn(
-            "nltk has no model of English sentences here, so those of its untrained Punkt are "
-            'taken, which end after "Dr." too: python -m nltk.downloader punkt_tab',
-            stacklevel=4,
-        )
-        return punkt.PunktSentenceTokenizer()
-
-
 def _encode_blocks(encoder, blocks, workers):
-    """Yield each block, in order, and the two things that encoder.encode_block() makes of it."""
+    """Yield each block, in order, and what encoder.encode_block() makes of it."""
     if workers == 1:
         for source, lines in blocks:
-            yield (source, lines), *encoder.encode_block(lines)
+            yield (source, lines), encoder.encode_block(lines)
         return
     # A forked process has everything at once; the other ways to start one import torch again.
     # Elsewhere than on Linux a library may not survive a fork, or the system has none.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     processes = []
-    block_of = {}  # {pipe: block that its worker has, or None}
+    turns = collections.deque()  # (pipe, block that its worker has, or None)
     try:
         for _ in range(workers):
             pipe, end_of_worker = context.Pipe()
@@ -6932,28 +6868,24 @@ def _encode_blocks(encoder, blocks, workers):
                 # Python 3.12 and later warn of threads here: the worker does without them.
                 warnings.filterwarnings("ignore", ".*multi-threaded.* fork", DeprecationWarning)
                 _undisturbed(process.start)  # Python loses a signal that comes while it forks
-            block_of[pipe] = None
             end_of_worker.close()  # so that the pipe ends when the worker does
-        rounds = itertools.cycle(list(block_of))
+            turns.append((pipe, None))
         for block in itertools.chain(blocks, [None] * workers):  # a last round takes what is left
-            pipe = next(rounds)
-            done = block_of[pipe]
-            if done is not None:
-                try:
-                    answer = pipe.recv()
-                except (EOFError, OSError):
-                    answer = ChildProcessError(
-                        "a worker process was killed, perhaps for lack of memory: use fewer workers"
-                    )
-                if isinstance(answer, Exception):
-                    raise answer
-            if block is not None:
-                _, lines = block
-                with contextlib.suppress(OSError):  # of a worker that is dead: recv() says so
+            pipe, done = turns.popleft()
+            turns.append((pipe, block))
+            try:
+                answer = pipe.recv()
+                if block is not None:
+                    _, lines = block
                     pipe.send(lines)
-            block_of[pipe] = block
+            except (EOFError, OSError):
+                raise ChildProcessError(
+                    "a worker process was killed, perhaps for lack of memory: use fewer workers"
+                ) from None
+            if isinstance(answer, Exception):
+                raise answer
             if done is not None:
-                yield done, *answer  # it is written while the worker has a block already
+                yield done, answer  # it is written while the worker has a block already
     finally:
         for process in processes:
             if process.is_alive():
@@ -6969,20 +6901,20 @@ def _run_worker(pipe, end_of_parent, encoder):
     """
     end_of_parent.close()
     # A terminal sends these to all processes, but the parent alone answers: it ends its workers.
-    # Windows has no SIGHUP.
     for name in ("SIGINT", "SIGHUP"):
-        if hasattr(signal, name):
+        if hasattr(signal, name):  # Windows has no SIGHUP
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     # The processes keep all cores busy already: threads of the tokenizers library would compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    answer = None  # it is ready for its first block
     with contextlib.suppress(EOFError, OSError):
         while True:
+            pipe.send(answer)
             lines = pipe.recv()
             try:
                 answer = encoder.encode_block(lines)
             except Exception as error:  # no bad line; the error itself might not pass the pipe
                 answer = ChildProcessError(_one_line(error))
-            pipe.send(answer)
 
 
 # -- Merge and records -------------------------------------------------------------------------
@@ -7012,8 +6944,20 @@ def merge(
         raise ValueError("merge wants at least one input prefix")
     _refuse_passwords(prefixes)
     _check_all_shards(prefixes)
+    tokenizer = None
+    inputs = []
+    for prefix in prefixes:
+        record = _read_record(prefix)
+        if record is None:  # such as upstream's pair: an input of its own
+            num_documents = len(IndexedDataset(prefix).document_indices) - 1
+            record = {"tokenizer": None, "inputs": [[prefix, num_documents]]}
+        difference = _compare_tokenizers(prefix, record, "a pair before it", tokenizer)
+        if difference is not None:
+            raise ValueError(difference)
+        if tokenizer is None:
+            tokenizer = record["tokenizer"]
+        inputs += record["inputs"]
     dtype = IndexedDataset(prefixes[0]).dtype
-    tokenizer, inputs = _join_records(prefixes)
     with IndexedDatasetBuilder(get_bin_path(output_prefix), dtype, multimodal) as builder:
         for prefix in prefixes:
             builder.add_index(prefix)
@@ -7023,46 +6967,29 @@ def merge(
 def _check_all_shards(prefixes):
     """Check that prefixes which are to be merged have all shards of a corpus, in order, or none."""
     wanted = []  # the names of the shards of a corpus that must come next, in order
-    for prefix in prefixes:
+    for prefix in [*prefixes, "the end"]:
         name = os.path.basename(prefix)  # each machine may have a folder of its own
         shard = re.fullmatch(r"(.*)_\d{5}_of_(\d{5})", name)
         if shard is not None and len(wanted) == 0:
             wanted = [f"{shard[1]}_{index:05}_of_{shard[2]}" for index in range(int(shard[2]))]
-        if len(wanted) > 0:
-            next_name = wanted.pop(0)
-            if name != next_name:
-                raise ValueError(f"wanted {next_name} in the place of {prefix}")
-    if len(wanted) > 0:
-        raise ValueError(f"wanted {wanted[0]} too, after {prefix}: merge all shards, or none")
+        next_name = wanted.pop(0) if len(wanted) > 0 else name
+        if name != next_name:
+            raise ValueError(f"wanted {next_name} in the place of {prefix}: merge all shards")
 
 
-def _join_records(prefixes):
-    """The tokenizer and the inputs of the pair that merge() makes of these pairs."""
-    tokenizer = None
-    inputs = []
-    for prefix in prefixes:
-        record = _read_record(prefix)
-        if record is None:  # such as upstream's pair: an input of its own
-            inputs.append([prefix, len(IndexedDataset(prefix).document_indices) - 1])
-            continue
-        difference = _compare_tokenizers(prefix, record, "a pair before it", tokenizer)
-        if difference is not None:
-            raise ValueError(difference)
-        if tokenizer is None:
-            tokenizer = record["tokenizer"]
-        inputs += record["inputs"]
-    return tokenizer, inputs
-
-
-def _sizes_of_pair(path_prefix):
-    """The sizes of the files of a pair, in bytes."""
-    paths = {"bin": get_bin_path(path_prefix), "idx": get_idx_path(path_prefix)}
-    return {name: os.path.getsize(path) for name, path in paths.items()}
+def _make_record(path_prefix, tokenizer, inputs):
+    """The record of a pair, which is there; an error if it would be one of another form."""
+    return {
+        "tokenizer": None if tokenizer is None else dict(tokenizer),
+        "inputs": [[str(name), int(documents)] for name, documents in inputs],
+        "bin": os.path.getsize(get_bin_path(path_prefix)),
+        "idx": os.path.getsize(get_idx_path(path_prefix)),
+    }
 
 
 def _write_record(path_prefix, tokenizer, inputs):
     """Write the record of a pair, which is there."""
-    record = {"tokenizer": tokenizer, "inputs": inputs} | _sizes_of_pair(path_prefix)
+    record = _make_record(path_prefix, tokenizer, inputs)
     with _NewFile(f"{os.fspath(path_prefix)}.record.json", synced=False) as file:
         file.write(json.dumps(record, indent=1).encode())
 
@@ -7072,11 +6999,9 @@ def _read_record(path_prefix):
     # It may be missing, damaged, or of another release: no reason to stop.
     with contextlib.suppress(Exception):
         with open(f"{os.fspath(path_prefix)}.record.json", "rb") as file:
-            record = json.load(file)
-        is_of_pair = record == record | _sizes_of_pair(path_prefix)  # it has these sizes already
-        has_tokenizer = isinstance(record["tokenizer"], dict | None)
-        types = {(type(name), type(documents)) for name, documents in record["inputs"]}
-        if is_of_pair and has_tokenizer and types <= {(str, int)}:
+            found = json.load(file)
+        record = _make_record(path_prefix, found["tokenizer"], found["inputs"])
+        if found == record:
             return record
     return None
 
@@ -7110,18 +7035,13 @@ def _compare_tokenizers(prefix, record, other_place, other):
     found = record["tokenizer"]
     if found is None or other is None or found | {"package": None} == other | {"package": None}:
         return None
-    return (
-        f"{prefix} was made with the tokenizer {found}, and that of {other_place} is {other}: the "
-        "ids of one are other texts for the other"
-    )
+    return f"{prefix} was made with the tokenizer {found}, and that of {other_place} is {other}"
 
 
 def _warn_of_other_tokenizer(pair, tokenizer):
     """Warn, once, if the record of an opened pair names another tokenizer than the config's."""
-    if pair._is_record_compared:
-        return
+    record = None if pair._is_record_compared else _read_record(pair.absolute_prefix)
     pair._is_record_compared = True
-    record = _read_record(pair.absolute_prefix)
     if record is not None:
         identity = _identity_of_tokenizer(tokenizer)
         difference = _compare_tokenizers(pair.path_prefix, record, "the config", identity)

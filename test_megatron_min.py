@@ -46,7 +46,6 @@ import re
 import runpy
 import shutil
 import signal
-import stat
 import struct
 import subprocess
 import sys
@@ -3461,130 +3460,56 @@ def test_gradients_on_ranks(tmp_path, world):
 # ==============================================================================
 
 
-def write_pair(one, folder, size, error=None):
-    with one.IndexedDatasetBuilder(folder / "p.bin", np.uint8) as builder:
-        builder.add_document(np.ones(size, np.uint8), [size])
-        if error is not None:
-            raise error
-
-
-@linux
-def test_nothing_appears_on_an_error(one, tmp_path):
-    """Nor changes what was there."""
-    write_pair(one, tmp_path, 3)
-    files = files_of(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        write_pair(one, tmp_path, 2 << 20, KeyboardInterrupt())
-    assert files_of(tmp_path) == files
-    for size in (1 << 17, 1 << 22):  # the disk is full at the commit, and while it is written
-        with pytest.raises(OSError) as caught, files_of_64_kib():
-            write_pair(one, tmp_path, size)
-        assert caught.value.errno == errno.EFBIG
-        assert files_of(tmp_path) == files
-
-
-def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, monkeypatch):
-    """Both files of a pair; then their folder.  A small cache can be made again, and is not synced.
-
-    The folder may be of a file system that cannot sync one.
-    """
-    replace = os.replace
-    events = []
-
-    def note_sync(descriptor):
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            events.append("sync folder")
-            raise OSError(errno.EINVAL, "Invalid argument")
-        events.append("sync")
-
-    def note_rename(source, target):
-        replace(source, target)
-        events.append(re.sub(r"\.\w{16}", "", os.path.basename(target)))
-
-    mk(one, tmp_path / "p", [[1]])
-    monkeypatch.setattr(os, "fsync", note_sync)
-    monkeypatch.setattr(os, "replace", note_rename)
-    mk(one, tmp_path / "p", [[2]])
-    assert events == ["sync", "sync", "p.idx.old.tmp", "p.bin", "p.idx", "sync folder"]
-    gpt(one, tmp_path / "p", sequence_length=2)
-    assert len(events) > 9
-    assert events.count("sync") == 2
-
-
-@pytest.mark.parametrize("is_pair", [False, True])
-def test_a_new_file_removes_its_temporary_name_when_it_goes(one, tmp_path, monkeypatch, is_pair):
-    """A change of the folder does not matter."""
-
-    def begin(name):
-        builder = one.IndexedDatasetBuilder(f"{name}.bin") if is_pair else one._NewFile(name)
-        assert len(os.listdir(tmp_path)) == 1
+def test_a_pair_appears_where_it_was_begun(one, tmp_path, monkeypatch):
+    """Though the process changes its folder meanwhile."""
+    monkeypatch.chdir(tmp_path)
+    with one.IndexedDatasetBuilder("p.bin"):
         monkeypatch.chdir("/")
-        return builder
-
-    monkeypatch.chdir(tmp_path)
-    new_file = begin("p")
-    del new_file
-    gc.collect()
-    assert os.listdir(tmp_path) == []
-    monkeypatch.chdir(tmp_path)
-    with begin("p"):
-        pass
-    assert sorted(os.listdir(tmp_path)) == (["p.bin", "p.idx"] if is_pair else ["p"])
+    assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx"]
 
 
-# In each of two generations these jobs make pairs whose files, and whose records' inputs, have the
-# same sizes: only their bytes tell which generation a file is of.
-
-
-def make_pair(one, inputs, folder, generation):
+def make_pair(one, folder, generation):
+    """A pair and its record, of sizes that are the same in each of two generations."""
     with one.IndexedDatasetBuilder(folder / "p.bin", np.uint8, multimodal=True) as builder:
         lengths = [1, 3] if generation == 1 else [3, 1]
         builder.add_document([generation] * 4, lengths, [generation, generation])
+    one._write_record(folder / "p", None, [[f"{generation}.jsonl", 1]])
 
 
-def merge_pairs(one, inputs, folder, generation):
-    one.merge([inputs / f"{generation}" / "p"] * 2, folder / "p", True)
-
-
-def preprocess_two_keys(one, inputs, folder, generation):
-    path = inputs / f"{generation}.jsonl"
-    one.preprocess(path, folder / "p", json_keys=("a", "b"))
-
-
-def two_generations(one, tmp_path, make):
-    """Run a job in two folders, old and new -> the files of each, {name: bytes}."""
+@pytest.fixture
+def old_and_new(one, tmp_path):
+    """The files that make_pair() makes in each generation, {name: bytes}."""
     found = []
-    for g, name in ((1, "old"), (2, "new")):
-        for folder in (f"{g}", name):
-            (tmp_path / folder).mkdir()
-        make_pair(one, tmp_path, tmp_path / f"{g}", g)  # the inputs of the other jobs
-        lines = [{"a": f"{g}", "b": f"{g}{g}"}, {"a": f"{g}{g}{g}", "b": ""}]
-        (tmp_path / f"{g}.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        make(one, tmp_path, tmp_path / name, g)
-        found.append(files_of(tmp_path / name))
+    for generation in (1, 2):
+        folder = tmp_path / f"{generation}"
+        folder.mkdir()
+        make_pair(one, folder, generation)
+        found.append(files_of(folder))
     return found
 
 
 class Calls:
-    """In a with block, the calls that make, write, sync, name, look for and remove files.
+    """In a with block, the calls that make, sync, name, look for and remove files.
 
     act     what happens at some of them
     at      the numbers of these, of all calls together, from 1 on
     works   does such a call do its work before, as a rename over a network may that then fails?
+    look    called before each call: what is there then is what a kill -9 would leave
     names   of the calls so far, and the threads that made them
     """
 
-    def __init__(self, one, act, at=(), works=False):
-        self.one, self.act, self.at, self.works = one, act, at, works
+    def __init__(self, one, act=None, at=(), works=False, look=None):
+        self.one, self.act, self.at, self.works, self.look = one, act, at, works, look
         self.names, self.threads = [], []
         self.patches = pytest.MonkeyPatch()
 
     def __enter__(self):
         gc.disable()  # what earlier tests left would close its files among the calls
-        for name in ("open", "close", "fsync", "replace", "unlink", "listdir"):
+        for name in ("close", "fsync", "replace", "unlink", "listdir"):
             call = functools.partial(self.call, name, getattr(os, name))
             self.patches.setattr(os, name, call)
-        self.patches.setattr(self.one, "open", self.open, raising=False)
+        call = functools.partial(self.call, "open", open)
+        self.patches.setattr(self.one, "open", call, raising=False)
 
     def __exit__(self, *error):
         self.patches.undo()
@@ -3594,6 +3519,8 @@ class Calls:
         self.names.append(name)
         self.threads.append(threading.current_thread())
         acts = len(self.names) in self.at
+        if self.look is not None:
+            self.look()
         if acts and not self.works:
             self.act()
         try:
@@ -3601,27 +3528,6 @@ class Calls:
         finally:
             if acts and self.works:
                 self.act()
-
-    def open(self, path, mode="r", **options):
-        file = self.call("open", open, path, mode, **options)
-        return File(self, file) if mode == "xb" else file
-
-
-class File:
-    """A file whose methods are counted as calls."""
-
-    def __init__(self, calls, file):
-        self.calls, self.file = calls, file
-
-    @property
-    def raw(self):
-        return File(self.calls, self.file.raw)
-
-    def __getattr__(self, name):
-        found = getattr(self.file, name)
-        if name in ("write", "flush", "close"):
-            found = functools.partial(self.calls.call, name, found)
-        return found
 
 
 class Steps:
@@ -3653,29 +3559,44 @@ class Steps:
 
 
 def new_folder(tmp_path, has_old):
-    """A folder with the pairs of generation 1, or without."""
+    """A folder with the pair of generation 1, or without."""
     folder = pathlib.Path(tempfile.mkdtemp(dir=tmp_path))
     if has_old:
-        shutil.copytree(tmp_path / "old", folder, dirs_exist_ok=True)
+        shutil.copytree(tmp_path / "1", folder, dirs_exist_ok=True)
     return folder
 
 
-def run_with(faults, make, one, folder):
-    """Run a job of generation 2 -> its error, or None."""
+def run_with(faults, one, folder):
+    """Make the pair of generation 2 -> the error, or None."""
     try:
         with faults:
-            make(one, folder.parent, folder, 2)
+            make_pair(one, folder, 2)
     except (Exception, KeyboardInterrupt) as error:
         error.__context__ = error.__cause__ = None  # these and the traceback hold what the job has
         return error.with_traceback(None)
     return None
 
 
-def usual_calls(make, one, tmp_path, has_old):
-    """The calls of a job where none fails."""
-    calls = Calls(one, None)
-    assert run_with(calls, make, one, new_folder(tmp_path, has_old)) is None
+def calls_of_a_commit(one, folder):
+    """All calls where none fails."""
+    calls = Calls(one)
+    assert run_with(calls, one, folder) is None
     return calls
+
+
+def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, old_and_new):
+    """Both files of a pair; then their folder, which may be of a system that cannot sync one."""
+    names = calls_of_a_commit(one, new_folder(tmp_path, True)).names
+    found = [name for name in names if name in ("fsync", "replace")]
+    assert found == ["fsync"] * 2 + ["replace"] * 3 + ["fsync"] + ["replace"]  # this is the record
+
+    def refuse():
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    of_folder = len(names) - names[::-1].index("fsync")
+    calls = Calls(one, refuse, {of_folder})
+    assert run_with(calls, one, new_folder(tmp_path, True)) is None
+    assert calls.names == names
 
 
 def check_what_is_left(folder, possible, note, clean=True):
@@ -3683,8 +3604,7 @@ def check_what_is_left(folder, possible, note, clean=True):
 
     possible   the generations that may be there, {name: bytes}; {}: no pair
     clean      is nothing there that is of no use?
-    A record may be missing, but is none of another generation.  Returns the temporary names of
-    the .idx that are of use.
+    A record may be missing, but is none of another generation.
     """
     if clean and any(name.endswith(".tmp") for name in os.listdir(folder)):
         gc.collect()  # the object of a file may still be there, in a cycle
@@ -3707,155 +3627,91 @@ def check_what_is_left(folder, possible, note, clean=True):
         record = f"{prefix}.record.json"
         assert files.get(record) in (None, possible[wanted.index(pair)].get(record)), note
     assert not clean or temporary == used, note
-    return used
 
 
-def fail(kind, *arguments):
-    """What happens at a call."""
-    raise kind(*arguments)
+def test_wherever_a_commit_fails_or_dies_a_pair_is_whole_or_can_be_made_whole(
+    one, tmp_path, old_and_new
+):
+    """Any call on files fails, or two of them do; and at any call the process may be killed.
 
-
-MORE_COMMITS = [
-    pytest.param(merge_pairs, marks=pytest.mark.slow),
-    pytest.param(preprocess_two_keys, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("make", [make_pair, *MORE_COMMITS])
-def test_whatever_call_fails_a_pair_is_whole_or_can_be_made_whole(one, tmp_path, make):
-    """Each call on files fails, by an error of the disk or by Ctrl-C; or two of them do.
-
-    Nothing else is left, but what cannot be removed; and the error says where the .idx is.
+    Nothing else is left, but what cannot be removed.
     """
-    old, new = two_generations(one, tmp_path, make)
-    errors = [(OSError, errno.EIO, "broken"), (KeyboardInterrupt,)]
-    for has_old, error, works in itertools.product([True, False], errors, [False, True]):
-        if make is not make_pair and not has_old:
-            continue
-        most = 7 if make is make_pair and has_old else 1
-        for number, name in enumerate(usual_calls(make, one, tmp_path, has_old).names, 1):
-            if works and name not in ("open", "replace", "unlink"):
-                continue
-            for second in range(number, number + most):
-                calls = Calls(one, functools.partial(fail, *error), {number, second}, works)
+    old, new = old_and_new
+
+    def fail():
+        raise OSError(errno.EIO, "broken")
+
+    for has_old, works in itertools.product([True, False], [False, True]):
+        possible = [old if has_old else {}, new]
+        usual = calls_of_a_commit(one, new_folder(tmp_path, has_old)).names
+        assert len(usual) > 10
+        for first, name in enumerate(usual, 1):
+            for second in range(first, first + 5):
                 folder = new_folder(tmp_path, has_old)
-                raised = run_with(calls, make, one, folder)
-                failed = [calls.names[at - 1] for at in calls.at if at <= len(calls.names)]
-                note = (failed, calls.at, has_old, error, works)
-                possible = [old if has_old else {}, new]
-                if raised is None:
-                    possible = [new]
-                    assert make is not make_pair or name in ("unlink", "close"), note
-                clean = number == second and (works or name != "unlink")
-                used = check_what_is_left(folder, possible, note, clean)
-                if make is make_pair and files_of(folder).get("p.bin") == new["p.bin"]:
-                    used.add("p.idx")
-                if isinstance(raised, OSError) and "listdir" not in failed:
-                    assert all(name in str(raised) for name in used), note
-
-
-def has_length(items, length):
-    return len(items) == length
-
-
-def die():
-    """What happens at a call: a kill -9."""
-    os._exit(9)
-
-
-@linux
-@pytest.mark.parametrize("make", [make_pair, MORE_COMMITS[-1]])
-def test_where_a_process_dies_a_pair_is_whole_or_can_be_made_whole(one, tmp_path, make):
-    old, new = two_generations(one, tmp_path, make)
-    for has_old, works in itertools.product([False, True], [False, True]):
-        folders = []
-        jobs = []
-        for number, name in enumerate(usual_calls(make, one, tmp_path, has_old).names, 1):
-            if name in ("replace", "unlink"):
-                folders.append(new_folder(tmp_path, has_old))
-                calls = Calls(one, die, {number}, works)
-                jobs.append(functools.partial(run_with, calls, make, one, folders[-1]))
-        assert in_children(*jobs) == [9] * len(jobs)
-        assert len(jobs) >= 5
-        for number, folder in enumerate(folders):
-            note = (number, has_old, works)
-            check_what_is_left(folder, [old if has_old else {}, new], note, clean=False)
-
-
-@linux
-def test_where_a_process_dies_while_it_undoes_a_commit(one, tmp_path):
-    """Neither the .bin nor the old .idx can be renamed; then it is killed before a clean-up."""
-    old, new = two_generations(one, tmp_path, make_pair)
-    names = usual_calls(make_pair, one, tmp_path, True).names
-    bin_rename = names.index("replace", names.index("replace") + 1) + 1  # as Calls counts
-    calls_after = ["replace", "listdir", "replace", "unlink", "unlink"]
-    for died_at in (3, 4):
-        folder = new_folder(tmp_path, True)
-        calls = Calls(one, None, {bin_rename, bin_rename + 2, bin_rename + died_at})
-
-        def fail_or_die(calls=calls, last=died_at):
-            if len(calls.names) == bin_rename + last:
-                assert calls.names[bin_rename - 1 :] == calls_after[: last + 1]
-                die()
-            fail(OSError, errno.EIO, "broken")
-
-        calls.act = fail_or_die
-        job = functools.partial(run_with, calls, make_pair, one, folder)
-        assert in_children(job) == [9]
-        check_what_is_left(folder, [old], died_at, clean=False)
+                note = (first, second, name, has_old, works)
+                look = functools.partial(check_what_is_left, folder, possible, note, clean=False)
+                calls = Calls(one, fail, {first, second}, works, look)
+                error = run_with(calls, one, folder)
+                may_stay = first != second or (name == "unlink" and not works)
+                check_what_is_left(folder, possible, note, clean=not may_stay)
+                if error is None:
+                    assert name == "unlink", note
+                    check_what_is_left(folder, [new], note, clean=False)
+                else:
+                    assert getattr(error, "errno", None) == errno.EIO, (note, error)
 
 
 @pytest.mark.parametrize("kind", ["line", pytest.param("opcode", marks=pytest.mark.slow)])
-def test_ctrl_c_at_any_moment_of_a_builder_leaves_one_of_the_two_pairs(one, tmp_path, kind):
+def test_ctrl_c_at_any_moment_leaves_one_of_the_two_pairs(one, tmp_path, old_and_new, kind):
     """And no other file."""
-    old, new = two_generations(one, tmp_path, make_pair)
+    old, new = old_and_new
     for has_old in (False, True):
         possible = [old if has_old else {}, new]
-        outcomes = collections.Counter()
         for number in itertools.count(1):
             folder = new_folder(tmp_path, has_old)
             steps = Steps(one, kind, number)
-            is_stopped = run_with(steps, make_pair, one, folder) is not None
+            # In a thread of its own: Python 3.11 may forget there that an error is dealt with.
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                error = pool.submit(run_with, steps, one, folder).result()
             check_what_is_left(folder, possible, (has_old, number))
-            outcomes[possible.index(files_of(folder))] += 1
-            if not is_stopped:
+            if error is None:
                 break
-        assert steps.count == number - 1
-        assert outcomes[0] > 20 and outcomes[1] > 5
+        assert files_of(folder) == new
+        assert steps.count == number - 1 > 50
 
 
 @linux
 @pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_does_not_stop_a_commit_that_has_begun(one, tmp_path, times):
+def test_ctrl_c_does_not_stop_a_commit_that_has_begun(one, tmp_path, old_and_new, times):
     """The first one waits for it, in its thread; a second one does not, and discards nothing."""
-    _, new = two_generations(one, tmp_path, make_pair)
-    seen = []
+    _, new = old_and_new
+    del new["p.record.json"]
+    due = []
 
     def interrupt(number, frame):
-        seen.append(number)
-        raise KeyboardInterrupt
+        if due:
+            due.pop()
+            raise KeyboardInterrupt
 
     def interrupt_main_thread():
-        for count in range(times):
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
-            in_a_minute(has_length, seen, count + 1)
-        time.sleep(0.02)  # so that what does not wait is seen
+        for _ in range(times):
+            due.append(1)
+            while due:  # one that comes just before the main thread waits does not wake it
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+                time.sleep(0.001)
+        time.sleep(0.01)  # so that what does not wait is seen
 
-    commits = 0
     before = signal.signal(signal.SIGUSR1, interrupt)
-    for has_old in (False, True):
-        for number, thread in enumerate(usual_calls(make_pair, one, tmp_path, has_old).threads, 1):
-            if thread is not threading.main_thread():
-                seen.clear()
-                folder = new_folder(tmp_path, has_old)
-                calls = Calls(one, interrupt_main_thread, {number})
-                assert isinstance(run_with(calls, make_pair, one, folder), KeyboardInterrupt)
-                if times == 2:
-                    calls.threads[number - 1].join()
-                assert files_of(folder) == new
-                commits += 1
+    threads = calls_of_a_commit(one, new_folder(tmp_path, True)).threads
+    in_commit = [at for at, thread in enumerate(threads, 1) if thread != threading.main_thread()]
+    for number in in_commit:
+        folder = new_folder(tmp_path, True)
+        calls = Calls(one, interrupt_main_thread, {number})
+        assert isinstance(run_with(calls, one, folder), KeyboardInterrupt)
+        calls.threads[number - 1].join()
+        assert files_of(folder) == new
     signal.signal(signal.SIGUSR1, before)
-    assert commits > 12
+    assert len(in_commit) > 6
 
 
 @pytest.mark.parametrize("given_up", [".bin", ".idx"])
@@ -3935,42 +3791,18 @@ def test_a_cache_is_built_once_then_found(one, pair, wanted, cache, monkeypatch)
     monkeypatch.setattr(one, "build_sample_idx", build)
     saved, of_first = start(one, pair, cache)
     before = stamps(cache)
+    assert files_of(cache) == files_of(f"{pair}/cache/GPTDataset_indices")  # without path_to_cache
     fields = {"fast_cache_load": True, "defer_npy_index_mmap": True}  # without effect
     found, of_second = start(one, pair, cache, **fields)
+    assert of_first + of_second == []
     for ds in (saved, found):
-        values, messages = heard(arrays, ds)
-        assert messages + of_first + of_second == []
-        same_arrays(values, wanted)
+        same_arrays(arrays(ds), wanted)
         with pytest.raises(ValueError, match="read-only"):
             ds.shuffle_index[0] = 1
     for name, values in zip(INDEX_ARRAYS, wanted, strict=True):
-        assert file_of(cache, f"-{name}.npy").read_bytes() == npy(values)
+        same(np.load(file_of(cache, f"-{name}.npy")), values)
     assert build.call_count == 1
     assert stamps(cache) == before
-
-
-def npy(array):
-    """The bytes of an .npy file."""
-    with io.BytesIO() as file:
-        np.save(file, array)
-        return file.getvalue()
-
-
-def test_names_and_description(one, pair):
-    """The description says what was asked for; its md5 is in all names.  Both are upstream's."""
-    gpt(one, pair, 4)
-    asked = {"class": "GPTDataset", "dataset_path": pair, "num_samples": 4}
-    asked |= {"index_split": "train", "random_seed": 1234, "sequence_length": 8}
-    asked |= {"split": "1,0,0", "split_matrix": [[0, 1.0], None, None]}
-    asked |= {"tokenizer": {"class": "Tok", "eod": 0}}
-    text = json.dumps(asked, indent=4).encode()
-    stem = f"{hashlib.md5(text).hexdigest()}-GPTDataset-train"
-    names = {f"{stem}-description.txt", f"{stem}-manifest.json"}
-    for name in INDEX_ARRAYS:
-        names.add(f"{stem}-{name}.npy")
-    files = files_of(f"{pair}/cache/GPTDataset_indices")  # the folder without path_to_cache
-    assert files.keys() == names
-    assert files[f"{stem}-description.txt"] == text
 
 
 def test_other_samples_have_another_key(one, pair, cache):
@@ -3996,7 +3828,7 @@ def test_other_documents_make_a_cache_stale(one, pair, cache):
     for documents in ([0, 1], [0, 2, 3], [0, 2, 1, 3], range(3, 0, -1)):
         as_array = np.array(documents, np.int32)
         found, [message] = cached(one, pair, cache, 9, documents=as_array)
-        assert "documents was" in message
+        assert "made from {'documents'" in message
         same_arrays(found, cached(one, pair, f"{cache} {documents}", 9, documents=as_array)[0])
         assert cached(one, pair, cache, 9, documents=documents)[1] == []
 
@@ -4040,98 +3872,85 @@ def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache):
     assert not os.path.exists("ran")
 
 
-@pytest.mark.parametrize("size", [20_000, 200_000])
-def test_a_damaged_array_of_up_to_1_mib_is_built_again_and_saved(one, tmp_path, cache, size):
-    """Of up to 64 KiB it is read, above that mapped.  Case: the next start is well."""
-    corpus = mk(one, tmp_path / "p", np.ones((size // 4, 1), np.int32))
-    wanted, _ = cached(one, corpus, cache, n=None)
+def is_mapped(folder):
+    """Has this process mapped a file of the folder?"""
+    return str(folder) in pathlib.Path("/proc/self/maps").read_text()
+
+
+@linux
+@pytest.mark.parametrize("size, n", [(20_000, 700), (200_000, 6000), (1_100_000, 35_000)])
+def test_an_array_is_read_up_to_64_kib_and_checked_up_to_1_mib(
+    one, tmp_path, cache, monkeypatch, size, n
+):
+    """A larger one is on the disk before it has its name: no loss of power leaves holes in it."""
+    corpus = mk(one, tmp_path / "p", np.ones((3000, 1), np.int32))
+    synced = []
+
+    def sync(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    start(one, corpus, cache, n)
     path = file_of(cache, "document_index.npy")
     before = path.read_bytes()
-    assert size < len(before) < size + 200
+    assert size < len(before) < 1.3 * size
+    assert len(synced) == ("document_index" in "".join(synced)) == (size > 1 << 20)
     replace_file(path, before[:-8] + bytes(8))
-    found, messages = cached(one, corpus, cache, n=None)
-    assert len(messages) == 1
-    same_arrays(found, wanted)
-    assert path.read_bytes() == before
-    assert cached(one, corpus, cache, n=None)[1] == []
-    ds, _ = start(one, corpus, cache, n=None)
-    assert is_mapped(path) == (size > 65536)
+    ds, messages = start(one, corpus, cache, n)
+    assert len(messages) == (size < 1 << 20)
+    assert is_mapped(path) == (size > 1 << 16)
+    if messages:
+        assert path.read_bytes() == before
+        same(ds.document_index, np.load(path))
+        assert start(one, corpus, cache, n)[1] == []
     del ds
     assert not is_mapped(path)
 
 
-def test_arrays_above_1_mib_are_on_the_disk_before_they_have_their_names(
-    one, tmp_path, cache, monkeypatch
-):
-    """So that no loss of power leaves holes in them; the others have a CRC-32."""
-    corpus = mk(one, tmp_path / "p", np.ones((300_000, 1), np.int32))
-    synced = []
+def test_a_touched_pair_and_a_copy_find_the_cache(one, pair, wanted, cache, tmp_path, monkeypatch):
+    """Nodes with a copy each and one path_to_cache do not overwrite each other's files.
 
-    def sync(descriptor):
-        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
-
-    monkeypatch.setattr(os, "fsync", sync)
-    start(one, corpus, cache, n=100)
-    assert [re.search("index|json|description", name)[0] for name in synced] == ["index"]
-    assert "document_index" in synced[0]
-
-
-def test_the_folder_may_be_left(one, pair, wanted, tmp_path, monkeypatch):
-    """A relative path_to_cache is that of the start: also for a pickle, in another folder."""
-    monkeypatch.chdir(os.path.dirname(pair))
+    A relative path_to_cache is that of the start: also for a pickle, in another folder.
+    """
+    monkeypatch.chdir(tmp_path)
     ds, _ = start(one, "pair", "cache")
+    before = stamps(cache)
     monkeypatch.chdir("/")
-    again, messages = heard(pickle.loads, pickle.dumps(ds))
-    assert messages == []
-    for dataset in (ds, again):
+    for dataset in (ds, pickle.loads(pickle.dumps(ds))):
         same_arrays(arrays(dataset), wanted)
         assert len(dataset[3]["tokens"]) == 8
-
-
-def test_a_touched_pair_and_a_copy_find_the_cache(one, pair, cache, tmp_path, monkeypatch):
-    """Nodes with a copy each and one path_to_cache do not overwrite each other's files."""
-    monkeypatch.chdir(os.path.dirname(pair))
-    start(one, "pair", cache)
-    before = stamps(cache)
-    os.utime("pair.idx", (1, 1))
-    os.utime("pair.bin", (2, 2))
-    assert start(one, "pair", cache)[1] == []
     (tmp_path / "node 1").mkdir()
     for kind in ("bin", "idx"):
-        shutil.copyfile(f"pair.{kind}", tmp_path / "node 1" / f"pair.{kind}")
-    monkeypatch.chdir(tmp_path / "node 1")
-    assert start(one, "pair", cache)[1] == []
+        shutil.copyfile(f"{pair}.{kind}", tmp_path / "node 1" / f"pair.{kind}")
+        os.utime(f"{pair}.{kind}", (1, 1))
+    for folder in (tmp_path, tmp_path / "node 1"):
+        monkeypatch.chdir(folder)
+        assert start(one, "pair", cache)[1] == []
     assert stamps(cache) == before
 
 
 def test_regenerated_data_make_a_cache_stale(one, tmp_path, cache):
-    """Upstream: the key is the path and the config, so the old indices are used."""
+    """Upstream: the key is the path and the config, so the old indices are used.
+
+    Nor is a cache taken for one of the new data that is made of the old, which are open still.
+    """
     old = random_docs(np.random.default_rng(5), most=40) * 3
     for docs, word in (([[1, 2, 3]] * 20, "documents"), (old[::-1], "the pair was")):
         corpus = mk(one, tmp_path / word, old)
         os.utime(f"{corpus}.idx", (1, 1))
-        cached(one, corpus, cache)
+        opened, _ = start(one, corpus, cache)
         mk(one, corpus, docs)
-        found, [message] = cached(one, corpus, cache)
-        assert word in message
-        same_arrays(found, cached(one, corpus, f"{cache} of the new")[0])
-        assert cached(one, corpus, cache)[1] == []
-
-
-def test_a_cache_of_data_that_were_regenerated_while_they_were_open(one, pair, cache):
-    """It is of the old data: nobody takes it for one of the new."""
-    old = one.IndexedDataset(pair)
-    mk(one, pair, [[1] * 20] * len(old))
-    cfg = config(one, ([pair], None), path_to_cache=cache)
-    one.GPTDataset(old, pair, np.arange(4, dtype=np.int32), 20, one.Split.train, cfg)
-    found, [message] = cached(one, pair, cache, 20)
-    assert "the pair was" in message
-    same_arrays(found, cached(one, pair, f"{cache} of the new", 20)[0])
-
-
-def is_mapped(folder):
-    """Has this process mapped a file of the folder?"""
-    return str(folder) in pathlib.Path("/proc/self/maps").read_text()
+        wanted, _ = cached(one, corpus, f"{cache} of the new")
+        for is_made_late in (False, True):
+            if is_made_late:
+                shutil.rmtree(cache)
+                documents = np.arange(len(old), dtype=np.int32)
+                split = one.Split.train
+                one.GPTDataset(opened.dataset, corpus, documents, 50, split, opened.config)
+            found, [message] = cached(one, corpus, cache)
+            assert word in message
+            same_arrays(found, wanted)
+            assert cached(one, corpus, cache)[1] == []
 
 
 @linux
@@ -4139,7 +3958,8 @@ def is_mapped(folder):
 def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache, size):
     """Who unpickles it finds them, or builds and saves them.  Upstream: all travel to each worker.
 
-    A dataset that nobody uses any more lets go of its files at once.
+    An array that a user has set travels.  A dataset that nobody uses any more lets go of its files
+    at once.
     """
     corpus = mk(one, tmp_path / "p", [[1] * 8] * 3000)
     cfg = config(one, ([corpus, corpus], [1, 2]), path_to_cache=cache)
@@ -4149,7 +3969,10 @@ def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache, size):
     text = pickle.dumps(built)
     assert len(text) < 10_000 < built.datasets[0].indices.nbytes
     assert is_mapped(cache) == (size > 10_000)
-    del built
+    part = built.datasets[1]
+    part.shuffle_index = part.shuffle_index[::-1].copy()
+    same_arrays(arrays(pickle.loads(pickle.dumps(part))), arrays(part))
+    del built, part
     assert not is_mapped(cache)
     before = files_of(cache)
     for _ in range(2):
@@ -4160,52 +3983,31 @@ def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache, size):
         shutil.rmtree(cache)
 
 
-SENT_TO_A_WORKER = """
-import multiprocessing, sys
-import megatron_min as mm
-
-def read(dataset):
-    return [sample["tokens"].tolist() for sample in dataset]
-
-if __name__ == "__main__":
-    config = mm.GPTDatasetConfig(
-        1, 8, blend=([sys.argv[1]] * 2, [1, 2]), split="1", tokenizer=mm.ByteTokenizer(),
-        path_to_cache=sys.argv[2])
-    sizes = [9, 0, 0]
-    train = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, sizes, lambda: True, config).build()[0]
-    own = train.datasets[1]
-    own.shuffle_index = own.shuffle_index[::-1].copy()
-    with multiprocessing.get_context(sys.argv[3]).Pool(1) as pool:
-        assert pool.apply(read, [train]) == read(train)
-"""
-
-
-@linux
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_workers_read_what_their_parent_reads(pair, cache, tmp_path, method):
-    """However they start; an array that was set travels.  No warning."""
-    (tmp_path / "script.py").write_text(SENT_TO_A_WORKER)
-    run = [sys.executable, str(tmp_path / "script.py"), pair, cache, method]
-    environment = os.environ | {"PYTHONPATH": str(HERE)}
-    ran = subprocess.run(run, stderr=subprocess.PIPE, text=True, env=environment)
-    assert (ran.returncode, ran.stderr) == (0, "")
-
-
 # -- errors of the build, of the disk and of the system ----------------------------------------
 
 
-def test_an_error_of_the_build_is_no_fault_of_the_cache(one, pair, cache, monkeypatch):
-    """It is raised as it is, after one call; the warning is of what was wrong with the files."""
-    start(one, pair, cache)
+def test_an_error_of_the_build_or_a_limit_is_no_fault_of_the_cache(one, pair, cache, monkeypatch):
+    """It is raised, after one call, and nothing is written; where it is a limit, none is built."""
+    ds, _ = start(one, pair, cache)
     os.truncate(file_of(cache, "sample_index.npy"), 100)
     before = files_of(cache)
-    build = mock.Mock(side_effect=OSError("the build"))
-    monkeypatch.setattr(one, "build_sample_idx", build)
-    with pytest.raises(OSError, match="^the build$"), pytest.warns(UserWarning, match="rebuilt"):
-        gpt(one, pair, 50, path_to_cache=cache)
-    assert build.call_count == 1
-    assert files_of(cache) == before
+    documents = np.arange(4, dtype=np.int32)
+    given = one.IndexedDataset(pair), pair, documents, 50, one.Split.train, ds.config
+    no_file = OSError(errno.EMFILE, "Too many open files")
+    no_map = OSError(errno.ENOMEM, "Cannot allocate memory")
+    for place, error, kind, words in (
+        ("megatron_min_python.build_sample_idx", OSError("the build"), OSError, "^the build$"),
+        ("builtins.open", no_file, OSError, "ulimit -n"),
+        ("builtins.open", MemoryError(), OSError, "vm.max_map_count"),
+        ("megatron_min_python._read_or_map_file", no_map, OSError, "Cannot allocate"),
+        ("megatron_min_python._read_or_map_file", MemoryError("none"), MemoryError, "none"),
+    ):
+        failing = mock.Mock(side_effect=error)
+        with monkeypatch.context() as patch, pytest.raises(kind, match=words):
+            patch.setattr(place, failing)
+            quiet(one.GPTDataset, *given)
+        assert failing.call_count == 1
+        assert files_of(cache) == before
 
 
 def test_in_a_folder_that_cannot_be_made_the_arrays_stay_in_memory(one, pair, wanted, cache):
@@ -4216,97 +4018,43 @@ def test_in_a_folder_that_cannot_be_made_the_arrays_stay_in_memory(one, pair, wa
     same_arrays(found, wanted)
 
 
-@pytest.mark.parametrize("num_renames", [0, 3, 4])
-def test_a_disk_that_is_full_in_the_middle(one, pair, cache, monkeypatch, num_renames):
-    """The arrays stay in memory, are pickled whole, and the next job builds right ones."""
+@pytest.mark.parametrize("num_renames", range(5))
+def test_a_job_that_dies_or_whose_disk_is_full_in_the_middle(
+    one, pair, cache, monkeypatch, num_renames
+):
+    """Nothing that it leaves is believed, nor the cache of other data that was there before.
+
+    Where the disk is full, the arrays stay in memory, and are pickled whole.
+    """
     cached(one, pair, cache)
     mk(one, pair, [[1] * 20] * 7)
     wanted, _ = cached(one, pair, f"{cache} of the new")
-    full = OSError(errno.ENOSPC, "No space left on device")
-    results = [mock.DEFAULT] * num_renames + [full] * 5
+    rename = os.replace
+    number = itertools.count()
+
+    def rename_or_fail(source, target):
+        if next(number) == num_renames:
+            shutil.copytree(cache, f"{cache} of the dead")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        rename(source, target)
+
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", mock.Mock(wraps=os.replace, side_effect=results))
+        patch.setattr(os, "replace", rename_or_fail)
         ds, [*_, message] = start(one, pair, cache, 50)
     assert "No space left" in message
     for dataset in (ds, pickle.loads(pickle.dumps(ds))):
         same_arrays(arrays(dataset), wanted)
-    names = os.listdir(cache)
-    assert all(name.endswith((".npy", "description.txt")) for name in names), "nothing temporary"
-    same_arrays(cached(one, pair, cache)[0], wanted)
-    assert len(os.listdir(cache)) == 5
-
-
-def die_in_the_middle(one, corpus, cache, num_renames):
-    """A job that is killed while it gives the files of a cache their names."""
-    rename = os.replace
-    number = itertools.count()
-
-    def rename_or_die(source, target):
-        if next(number) == num_renames:
-            os.kill(os.getpid(), signal.SIGKILL)
-        rename(source, target)
-
-    os.replace = rename_or_die
-    gpt(one, corpus, 50, path_to_cache=cache)
+    assert not any(name.endswith((".tmp", "manifest.json")) for name in os.listdir(cache))
+    for folder in (cache, f"{cache} of the dead"):
+        same_arrays(cached(one, pair, folder)[0], wanted)
+        assert cached(one, pair, folder)[1] == []
 
 
 @linux
-def test_a_job_that_is_killed_leaves_nothing_that_is_believed(one, pair, cache):
-    """Wherever it was; the cache of other data that was there before is not believed, either."""
+def test_jobs_may_build_at_once(one, pair, cache):
+    """Over a cache of other data: all get right arrays; the files are whole."""
     cached(one, pair, cache)
-    mk(one, pair, [[1] * 20] * 7)
-    wanted, _ = cached(one, pair, f"{cache} of the new")
-    jobs = []
-    for num_renames in range(5):
-        shutil.copytree(cache, f"{cache} {num_renames}")
-        arguments = one, pair, f"{cache} {num_renames}", num_renames
-        jobs.append(functools.partial(die_in_the_middle, *arguments))
-    assert in_children(*jobs) == [-signal.SIGKILL] * 5
-    for num_renames in range(5):
-        found, _ = cached(one, pair, f"{cache} {num_renames}")
-        same_arrays(found, wanted)
-        assert cached(one, pair, f"{cache} {num_renames}")[1] == []
-
-
-def test_a_limit_of_the_system_is_no_fault_of_the_cache(one, pair, cache, monkeypatch):
-    """Nothing is built again."""
-    ds, _ = start(one, pair, cache, 50)
-    opened = one.IndexedDataset(pair), pair, np.arange(4, dtype=np.int32), 50, one.Split.train
-    for error, word in (
-        (OSError(errno.EMFILE, "Too many open files"), "ulimit -n"),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), "vm.max_map_count"),
-        (MemoryError(), "vm.max_map_count"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr("builtins.open", mock.Mock(side_effect=error))
-            with pytest.raises(OSError, match=word):
-                one.GPTDataset(*opened, ds.config)
-        with monkeypatch.context() as patch:
-            patch.setattr(one, "_read_or_map_file", mock.Mock(side_effect=error))
-            with pytest.raises(type(error)):
-                one.GPTDataset(*opened, ds.config)
-
-
-def test_threads_may_build_at_once(one, pair, wanted, cache):
-    """Six have one name here; then all find it."""
-    fields = {"path_to_cache": cache, "num_dataset_builder_threads": 6}
-    cfg = config(one, ([pair] * 6, [1] * 6), **fields)
-    for _ in range(2):
-        [train, _, _], messages = heard(build, one, [6 * 49, 0, 0], cfg)
-        assert messages == []
-        for part in train.datasets:
-            assert part.num_samples == 50
-            assert part._in_files
-            same_arrays(arrays(part), wanted)
-
-
-@linux
-@pytest.mark.parametrize("stale", [False, True])
-def test_jobs_may_build_at_once(one, pair, cache, stale):
-    """Over nothing, and over a cache of other data: all get right arrays; the files are whole."""
-    if stale:
-        cached(one, pair, cache)
-        mk(one, pair, [[1] * 20] * 40)
+    mk(one, pair, [[1] * 20] * 40)
     barrier = FORK.Barrier(4)
 
     def build_together(n, wanted):
@@ -4355,7 +4103,7 @@ class RangeHandler(http.server.BaseHTTPRequestHandler):
         self.send_response(206 if wanted and status == 200 else status)
         self.send_header("ETag", hashlib.md5(body).hexdigest())
         self.send_header("Accept-Ranges", "bytes")
-        if wanted and body and fault != "whole":
+        if wanted and body:
             first, last = map(int, re.findall(r"\d+", wanted))
             body = body[first : last + 1]
         if fault == "short":
@@ -4378,9 +4126,9 @@ class Storage:
         self.root = root
         self._file_system, self._place = fsspec.core.url_to_fs(str(target or root))
 
-    def put(self, prefix, name=None):
-        """Copy a local pair -> the prefix of the copy, which has its name or another one."""
-        name = name or os.path.basename(prefix)
+    def put(self, prefix):
+        """Copy a local pair -> the prefix of the copy, which has its name."""
+        name = os.path.basename(prefix)
         for extension in ("bin", "idx"):
             self._file_system.put_file(f"{prefix}.{extension}", f"{self._place}/{name}.{extension}")
         return f"{self.root}/{name}"
@@ -4498,7 +4246,7 @@ def new_ranges(web):
     return places
 
 
-def test_ranges_are_exact(one, web, numbers, tmp_path):
+def test_ranges_are_exact(web, numbers):
     """The bytes that are asked for, each once, and none for what is empty."""
     new_ranges(web)
     numbers.get_many([(0, 2, 2), (0, 9, 1), (0, 2, 2), (0, 3, 0)])
@@ -4506,11 +4254,6 @@ def test_ranges_are_exact(one, web, numbers, tmp_path):
     numbers.get_many([])
     numbers.get(0, 2, 0)
     assert web.server.requests == []
-    fields = {"path_to_cache": str(tmp_path / "cache"), "sequence_length": 8}
-    train = build(one, [2, 0, 0], config(one, ([numbers.path_prefix], None), **fields))[0]
-    new_ranges(web)
-    assert [len(train[k]["tokens"]) for k in range(2)] == [8, 8]
-    assert new_ranges(web) == ["bytes=0-17", "bytes=16-33"]
 
 
 def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
@@ -4584,41 +4327,31 @@ def open_remote(one, place, folder):
     return one.IndexedDataset(place, object_storage_config=one.ObjectStorageConfig(folder))
 
 
+@linux
 def test_an_index_is_copied_once_for_each_state(one, web, some_pair, tmp_path):
-    """And for each prefix, even where the storage says the same of both."""
+    """And for each prefix, even where the storage says the same of both; by jobs at once, too."""
     prefix, docs = some_pair
     folder = tmp_path / "idx"
     place = web.put(prefix)
-    inodes = []
-    for _ in range(2):
-        open_remote(one, place, folder)
-        [copied] = folder.iterdir()
-        assert copied.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
-        inodes.append(copied.stat().st_ino)
-    assert inodes[0] == inodes[1]
-    pickled = pickle.dumps(open_remote(one, place, folder))
-    swapped = [docs[1], docs[0], *docs[2:]]  # files of the same sizes
-    web.put(mk(one, tmp_path / "changed" / "pair", swapped, np.uint16))
-    with pytest.raises(one.DatasetFormatError, match="replaced"):
-        pickle.loads(pickled)
-    assert lists(open_remote(one, place, folder)[:2]) == [docs[1].tolist(), docs[0].tolist()]
-    assert len(os.listdir(folder)) == 2
-    open_remote(one, web.put(prefix, "other"), folder)
-    assert len(os.listdir(folder)) == 3
-
-
-@linux
-def test_processes_may_copy_an_index_at_once(one, web, some_pair, tmp_path):
-    place = web.put(some_pair[0])
     barrier = FORK.Barrier(4)
 
     def job():
         barrier.wait(60)
-        open_remote(one, place, tmp_path / "idx")
+        open_remote(one, place, folder)
 
     assert in_children(job, job, job, job) == [0] * 4
-    [copied] = (tmp_path / "idx").iterdir()
-    assert copied.read_bytes() == pathlib.Path(f"{some_pair[0]}.idx").read_bytes()
+    [copied] = folder.iterdir()
+    assert copied.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
+    before = stamps(folder)
+    pickled = pickle.dumps(open_remote(one, place, folder))
+    assert stamps(folder) == before
+    web.put(mk(one, tmp_path / "changed" / "pair", docs[::-1], np.uint16))  # as long
+    with pytest.raises(one.DatasetFormatError, match="replaced"):
+        pickle.loads(pickled)
+    assert lists(open_remote(one, place, folder)[:]) == lists(docs[::-1])
+    assert len(os.listdir(folder)) == 2
+    open_remote(one, f"{web.root}/other/pair", folder)  # the server looks at the last name alone
+    assert len(os.listdir(folder)) == 3
 
 
 @pytest.mark.parametrize("name", ["ETag", "blob_id", "sha", "LastModified", "modificationTime"])
@@ -4631,12 +4364,11 @@ def test_an_index_that_changed_is_copied_again(one, bucket, some_pair, tmp_path,
         content = self.store[self._strip_protocol(path)].getvalue()
         return {"type": "file", "size": len(content), name: hashlib.md5(content).hexdigest()}
 
-    swapped = [docs[1], docs[0], *docs[2:]]
     with mock.patch.object(memory, "info", info):
         place = bucket.put(prefix)
         open_remote(one, place, tmp_path / "idx")
-        bucket.put(mk(one, tmp_path / "changed" / "pair", swapped, np.uint16))
-        assert lists(open_remote(one, place, tmp_path / "idx")[:]) == lists(swapped)
+        bucket.put(mk(one, tmp_path / "changed" / "pair", docs[::-1], np.uint16))
+        assert lists(open_remote(one, place, tmp_path / "idx")[:]) == lists(docs[::-1])
 
 
 def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_path):
@@ -4670,54 +4402,46 @@ def test_only_what_failed_is_asked_for_again(web, numbers, fault):
 
 
 def test_an_opening_is_tried_again(one, web, numbers, no_pauses):
-    """Whose requests fsspec calls "not found", whatever happens to them."""
+    """Whose requests fsspec calls "not found", whatever happens to them; but not in vain.
+
+    Without its size a pair could not be read in ranges.
+    """
     web.server.faults = itertools.repeat(503, 3)
     assert lists(one.IndexedDataset(numbers.path_prefix)) == [list(range(100, 120))]
     assert len(no_pauses) > 0
-
-
-@pytest.mark.parametrize(
-    "status, error, tries",
-    [
-        ("whole", OSError, 5),  # from a server that knows no ranges
-        (503, OSError, 5),
-        (404, FileNotFoundError, 1),
-        (410, FileNotFoundError, 1),
-        (401, PermissionError, 1),
-        (403, PermissionError, 1),
-    ],
-)
-def test_pauses_grow_and_end_in_an_error(web, numbers, no_pauses, status, error, tries):
-    """What is not there, or may not be read, is said at once.  The error names the object."""
-    web.server.requests.clear()
-    web.server.faults = itertools.repeat(status)
-    with pytest.raises(error, match=r"numbers\.bin: ") as caught:
-        numbers.get(0, 2, 2)
-    assert type(caught.value) is error
-    assert len(web.server.requests) == len(no_pauses) + 1 == tries
-    assert no_pauses == sorted(set(no_pauses))
+    no_pauses.clear()
+    for fault, kind in ((403, PermissionError), (404, FileNotFoundError), ("no length", OSError)):
+        web.server.faults = itertools.repeat(fault)
+        with pytest.raises(kind, match=r"numbers\.idx: ") as caught:
+            one.IndexedDataset(numbers.path_prefix)
+        assert caught.type is kind
+    assert no_pauses == []
 
 
 class HttpError(Exception):
     """No OSError, as the errors of aiohttp, botocore, azure and gcsfs are none."""
 
-
-FAILURES = {  # what fsspec raises, our class, and how often it is tried
-    "a client's own": (HttpError("503"), OSError, 5),
-    "time": (fsspec.exceptions.FSTimeoutError(), OSError, 5),
-    "connection": (ConnectionResetError("by the other side"), OSError, 5),
-    "its end": (EOFError(), OSError, 5),
-    "not there": (FileNotFoundError("bucket/pair.bin"), FileNotFoundError, 1),
-    "forbidden": (PermissionError("Forbidden"), PermissionError, 1),
-    "a program": (TypeError("an unexpected argument"), RuntimeError, 1),
-    "no ranges": (NotImplementedError("ranges"), RuntimeError, 1),
-}
+    def __init__(self, status):
+        super().__init__(f"HTTP {status}")
+        self.status = status
 
 
-@pytest.mark.parametrize("case", FAILURES)
-def test_only_what_may_pass_is_tried_again(one, bucket, some_pair, no_pauses, case):
-    """And not what is wrong in a program; the error says what it was, and of which object."""
-    failure, kind, tries = FAILURES[case]
+@pytest.mark.parametrize(
+    "failure, kind, tries",
+    [
+        (HttpError(503), OSError, 5),
+        (HttpError(404), FileNotFoundError, 1),
+        (HttpError(410), FileNotFoundError, 1),
+        (HttpError(401), PermissionError, 1),
+        (HttpError(403), PermissionError, 1),
+        (FileNotFoundError("bucket/pair.bin"), FileNotFoundError, 1),
+        (PermissionError("Forbidden"), PermissionError, 1),
+        (ConnectionResetError("by the other side"), OSError, 5),
+        (EOFError(), OSError, 5),
+    ],
+)
+def test_only_what_may_pass_is_tried_again(one, bucket, some_pair, no_pauses, failure, kind, tries):
+    """After pauses that grow.  The error says what it was, and of which object."""
     ds = one.IndexedDataset(bucket.put(some_pair[0]))
     memory = fsspec.get_filesystem_class("memory")
     with mock.patch.object(memory, "cat_file", side_effect=failure) as reads:
@@ -4726,14 +4450,13 @@ def test_only_what_may_pass_is_tried_again(one, bucket, some_pair, no_pauses, ca
     assert type(caught.value) is kind and caught.value.__cause__ is failure
     assert f"{type(failure).__name__}: {failure}" in str(caught.value)
     assert reads.call_count == len(no_pauses) + 1 == tries
+    assert no_pauses == sorted(set(no_pauses))
 
 
-def test_a_pair_whose_size_is_not_told_is_refused(web, numbers, one):
-    """It could not be read in ranges; nor is a missing object one."""
-    web.server.faults = itertools.repeat("no length")
-    with pytest.raises(OSError, match=r"numbers\.idx: .* size") as caught:
-        one.IndexedDataset(numbers.path_prefix)
-    assert type(caught.value) is OSError
+def test_a_folder_is_no_object(one, bucket):
+    for ending in (".idx", ".bin"):
+        fsspec.filesystem("memory").pipe_file(f"/bucket/p{ending}/file", b"1")
+    assert not one.IndexedDataset.exists(f"{bucket.root}/p")
 
 
 def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
@@ -4750,53 +4473,46 @@ def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
 @pytest.mark.parametrize(
     "url, is_refused",
     [
-        ("s3://KEY:SECRET@bucket/c", True),
         ("s3://key:pass/word@bucket/c", True),  # pass is no port
         ("s3://KEY:SECRET", True),
-        ("memory://user:pw@bucket/c", True),
         ("ftp://user:@host/c", True),
-        ("http://user@host/x", True),
-        ("http://user:pw@host/x", True),
         ("HTTPS://token@host/x", True),
         ("http://user:12::x@host/x", True),
         ("http://user:pw@[::1]:80/x", True),
         ("s3://[KEY:SECRET]@bucket/c", True),
         ("simplecache::s3://KEY:SECRET@bucket/c", True),
         ("zip://a.jsonl::filecache::http://user@host/x.zip", True),
-        ("s3://bucket/c", False),
         ("s3://bucket/a:b@c", False),
         ("http://host:8080/a@b", False),
         ("https://host/x?sig=a:b@c", False),
-        ("http://[::1]:80/x", False),
-        ("http://[2001:db8::1]/x", False),
+        ("http://[2001:db8::1]:80/x", False),
         ("abfs://container@account.dfs.core.windows.net/x", False),
         ("hdfs://user@host:8020/c", False),
-        ("simplecache::s3://bucket/c", False),
         ("zip://a.jsonl::filecache::s3://bucket/x.zip", False),
-        ("memory://bucket/c", False),
         ("memory:///c", False),
         ("data/a:b@c", False),
         ("C:\\x", False),
-        ("-", False),
-        ("", False),
     ],
 )
 def test_what_a_url_with_a_password_is(one, url, is_refused):
     assert one._holds_password(url) == is_refused
 
 
-def doors(one, url, local):
-    """Each place that a URL can be given to, but the commands -> (function, arguments)."""
+def test_a_url_with_a_password_is_refused_at_every_door(one, some_pair, tmp_path, capsys, caplog):
+    """So none gets into a message, a file or its name, an object, or what is pickled of one.
+
+    Upstream, and this module once: in clear in the description of a cache, and in its name.
+    """
+    url = f"memory://k:{SECRET}/{SECRET}@b/c"
+    local, _ = some_pair
     blend = ([local, url], [1, 2])
     per_split = {"blend_per_split": [None, blend, None], "tokenizer": Tok()}
     builder = one.IndexedDatasetBuilder(f"{local}.new.bin")
-    lines = jsonl(pathlib.Path(f"{local}.jsonl"), ["1"])
-    return [
+    lines = jsonl(f"{local}.jsonl", ["1"])
+    for function, arguments in (
         (config, [one, blend]),
         (config, [one, (local, url)]),  # no blend: the sentence that says so would show it
-        (config, [one, url]),
         (functools.partial(one.GPTDatasetConfig, 1, 8, **per_split), []),
-        (functools.partial(one.GPTDatasetConfig, 1, 8, [[url]], tokenizer=Tok()), []),
         (one.get_blend_from_list, [["30", local, "70", url]]),
         (one.get_blend_from_list, [[local, url, "70"]]),
         (one.get_blend_from_list, [url]),
@@ -4806,41 +4522,20 @@ def doors(one, url, local):
         (builder.finalize, [f"{url}.idx"]),
         (builder.add_index, [url]),
         (one.toy_corpus, [url]),
-        (one.preprocess, [url, f"{local}.o"]),
         (one.preprocess, [iter([lines, f"{url}*.jsonl"]), f"{local}.o"]),
         (one.preprocess, [lines, url]),
-        (one.merge, [url, f"{local}.o"]),
         (one.merge, [iter([local, url]), f"{local}.o"]),
         (one.merge, [[f"{url}_00000_of_00002"], f"{local}.o"]),
         (one.merge, [[local], url]),
-    ]
-
-
-@pytest.mark.parametrize(
-    "url",
-    [f"s3://KEY:{SECRET}@bucket/c", f"memory://k:{SECRET}/{SECRET}@b/c", f"http://{SECRET}@h/c"],
-)
-def test_a_url_with_a_password_is_refused_at_every_door(
-    one, some_pair, tmp_path, capsys, caplog, url
-):
-    """So none gets into a message, a file or its name, an object, or what is pickled of one.
-
-    Upstream, and this module once: in clear in the description of a cache, and in its name.
-    """
-    local, _ = some_pair
-    for function, arguments in doors(one, url, local):
+    ):
         with pytest.raises(ValueError, match="holds a password") as caught:
             function(*arguments)
         assert type(caught.value) is ValueError, arguments
         assert SECRET not in str(caught.value), arguments
         assert caught.value.__cause__ is caught.value.__context__ is None
-    lines = f"{local}.jsonl"
     for line in (
         ["preprocess", "--input", lines, url, "--output-prefix", f"{local}.o"],
-        ["preprocess", "--input", lines, "--output-prefix", url],
-        ["merge", "--input", local, url, "--output-prefix", f"{local}.o"],
         ["merge", "--input", local, "--output-prefix", url],
-        ["inspect", url],
         ["verify", local, url],
     ):
         code, out, err = command(one, capsys, *line)
@@ -6324,7 +6019,6 @@ def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path):
 
 
 GOOD = b'{"text": "1"}\n'  # a line that every tokenizer of this section takes
-COMPRESSED = [".gz", ".bz2", ".xz", ".zst"]
 
 
 def compress(content, extension):
@@ -6380,7 +6074,7 @@ def random_input(rng):
 
 def test_random_corpora_equal_the_plain_loop(one, tmp_path, monkeypatch):
     """By 1 to 3 workers, and as 2 to 5 shards, which are merged; with blocks of all sizes."""
-    for case, rng in enumerate(cases(2)):
+    for case, rng in enumerate(cases(3)):
         monkeypatch.setattr(one, "_BLOCK_BYTES", int(rng.choice([1, 100, 5000, 1 << 19])))
         folder = tmp_path / str(case)
         folder.mkdir()
@@ -6393,23 +6087,17 @@ def test_random_corpora_equal_the_plain_loop(one, tmp_path, monkeypatch):
         (folder / "all").write_bytes(b"\n".join(contents))
         one.encode_jsonl(folder / "all", folder / "plain", append_eod=True)
         plain = bytes_of_pair(folder / "plain")
-        for workers in (1, 2, 3):
-            found = {"append_eod": True, "workers": workers}
-            made = quiet(one.preprocess, paths, folder / "o", **found)
-            assert made == {"text": f"{folder}/o_text_document"}
-            assert bytes_of_pair(made["text"]) == plain
-            count = int(rng.integers(2, 6))
-            merged = quiet(make_shards, one, paths, folder, count, **found)
-            assert bytes_of_pair(merged) == plain
+        job = {"append_eod": True, "workers": case % 3 + 1}
+        whole = quiet(one.preprocess, paths, folder / "o", **job)["text"]
+        merged = quiet(make_shards, one, paths, folder, int(rng.integers(2, 6)), **job)
+        assert bytes_of_pair(whole) == bytes_of_pair(merged) == plain
 
 
 def test_all_shards_are_merged_or_none(one, tmp_path, monkeypatch):
     """In order; of several corpora, and of machines that have a folder each, too."""
     monkeypatch.chdir(tmp_path)
-    for name in ("a_00000_of_00002", "a_00001_of_00002", "n0/a_00000_of_00002"):
-        pathlib.Path(name).parent.mkdir(exist_ok=True)
+    for name in ("a_00000_of_00002", "a_00001_of_00002", "n0/a_00000_of_00002", "n0/b"):
         mk(one, tmp_path / name, [[1]])
-    mk(one, tmp_path / "n0" / "b", [[1]])
     for prefixes, missing in (
         ("a_00000_of_00002", "a_00001_of_00002"),
         ("n0/a_00000_of_00002", "a_00001_of_00002"),
@@ -6444,15 +6132,13 @@ def inputs_of(one, prefix):
 
 
 def document_of(name, number):
-    """The text of the document of this number in a file; "from byte 84 on" counts from there."""
+    """The text of the document of this number in a file of lines of 18 bytes.
+
+    "from byte 84 on" counts from there.
+    """
     path, _, byte = name.removesuffix(" on").partition(" from byte ")
-    texts = []
-    position = 0
-    for line in pathlib.Path(path).read_bytes().splitlines(keepends=True):
-        if position >= int(byte.replace(",", "") or 0) and not line.isspace():
-            texts.append(json.loads(line)["text"])
-        position += len(line)
-    return texts[number]
+    first = math.ceil(int(byte.replace(",", "") or 0) / 18)
+    return f"{path[0]}{first + number:4}"
 
 
 def test_the_way_back_to_the_inputs(one, tmp_path, monkeypatch):
@@ -6460,16 +6146,13 @@ def test_the_way_back_to_the_inputs(one, tmp_path, monkeypatch):
     for case, rng in enumerate(cases(2)):
         (tmp_path / str(case)).mkdir()
         monkeypatch.chdir(tmp_path / str(case))
-        names = [f"{name}.jsonl" for name in "abc"]
+        names = ["a.jsonl", "b.jsonl", "c.jsonl"]
         for name in names:
-            numbers = range(int(rng.integers(1, 60)))
-            lines = [b'{"text": "%s %d"}\n' % (name.encode(), number) for number in numbers]
-            pathlib.Path(name).write_bytes(b"\n".join(lines))  # with blank lines
-        whole = quiet(one.preprocess, "*.jsonl", "whole")["text"]
-        count = int(rng.integers(2, 20))
-        merged = quiet(make_shards, one, names, pathlib.Path("."), count)
+            jsonl(name, [document_of(name, k) for k in range(rng.integers(1, 30))])
+        whole = one.preprocess("*.jsonl", "whole")["text"]
+        merged = make_shards(one, names, pathlib.Path("."), int(rng.integers(2, 12)))
         one.merge([merged, whole, merged], "all")
-        shards = sorted(path.removesuffix(".idx") for path in glob.glob(f"s_*_of_{count:05}.idx"))
+        shards = sorted(path.removesuffix(".idx") for path in glob.glob("s_*.idx"))
         inputs = []
         for shard in shards:
             inputs += record_of(shard)["inputs"]
@@ -6483,160 +6166,117 @@ def test_the_way_back_to_the_inputs(one, tmp_path, monkeypatch):
 
 
 def test_the_record_of_a_pair(one, tmp_path, monkeypatch):
-    """It says what the pair was made from, without signatures; of another pair it says nothing.
+    """It says what the pair was made from, without signatures.
 
     A pair without one is an input of its own; a new pair takes the record of the old one away.
     """
     monkeypatch.chdir(tmp_path)
     fsspec.filesystem("memory").pipe_file("/b/a.jsonl?sig=s3cret", GOOD)
     pathlib.Path("b.jsonl").write_bytes(GOOD * 9)
-    inputs = ["memory://b/a.jsonl?sig=s3cret", "b.jsonl"]
-    made = one.preprocess(inputs, "o", append_eod=True)["text"]
-    parts = [["memory://b/a.jsonl", 1], ["b.jsonl", 9]]
-    tokenizer = one.ByteTokenizer.unique_identifiers
+    made = one.preprocess(["memory://b/a.jsonl?sig=s3cret", "b.jsonl"], "o")["text"]
+    inputs = [["memory://b/a.jsonl", 1], ["b.jsonl", 9]]
+    wanted = {"tokenizer": one.ByteTokenizer.unique_identifiers, "inputs": inputs}
     sizes = {end: os.path.getsize(f"{made}.{end}") for end in ("bin", "idx")}
-    assert record_of(made) == {"tokenizer": tokenizer, "inputs": parts} | sizes
+    assert record_of(made) == wanted | sizes
     last = one.preprocess("b.jsonl", "o", shard=(2, 3))["text"]
-    part = ["b.jsonl from byte 84 on", 3]
-    assert record_of(last)["inputs"] == [part]
-    for extension in ("bin", "idx", "record.json"):  # under another name it is no shard
-        os.rename(f"{last}.{extension}", f"last.{extension}")
+    assert record_of(last)["inputs"] == [["b.jsonl from byte 84 on", 3]]
     mk(one, tmp_path / "upstream", [[1], [2], [3]], np.uint16)
-    one.merge([made, "upstream", "last", made], "all")
-    assert record_of("all")["inputs"] == [*parts, ["upstream", 3], part, *parts]
-    assert record_of("all")["tokenizer"] == tokenizer
-    assert inputs_of(one, "all")[10:16] == [
-        *[("upstream", k) for k in range(3)],
-        *[("b.jsonl from byte 84 on", k) for k in range(3)],
-    ]
+    one.merge(["upstream", made], "all")
+    assert record_of("all")["inputs"] == [["upstream", 3], *inputs]
+    assert record_of("all")["tokenizer"] == wanted["tokenizer"]
     mk(one, tmp_path / "all", [[5]])
     assert not os.path.exists("all.record.json")
 
 
-WRONG_RECORDS = {  # what is there in the place of something in a record
-    "another .bin": {"bin": 9},
-    "another .idx": {"idx": 9},
-    "parts of before": {
-        "inputs": [{"name": "a", "size": 14, "begin": 0, "end": 14, "documents": 2}]
-    },
-    "no list": {"inputs": None},
-    "a name for a list": {"inputs": "ab"},
-    "a number for a part": {"inputs": [2]},
-    "a part without a number": {"inputs": [["a"]]},
-    "a part of three": {"inputs": [["a", 2, 0]]},
-    "a number for a name": {"inputs": [[2, 2]]},
-    "a text for a number": {"inputs": [["a", 2], ["b", "2"]]},
-    "half a document": {"inputs": [["a", 2.5]]},
-    "a tokenizer's name": {"tokenizer": "bytes"},
-    "tokenizers": {"tokenizer": [{}]},
-}
-
-
 def test_a_record_of_another_form_is_as_none(one, tmp_path, recwarn):
-    """Without a word, of its tokenizer too; and so is one that is damaged."""
+    """Without a word, of its tokenizer too; and so is one that is damaged.
+
+    One of fewer documents names no input of the others.
+    """
     texts = {"texts": ["1 2 3", "4 5 6"], "tokenizer": Tok()}
     made = one.preprocess(output_prefix=tmp_path / "o", **texts)["text"]
+    path = pathlib.Path(f"{made}.record.json")
     record = record_of(made)
-    contents = [json.dumps(record | wrong) for wrong in WRONG_RECORDS.values()]
+    wrong = [{"bin": 9}, {"idx": 9}, {"tokenizer": "bytes"}, {"tokenizer": [{}]}, {"inputs": None}]
+    for part in (2, [2, 2], ["a", 2, 0], ["a", "2"], ["a", 2.5]):
+        wrong.append({"inputs": [part]})
+    contents = [json.dumps(record | values) for values in wrong]
     for key in record:
         contents.append(json.dumps({k: record[k] for k in record if k != key}))
-    contents += ["", "[]", "{", "\0", "7", "[" * 99999]
-    for content in contents:
-        pathlib.Path(f"{made}.record.json").write_text(content)
+    for content in [*contents, "", "[]", "{", "\0", "7", "[" * 99999]:
+        path.write_text(content)
         assert inputs_of(one, made) == [(None, None)] * 2, content[:200]
         one.merge([made], tmp_path / "all")
         assert record_of(tmp_path / "all")["inputs"] == [[made, 2]]
         assert record_of(tmp_path / "all")["tokenizer"] is None
     assert len(recwarn) == 0
+    path.write_text(json.dumps(record | {"inputs": [["texts", 1]]}))
+    assert quiet(inputs_of, one, made) == [("texts", 0), (None, None)]
 
 
-def test_a_record_of_fewer_documents_names_no_input_of_the_others(one, tmp_path):
-    made = one.preprocess(texts=["a", "b"], output_prefix=tmp_path / "o")["text"]
-    short = record_of(made) | {"inputs": [["texts", 1]]}
-    pathlib.Path(f"{made}.record.json").write_text(json.dumps(short))
-    assert inputs_of(one, made) == [("texts", 0), (None, None)]
+OF_A_FILE = {"class": "HuggingFaceTokenizer", "package": "tokenizers", "eod": 0}
+TOKENIZERS = {
+    "tok": Tok(),
+    "five": Tok(eod=5),
+    "file": Tok(unique_identifiers=OF_A_FILE),
+    "gigatoken": Tok(unique_identifiers=OF_A_FILE | {"package": "gigatoken"}),
+    "another": Tok(unique_identifiers=OF_A_FILE | {"eod": 1}),
+    "nameless": Tok(unique_identifiers=None),
+}
 
 
-def test_another_tokenizer_than_that_of_the_pair(one, tmp_path, recwarn):
-    """It is told at each start, once for a corpus; nothing is known of a pair without a record.
+def test_another_tokenizer_than_that_of_the_pair(one, tmp_path):
+    """It is told at each start, once for a corpus, and such pairs are not merged.
 
-    Which package reads a tokenizer.json makes no other tokenizer.
+    As far as records say it.  Which package reads a tokenizer.json makes no other tokenizer.
     """
-    texts = ["1 2 3 4 5 6 7 8 9"] * 2
-    names = {"class": "HuggingFaceTokenizer", "package": "tokenizers", "eod": 0}
-    of_file = Tok(unique_identifiers=names)
-    by_another_package = Tok(unique_identifiers=names | {"package": "gigatoken"})
-    made = one.preprocess(texts=texts, output_prefix=tmp_path / "o", tokenizer=Tok())["text"]
-    file = one.preprocess(texts=texts, output_prefix=tmp_path / "f", tokenizer=of_file)["text"]
-    bare = mk(one, tmp_path / "p", [[1] * 9], np.uint16)
-    gpt(one, made, 2)
-    gpt(one, bare, 1, tokenizer=Tok(eod=5))
-    gpt(one, file, 2, tokenizer=by_another_package)
-    one.merge([made, bare, made], tmp_path / "all")
-    assert len(recwarn) == 0
-    with pytest.warns(UserWarning, match=r"o_text_document .*'eod': 0.*'eod': 5"):
-        gpt(one, made, 2, tokenizer=Tok(eod=5))
-    with pytest.warns(UserWarning, match=r"all .*'eod': 0.*'eod': 5"):
-        gpt(one, str(tmp_path / "all"), 2, tokenizer=Tok(eod=5))
-    cfg = config(one, ([made, file], None), split="1,1,0", tokenizer=Tok(eod=5))
-    for _ in range(2):  # the second finds a cache
-        _, messages = heard(build, one, [1, 1, 0], cfg)
-        assert [re.search("(.)_text_document was made", message)[1] for message in messages] == [
-            "o",
-            "f",
-        ]
-
-
-def test_pairs_of_other_tokenizers_are_not_merged(one, tmp_path):
-    """As far as their records say it; whichever package read the file of a tokenizer."""
-    names = {"class": "HuggingFaceTokenizer", "package": "tokenizers", "eod": 0}
-    prefixes = {}
-    for key, tokenizer in {
-        "tok": Tok(),
-        "null": one.NullTokenizer(300),
-        "file": Tok(unique_identifiers=names),
-        "gigatoken": Tok(unique_identifiers=names | {"package": "gigatoken"}),
-        "another file": Tok(unique_identifiers=names | {"eod": 1}),
-        "nameless": Tok(unique_identifiers=None),
-    }.items():
-        job = {"output_prefix": tmp_path / key, "tokenizer": tokenizer}
-        prefixes[key] = one.preprocess(texts=["1 2"], **job)["text"]
-    prefixes["bare"] = mk(one, tmp_path / "bare", [[1]], np.uint16)
-    for keys, words in (
-        (("tok", "null"), "null_text_document was made .*NullTokenizer.*'Tok'"),
-        (("tok", "tok", "bare", "file"), "file_text_document was made .*HuggingFace.*'Tok'"),
-        (("file", "another file"), "another file_text_document was made .*'eod': 1.*'eod': 0"),
-        (("bare", "null", "nameless", "null"), None),
-        (("file", "gigatoken", "file"), None),
+    prefixes = {"bare": mk(one, tmp_path / "bare", [[1] * 9] * 2, np.uint16)}
+    for name, tokenizer in TOKENIZERS.items():
+        job = {"output_prefix": tmp_path / name, "tokenizer": tokenizer}
+        prefixes[name] = one.preprocess(texts=["1 2 3 4 5 6 7 8 9"] * 2, **job)["text"]
+    merged = str(tmp_path / "merged")
+    for names, words in (
+        ("tok, five", "five_text_document was made .*'eod': 5.*a pair before it is .*'eod': 0"),
+        ("tok, tok, bare, file", "file_text_document was made .*HuggingFace.*'Tok'"),
+        ("file, another", "another_text_document was made .*'eod': 1.*'eod': 0"),
+        ("file, gigatoken, file", None),
+        ("bare, tok, nameless, tok", None),
     ):
-        merge = functools.partial(one.merge, [prefixes[key] for key in keys], tmp_path / "o")
+        chosen = [prefixes[name] for name in names.split(", ")]
         if words is None:
-            merge()
-            os.remove(tmp_path / "o.idx")
+            one.merge(chosen, merged)
         else:
             with pytest.raises(ValueError, match=words):
-                merge()
-            assert not os.path.exists(tmp_path / "o.idx")
+                one.merge(chosen, merged)
+            assert not os.path.exists(f"{merged}.idx")
+    blend = [prefixes["tok"], merged, prefixes["bare"], prefixes["file"]]
+    fields = {"split": "1,1,0", "path_to_cache": str(tmp_path / "cache")}
+    for name, told in (("tok", "f"), ("five", "tmf"), ("gigatoken", "tm")):
+        cfg = config(one, (blend, None), tokenizer=TOKENIZERS[name], **fields)
+        for _ in range(2):  # the second finds a cache
+            _, messages = heard(build, one, [1, 1, 0], cfg)
+            found = [pathlib.Path(message.partition(" was made")[0]).name for message in messages]
+            assert [prefix[0] for prefix in found] == list(told), name
+            assert all(re.search("Tok.*config is .*'eod'", words) for words in messages)
 
 
 # -- Inputs ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("extension", COMPRESSED)
+@pytest.mark.parametrize("extension", [".gz", ".bz2", ".xz", ".zst"])
 def test_a_compressed_file_that_is_cut_or_changed_is_named(one, tmp_path, extension):
     """Cut anywhere, or with another beginning; as a whole it is read to the end."""
-    texts = [str(i * i) for i in range(3000)]
     path = tmp_path / f"b.jsonl{extension}"
-    whole = compress(pathlib.Path(jsonl(tmp_path / "a.jsonl", texts)).read_bytes(), extension)
-    damaged = [whole[: rng.integers(1, len(whole))] for rng in cases(8)]
+    whole = compress(b"".join(b'{"text": "%d"}\n' % k**2 for k in range(300)), extension)
+    damaged = [whole[: rng.integers(1, len(whole))] for rng in cases(4)]
     for content in [*damaged, b"\xff" * 20 + whole[20:]]:
         path.write_bytes(content)
         with pytest.raises(OSError, match=r"b\.jsonl\S+: cannot be read"):
-            one.preprocess([tmp_path / "a.jsonl", path], tmp_path / "o")
-        assert sorted(os.listdir(tmp_path)) == ["a.jsonl", path.name]
+            one.preprocess(path, tmp_path / "o")
+        assert os.listdir(tmp_path) == [path.name]
     path.write_bytes(whole)
     made = one.preprocess(path, tmp_path / "o")["text"]
-    assert texts_of(one, made) == [list(text.encode()) for text in texts]
+    assert texts_of(one, made) == [list(b"%d" % k**2) for k in range(300)]
 
 
 @pytest.mark.parametrize("count", [1, 3, 40])
@@ -6661,63 +6301,48 @@ def test_inputs_of_all_kinds_from_all_places(one, tmp_path, count):
     assert texts_of(one, merged) == [list(text.encode()) for text in texts]
 
 
-def test_zst_is_read_by_one_that_reads_all_of_it(one, tmp_path, monkeypatch):
-    """fsspec's reader by the package zstandard ends after the first frame, without a word."""
-
-    def zstandard_file(infile, mode="rb"):
-        raise AssertionError("this reader is not used")
-
-    monkeypatch.setitem(fsspec.compression.compr, "zstd", zstandard_file)
+def test_a_zst_that_its_reader_would_not_read_to_its_end(one, tmp_path, monkeypatch):
+    """A long window, as of `zstd --long=31`, takes 2 GiB; the package zstandard reads one frame."""
+    zstd = pytest.importorskip(ZSTD)
+    window = bytes([(31 - 10) << 3])  # of 2^31 bytes
+    block = (len(GOOD) << 3 | 1).to_bytes(3, "little") + GOOD  # the last one, not compressed
     path = tmp_path / "a.jsonl.ZST"
-    path.write_bytes(GOOD)
+    path.write_bytes(b"\x28\xb5\x2f\xfd\0" + window + block)
+    way_out = r"zstd -dc --long=31 \S+/a\.jsonl\.ZST \| megatron-min preprocess --input -$"
+    with pytest.raises(OSError, match=way_out):
+        one.preprocess(path, tmp_path / "o")
+    path.write_bytes(zstd.compress(GOOD))
+    one.preprocess(path, tmp_path / "o")
+    monkeypatch.setitem(fsspec.compression.compr, "zstd", io.BufferedReader)
     with pytest.raises(ImportError, match=r"compression\.zstd.*pip install backports\.zstd$"):
         one.preprocess(path, tmp_path / "o")
 
 
-def test_a_zst_of_a_long_window_is_refused_with_the_way_out(one, tmp_path):
-    """As `zstd --long=31` makes them: a reader would need 2 GiB."""
-    pytest.importorskip(ZSTD)
-    window = bytes([(31 - 10) << 3])  # of 2^31 bytes
-    block = (len(GOOD) << 3 | 1).to_bytes(3, "little") + GOOD  # the last one, not compressed
-    (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\0" + window + block)
-    way_out = r"zstd -dc --long=31 \S+/a\.jsonl\.zst \| megatron-min preprocess --input -$"
-    with pytest.raises(OSError, match=way_out):
-        one.preprocess(tmp_path / "a.jsonl.zst", tmp_path / "o")
-
-
-@pytest.mark.parametrize("append_eod", [True, False])
-def test_sentences_are_sequences(one, tmp_path, monkeypatch, append_eod):
+def test_sentences_are_sequences(one, tmp_path, monkeypatch):
     """As nltk's untrained model finds them, with a note, where it has none of English."""
     punkt = pytest.importorskip("nltk.tokenize.punkt")
     monkeypatch.setattr(punkt, "PunktTokenizer", mock.Mock(side_effect=LookupError))
     # the last one is a list of parts, each of which is split
     path = jsonl(tmp_path / "a.jsonl", ["I see.  You do? Yes", "", "4", ["7. A", "", "9."]])
-    flags = {"split_sentences": True, "append_eod": append_eod, "workers": 2}
+    flags = {"split_sentences": True, "append_eod": True, "workers": 2}
     with pytest.warns(UserWarning, match="punkt_tab"):
         made = one.preprocess(path, tmp_path / "o", **flags)
     punkt.PunktTokenizer.assert_called_with("english")
     assert made == {"text": f"{tmp_path}/o_text_sentence"}
     pair = one.IndexedDataset(made["text"])
     found = [bytes((ids % 220).tolist()).decode() for ids in pair[:]]  # 256 % 220 is a $
-    wanted = ["I see.", "You do?", "Yes$", "4$", "7.", "A", "9.$"]
-    assert found == [text if append_eod else text.removesuffix("$") for text in wanted]
+    assert found == ["I see.", "You do?", "Yes$", "4$", "7.", "A", "9.$"]
     assert pair.document_indices.tolist() == [0, 3, 3, 4, 7]
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
 def test_standard_input_and_pipes(one, tmp_path, monkeypatch):
-    """Cut off within a line, as when the program before the pipe is killed, and whole."""
+    """A file with the name of standard input is not meant."""
     text = b'{"text": "ab"}\n{"text": "c"}'
     path = jsonl(tmp_path / "a.jsonl", ["d"])
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text[:-2])))
-    with pytest.raises(ValueError, match="^-: line 2: "):
-        one.preprocess(["-", path], tmp_path / "o")
-    assert os.listdir(tmp_path) == ["a.jsonl"]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "-").write_bytes(b"a file of this name is not meant")
-    with pytest.raises(ValueError, match="-: its size is not known"):
-        one.preprocess("-", tmp_path / "o", shard=(0, 2))
+    (tmp_path / "-").write_bytes(b"oops")
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     threading.Thread(target=fifo.write_bytes, args=(text,), daemon=True).start()
@@ -6748,16 +6373,20 @@ def test_a_server_that_does_not_answer_is_asked_again(one, web, no_pauses, tmp_p
     """For the size, at the beginning and at the end, and for a list; what is read is read once."""
     pathlib.Path(web.server.folder, "a.jsonl").write_bytes(GOOD)
     url = f"{web.root}/a.jsonl"
-    for faults, pauses in (([503, 503, 503], 1), ([None, None, None, 503, 503, 503], 1)):
+    for faults, pauses, is_read in (
+        ([503] * 3, 1, True),
+        ([None] * 3 + [503] * 3, 1, True),
+        ([503] * 99, 4, False),
+        ([None, None, 503], 0, False),
+    ):
         no_pauses.clear()
         web.server.faults = iter(faults)
-        made = one.preprocess(url, tmp_path / "o")["text"]
-        assert texts_of(one, made) == [[49]] and len(no_pauses) == pauses
-    for faults, pauses in ((itertools.repeat(503), 4), (iter([None, None, 503]), 0)):
-        no_pauses.clear()
-        web.server.faults = faults
-        with pytest.raises(OSError, match=r"a\.jsonl: cannot be read: .*503"):
-            one.preprocess(url, tmp_path / "o")
+        if is_read:
+            made = one.preprocess(url, tmp_path / "o")["text"]
+            assert texts_of(one, made) == [[49]]
+        else:
+            with pytest.raises(OSError, match=r"a\.jsonl: cannot be read: .*503"):
+                one.preprocess(url, tmp_path / "o")
         assert len(no_pauses) == pauses
 
 
@@ -6767,16 +6396,14 @@ def test_an_input_whose_size_is_not_told_is_read_as_a_stream(
 ):
     texts = [str(k) * k for k in range(300)]
     path = jsonl(tmp_path / "a.jsonl", texts)
-    content = pathlib.Path(path).read_bytes()
-    name = f"a.jsonl{extension}"
-    pathlib.Path(web.server.folder, name).write_bytes(
-        compress(content, extension) if extension else content
-    )
+    content = compress(pathlib.Path(path).read_bytes(), extension)
+    pathlib.Path(web.server.folder, f"a.jsonl{extension}").write_bytes(content)
     web.server.faults = itertools.repeat("no length")
-    made = one.preprocess([path, f"{web.root}/{name}"], tmp_path / "o")["text"]
+    url = f"{web.root}/a.jsonl{extension}"
+    made = one.preprocess([path, url], tmp_path / "o")["text"]
     assert texts_of(one, made) == [list(text.encode()) for text in texts * 2]
     with pytest.raises(ValueError, match="its size is not known"):
-        one.preprocess(f"{web.root}/{name}", tmp_path / "o", shard=(0, 2))
+        one.preprocess(url, tmp_path / "o", shard=(0, 2))
     assert no_pauses == []
 
 
@@ -6794,28 +6421,20 @@ def test_what_matches_a_pattern_is_not_asked_for_its_size(one, bucket, tmp_path)
 # -- Documents ---------------------------------------------------------------------------------
 
 
-def test_each_key_makes_a_pair(one, tmp_path):
-    """A line of which one text is bad is in none of them."""
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"x": "1", "y": "2"}\n{"x": "3", "y": "n"}\n{"y": "", "x": "70000", "z": 3}')
-    flags = {"json_keys": ["y", "x"], "on_error": "skip"}
-    made = quiet(one.preprocess, path, tmp_path / "o", Tok(vocab_size=70001), **flags)
-    assert made == {key: f"{tmp_path}/o_{key}_document" for key in ("y", "x")}
-    assert [texts_of(one, prefix) for prefix in made.values()] == [[[2], []], [[1], [70000]]]
-
-
-def test_texts_in_the_place_of_files(one, tmp_path):
-    """The same workers, the same files, of several blocks for each worker."""
-    rows = [{"x": "a" * 300 * k, "n": k, "y": ["b", "c" * k]} for k in range(200)]
+def test_each_key_makes_a_pair(one, tmp_path, monkeypatch):
+    """Of a file, and of texts by workers that get several blocks; a line that is bad is in none."""
+    monkeypatch.setattr(one, "_BLOCK_BYTES", 1000)
+    rows = [{"x": "a" * 3 * k, "n": k, "y": ["b", "c" * k]} for k in range(100)]
+    good = [row for row in rows if row["n"] != 9]
+    rows[9]["y"] = 9
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    keys = {"json_keys": ["y", "x"], "append_eod": True}
-    wanted = one.preprocess(tmp_path / "a.jsonl", tmp_path / "file", **keys)
-    made = one.preprocess(texts=iter(rows), output_prefix=tmp_path / "o", workers=3, **keys)
-    for key in made:
-        assert bytes_of_pair(made[key]) == bytes_of_pair(wanted[key])
-    texts = (row["x"] for row in rows)
-    made = one.preprocess(texts=texts, output_prefix=tmp_path / "o", append_eod=True)
-    assert bytes_of_pair(made["text"]) == bytes_of_pair(wanted["x"])
+    keys = {"json_keys": ["y", "x"], "on_error": "skip"}
+    made = quiet(one.preprocess, tmp_path / "a.jsonl", tmp_path / "o", **keys)
+    of_texts = quiet(one.preprocess, None, tmp_path / "t", texts=iter(rows), workers=3, **keys)
+    assert made == {key: f"{tmp_path}/o_{key}_document" for key in ("y", "x")}
+    for key, prefix in made.items():
+        assert texts_of(one, prefix) == [list("".join(row[key]).encode()) for row in good]
+        assert bytes_of_pair(of_texts[key]) == bytes_of_pair(prefix)
     with pytest.raises(ZeroDivisionError):
         one.preprocess(texts=(1 / k for k in [0]), output_prefix=tmp_path / "d")
     assert not list(tmp_path.glob("d*"))
@@ -6827,32 +6446,17 @@ def test_ids_may_be_of_any_kind(one, tmp_path, kind, append_eod):
     """What a tokenizer returns of a text, where ids are stored as int32."""
     as_kind = kind if kind in (tuple, torch.tensor) else functools.partial(np.array, dtype=kind)
     tokenizer = Tok(vocab_size=70_001, eod=70_000, tokenize=lambda text: as_kind([len(text)] * 2))
-    path = jsonl(tmp_path / "a.jsonl", ["abc", "a"])
-    made = one.preprocess(path, tmp_path / "o", tokenizer, append_eod=append_eod)["text"]
-    one.encode_jsonl(path, tmp_path / "plain", tokenizer, append_eod=append_eod)
-    assert bytes_of_pair(made) == bytes_of_pair(tmp_path / "plain")
+    job = {"texts": ["abc", "a"], "tokenizer": tokenizer, "append_eod": append_eod}
+    made = one.preprocess(output_prefix=tmp_path / "o", **job)["text"]
     end = [70_000] * append_eod
     assert texts_of(one, made) == [[3, 3, *end], [1, 1, *end]]
 
 
-def forget_the_last(texts):
-    """A tokenize_batch() that loses a text."""
-    return [[1]] * (len(texts) - 1)
-
-
-class Table:
-    """As pandas, pyarrow and polars have them."""
-
-    columns = ["text"]
-
-    def __iter__(self):
-        return iter(self.columns)
-
-
 OOPS = GOOD * 9 + b"oops\n"
-FORGETFUL = {"tokenizer": Tok(tokenize_batch=forget_the_last)}
+FORGETFUL = {"tokenizer": Tok(tokenize_batch=mock.Mock(return_value=[]))}
+TEXTS = {"input": None, "texts": ["a"]}
+TABLE = types.SimpleNamespace(columns=["text"])  # as pandas, pyarrow and polars have them
 REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the error says
-    "tokenizer": (GOOD + b'{"text": "2 x"}\n', {"tokenizer": Tok()}, r"a\.jsonl: line 2: .*'x'"),
     "lost texts": (GOOD * 2, FORGETFUL, "tokenize_batch"),
     "an id that does not fit": (b'{"text": "70000"}', {"tokenizer": Tok()}, "line 1: .*70000"),
     "in a shard": (OOPS, {"shard": (1, 2)}, r"a\.jsonl from byte 65 on: line 5: "),
@@ -6861,23 +6465,13 @@ REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the err
     "two kinds of input": (GOOD, {"texts": ["a"]}, "one of input, which are paths, and texts"),
     "no input": (GOOD, {"input": []}, "input"),
     "bad lines alone": (b"oops\n\n{}\n", {"on_error": "skip"}, r"all 2 lines .*a\.jsonl: line 1: "),
-    "bad rows alone": (
-        GOOD,
-        {"input": None, "texts": [None, 5], "on_error": "skip"},
-        "all 2 lines .*texts: line 1: wanted a text, or a dict of texts, got None",
-    ),
-    "one text": (GOOD, {"input": None, "texts": "abc"}, "an iterable of texts"),
-    "bytes": (GOOD, {"input": None, "texts": b"abc"}, "an iterable of texts"),
-    "splits": (GOOD, {"input": None, "texts": {"train": ["a"]}}, "an iterable of texts"),
-    "a table": (GOOD, {"input": None, "texts": Table()}, "an iterable of texts"),
-    "a shard of texts": (
-        GOOD,
-        {"input": None, "texts": ["a"], "shard": (0, 2)},
-        "size is not known",
-    ),
+    "one text": (GOOD, TEXTS | {"texts": "abc"}, "an iterable of texts or dicts"),
+    "bytes": (GOOD, TEXTS | {"texts": b"abc"}, "an iterable of texts or dicts"),
+    "splits": (GOOD, TEXTS | {"texts": {"train": ["a"]}}, "an iterable of texts or dicts"),
+    "a table": (GOOD, TEXTS | {"texts": TABLE}, "an iterable of texts or dicts"),
+    "a shard of a pipe": (GOOD, {"input": "-", "shard": (0, 2)}, "-: its size is not known"),
     "workers": (GOOD, {"workers": 0}, "workers must be >= 1"),
     "shard": (GOOD, {"shard": (2, 2)}, "wanted a shard i/n .* got 2/2"),
-    "a shard of a pipe": (GOOD, {"input": "-", "shard": (0, 2)}, "-: its size is not known"),
     "on_error": (GOOD, {"on_error": "maybe"}, "stop or skip"),
 }
 
@@ -6923,34 +6517,28 @@ def test_what_is_said_of_a_bad_line(one, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_bad_line_anywhere_is_named(one, tmp_path, monkeypatch, workers):
-    """Its number counts blank lines too; among blocks of a few lines."""
+def test_bad_lines_anywhere_are_named_or_skipped(one, tmp_path, monkeypatch, workers):
+    """Blank lines count among blocks of a few lines; files without a document are said."""
     monkeypatch.setattr(one, "_BLOCK_BYTES", 60)
-    for rng in cases(5):
-        lines = [bytes(rng.choice([GOOD, GOOD, b"\n"])) for _ in range(rng.integers(1, 60))]
-        bad = int(rng.integers(len(lines)))
-        lines[bad] = b"oops\n"
-        (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
-        with pytest.raises(ValueError, match=rf"a\.jsonl: line {bad + 1}: "):
-            one.preprocess(tmp_path / "a.jsonl", tmp_path / "o", workers=workers)
-        assert os.listdir(tmp_path) == ["a.jsonl"]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_bad_lines_are_skipped_and_counted(one, tmp_path, workers):
-    """And files without a document are said."""
-    (tmp_path / "a.jsonl").write_bytes(GOOD + b"\n".join([*BAD_LINES, b" ", b""]) + b"\n" + GOOD)
     for k in range(5):
         (tmp_path / f"b{k}.jsonl").write_bytes(b"")
-    flags = {"on_error": "skip", "workers": workers}
-    with pytest.warns(UserWarning) as told:
-        made = one.preprocess(tmp_path / "*.jsonl", tmp_path / "o", **flags)
-    left_out, empty = [str(warning.message) for warning in told]
-    assert re.search(
-        rf"left out {len(BAD_LINES)} bad lines; the first: .*a\.jsonl: line 2: ", left_out
-    )
-    assert re.search(r"no document came from 5 of the inputs, such as .*b0\.jsonl$", empty)
-    assert texts_of(one, made["text"]) == [[49], [49]]
+    kinds = [GOOD, b"\n", *[line + b"\n" for line in BAD_LINES]]
+    for rng in cases(2):
+        numbers = rng.integers(rng.integers(3, 50), size=50) % len(kinds)
+        numbers[rng.integers(50)] = 0
+        (tmp_path / "a.jsonl").write_bytes(b"".join(kinds[k] for k in numbers))
+        first = rf"a\.jsonl: line {np.argmax(numbers > 1) + 1}: "
+        job = {"input": tmp_path / "*.jsonl", "output_prefix": tmp_path / "o", "workers": workers}
+        with pytest.raises(ValueError, match=first):
+            one.preprocess(**job)
+        assert not list(tmp_path.glob("o*"))
+        made, (left_out, empty) = heard(one.preprocess, on_error="skip", **job)
+        said = rf"left out {np.count_nonzero(numbers > 1)} bad lines; the first: .*{first}"
+        assert re.match(said, left_out)
+        assert re.search(r"no document came from 5 of the inputs, such as .*b0\.jsonl$", empty)
+        assert texts_of(one, made["text"]) == [[49]] * np.count_nonzero(numbers == 0)
+        for path in tmp_path.glob("o*"):
+            path.unlink()
 
 
 def test_rows_are_lines(one, tmp_path):
@@ -6960,29 +6548,26 @@ def test_rows_are_lines(one, tmp_path):
     bad += [{}, {"other": "b"}, {("text",): "b"}]
     rows = ["1", *bad, {"text": "2"}, {"text": ["3", "4"], "other": object()}]
     job = {"output_prefix": tmp_path / "o", "tokenizer": Tok()}
-    for number, row in enumerate(bad, 2):
-        with pytest.raises(ValueError, match=f"^texts: line {number}: wanted a "):
-            one.preprocess(texts=["1"] * (number - 1) + [row], **job)
-    with pytest.warns(
-        UserWarning, match=rf"left out {len(bad)} bad lines; .* texts: line 2: .*b'b'"
-    ):
+    for row in bad:
+        with pytest.raises(ValueError, match="^texts: line 2: wanted a "):
+            one.preprocess(texts=["1", row], **job)
+    said = rf"left out {len(bad)} bad lines; .* texts: line 2: wanted a text, .* got b'b'$"
+    with pytest.warns(UserWarning, match=said):
         made = one.preprocess(texts=rows, on_error="skip", **job)
     assert texts_of(one, made["text"]) == [[1], [2], [3, 4]]
 
 
 def test_a_lone_surrogate_is_said_with_every_tokenizer(one, tmp_path, hf):
     for tokenizer in (Tok(), one.ByteTokenizer(), one.build_tokenizer(hf)):
-        job = {"output_prefix": tmp_path / "o", "tokenizer": tokenizer}
         with pytest.raises(ValueError, match="texts: line 2: .*a lone surrogate"):
-            one.preprocess(texts=["", "a\ud83d"], **job)
-        with pytest.warns(UserWarning, match="left out 1 bad lines"):
-            one.preprocess(texts=["", "a\ud83d"], on_error="skip", **job)
+            one.preprocess(None, tmp_path / "o", tokenizer, texts=["", "a\ud83d"])
 
 
 def test_a_line_that_is_too_long_is_a_bad_one(one, tmp_path, monkeypatch):
     """In shards too, which may begin and end within it."""
-    monkeypatch.setattr(one, "_LONGEST_LINE", 30, raising=False)
-    for rng in cases(6):
+    assert one._LONGEST_LINE == 2**31 - 1
+    monkeypatch.setattr(one, "_LONGEST_LINE", 30)
+    for rng in cases(3):
         lines = [GOOD] * 40
         for k in range(1, 40, 2):
             lines[k] = b'{"text": "%s"}\n' % (b"a" * rng.integers(60))
@@ -6998,73 +6583,57 @@ def test_a_line_that_is_too_long_is_a_bad_one(one, tmp_path, monkeypatch):
         assert bytes_of_pair(merged) == bytes_of_pair(made)
 
 
-def peak_of(function, *arguments, **options):
-    """The most bytes that Python has held meanwhile."""
+@pytest.mark.parametrize("content", [b"oops\n" * 6000, b"a" * (4 << 20)], ids=["many", "long"])
+def test_bad_lines_are_not_held_in_memory(one, tmp_path, monkeypatch, content):
+    """Neither what is said of each of many, nor all of a long one."""
+    monkeypatch.setattr(one, "_LONGEST_LINE", 1000)
+    monkeypatch.setattr(one, "_BLOCK_BYTES", 1000)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(GOOD + content)
+    one.preprocess(texts=["a"], output_prefix=tmp_path / "o")  # imports what it needs
     tracemalloc.start()
     try:
-        function(*arguments, **options)
-        return tracemalloc.get_traced_memory()[1]
+        quiet(one.preprocess, path, tmp_path / "o", on_error="skip")
+        _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-
-
-def test_bad_lines_are_not_held_in_memory(one, tmp_path, monkeypatch):
-    """Neither what is said of each of many, nor all of a long one."""
-    monkeypatch.setattr(one, "_LONGEST_LINE", 1000, raising=False)
-    monkeypatch.setattr(one, "_BLOCK_BYTES", 1000)
-    (tmp_path / "many.jsonl").write_bytes(GOOD + b"oops\n" * 12_000)
-    (tmp_path / "long.jsonl").write_bytes(GOOD + b"a" * (8 << 20))
-    one.preprocess(texts=["a"], output_prefix=tmp_path / "o")  # imports what it needs
-    for name in ("many", "long"):
-        path = tmp_path / f"{name}.jsonl"
-        peak = peak_of(quiet, one.preprocess, path, tmp_path / "o", on_error="skip")
-        assert peak < 3 << 20, name
+    assert peak < 5 << 19
 
 
 # -- Faults ------------------------------------------------------------------------------------
 
 
-class Acting(Tok):
-    """Does something at each text, before it tokenizes it."""
+def acting(act):
+    """A tokenizer of numbers that does something at each text before."""
 
-    def __init__(self, act):
-        super().__init__()
-        self.act = act
+    def tokenize(text):
+        act(text)
+        return [int(number) for number in text.split()]
 
-    def tokenize(self, text):
-        self.act(text)
-        return super().tokenize(text)
-
-
-def raise_at(text, error):
-    """An act: raise the error at this text."""
-
-    def act(found):
-        if found == text:
-            raise error
-
-    return act
+    return Tok(tokenize=tokenize)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_a_tokenizer_raises_at_a_line(one, tmp_path, workers):
     """A panic is that line's fault.  What is no line's fault ends the job, also with skip."""
-    path = jsonl(tmp_path / "a.jsonl", ["1", "13", "2"])
-    job = {"input": path, "output_prefix": tmp_path / "o", "workers": workers}
-    panics = Acting(raise_at("13", Panic("an index is out of bounds")))
-    with pytest.raises(ValueError, match=r"a\.jsonl: line 2: Panic: an index is out of bounds"):
+
+    def failing(error):
+        def fail(text):
+            if text in ("13", "a", ""):  # the others are those by which it is tried before the job
+                raise error
+
+        return acting(fail)
+
+    job = {"texts": ["1", "13", "2"], "output_prefix": tmp_path / "o", "workers": workers}
+    panics = failing(Panic("an index is out of bounds"))
+    with pytest.raises(ValueError, match="texts: line 2: Panic: an index is out of bounds"):
         one.preprocess(tokenizer=panics, **job)
-    with pytest.warns(UserWarning, match=r"left out 1 bad lines; the first: .*line 2: Panic: "):
-        made = one.preprocess(tokenizer=panics, on_error="skip", **job)
-    assert texts_of(one, made["text"]) == [[1], [2]]
-    for text in ("a", ""):  # by which it is tried before the job
-        panics = Acting(raise_at(text, Panic("an index is out of bounds")))
-        made = one.preprocess(tokenizer=panics, append_eod=True, **job)
-        assert texts_of(one, made["text"]) == [[1, 0], [13, 0], [2, 0]]
+    with pytest.warns(UserWarning, match="left out 1 bad lines; the first: .*line 2: Panic: "):
+        made = one.preprocess(tokenizer=panics, append_eod=True, on_error="skip", **job)
+    assert texts_of(one, made["text"]) == [[1, 0], [2, 0]]
     for error in (MemoryError("no room"), FileNotFoundError(2, "no room", "vocab")):
-        lacks = Acting(raise_at("13", error))
         with pytest.raises((MemoryError, OSError), match="no room"):
-            one.preprocess(tokenizer=lacks, on_error="skip", **job)
+            one.preprocess(tokenizer=failing(error), on_error="skip", **job)
 
 
 def test_a_process_that_may_have_no_children(one, tmp_path, monkeypatch):
@@ -7085,37 +6654,32 @@ def test_workers_of_a_process_with_threads(one, tmp_path, hf, monkeypatch):
         warnings.warn(f"{words} in the child.", DeprecationWarning, stacklevel=2)
         return fork()
 
-    if sys.version_info < (3, 12):
-        monkeypatch.setattr(os, "fork", fork_of_3_12)
+    monkeypatch.setattr(os, "fork", fork_of_3_12)
     tokenizer = one.build_tokenizer(hf)
     texts = ["ja nein"] * 1000
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     tokenizer.tokenize_batch(texts)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        made = one.preprocess(
-            texts=texts, output_prefix=tmp_path / "o", tokenizer=tokenizer, workers=2
-        )
+        made = one.preprocess(None, tmp_path / "o", tokenizer, texts=texts, workers=2)
     assert texts_of(one, made["text"]) == [[1, 2]] * 1000
 
 
 @pytest.mark.parametrize("extension", ["", ".gz"])
-def test_an_input_that_is_cut_off_while_it_is_read(one, tmp_path, extension):
+def test_an_input_that_is_cut_off_while_it_is_read(one, tmp_path, monkeypatch, extension):
     """At the end of a line, or of a compressed part: what is left is a whole file."""
+    monkeypatch.setattr(one, "_BLOCK_BYTES", 1)
     path = tmp_path / f"a.jsonl{extension}"
-    parts = []
-    for seed in range(6):
-        numbers = " ".join(map(str, np.random.default_rng(seed).integers(0, 1000, 1 << 17)))
-        parts.append(compress(json.dumps({"text": numbers}).encode() + b"\n", extension))
-    path.write_bytes(b"".join(parts))
-    size = sum(len(part) for part in parts[:5])
+    numbers = " ".join(map(str, np.random.default_rng(0).integers(0, 1000, 1 << 16)))
+    part = compress(json.dumps({"text": numbers}).encode() + b"\n", extension)
+    path.write_bytes(part * 4)
 
     def cut_off(text):
         if len(text) > 1:  # else it is only tried
-            os.truncate(path, size)
+            os.truncate(path, 3 * len(part))
 
-    with pytest.raises(OSError, match=r"a\.jsonl\S*: it had .* cut off meanwhile"):
-        one.preprocess(path, tmp_path / "o", Acting(cut_off))
+    with pytest.raises(OSError, match=r"a\.jsonl\S*: cannot be read: it had .* cut off since"):
+        one.preprocess(path, tmp_path / "o", acting(cut_off))
     assert os.listdir(tmp_path) == [path.name]
 
 
@@ -7131,36 +6695,27 @@ def test_a_killed_worker_is_an_error_and_no_hang(one, tmp_path, first, second, n
             os.kill(os.getpid(), number)
 
     long = "5 " * 300_000  # it ends the block of a worker
-    path = jsonl(tmp_path / "a.jsonl", [first, long, second, long])
+    job = {"texts": [first, long, second, long], "output_prefix": tmp_path / "o", "workers": 2}
     before = set(multiprocessing.active_children())
     with pytest.raises(ChildProcessError, match="use fewer workers"):
-        one.preprocess(path, tmp_path / "o", Acting(kill_at_13), workers=2)
-    assert os.listdir(tmp_path) == ["a.jsonl"]
+        one.preprocess(tokenizer=acting(kill_at_13), **job)
+    assert os.listdir(tmp_path) == []
     assert set(multiprocessing.active_children()) <= before
 
 
 @linux
-@pytest.mark.parametrize("ignored, names", [([], ["INT", "HUP"]), (["TERM"], ["TERM"])])
-def test_workers_leave_signals_to_the_command(one, tmp_path, ignored, names):
-    """A terminal sends SIGINT and SIGHUP to all processes; and what was ignored stays so."""
-    numbers = {name: getattr(signal, f"SIG{name}") for name in ("INT", "HUP", "TERM")}
+def test_workers_leave_signals_to_the_command(one, tmp_path):
+    """A terminal sends these to all processes."""
     command = os.getpid()
 
     def send_to_this_worker(text):
-        for name in names:
+        for number in (signal.SIGINT, signal.SIGHUP):
             if os.getpid() != command:
-                os.kill(os.getpid(), numbers[name])
+                os.kill(os.getpid(), number)
 
-    path = jsonl(tmp_path / "a.jsonl", ["5", "6"])
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers.values()}
-    try:
-        for name in ignored:
-            signal.signal(numbers[name], signal.SIG_IGN)
-        made = one.preprocess(path, tmp_path / "o", Acting(send_to_this_worker), workers=2)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    assert len(one.IndexedDataset(made["text"])) == 2
+    job = {"texts": ["5", "6"], "output_prefix": tmp_path / "o", "workers": 2}
+    made = one.preprocess(tokenizer=acting(send_to_this_worker), **job)
+    assert texts_of(one, made["text"]) == [[5], [6]]
 
 
 @linux
@@ -7171,7 +6726,7 @@ def test_a_disk_that_is_full_at_any_moment(one, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        for rng in cases(6):
+        for rng in cases(4):
             lines = int(rng.integers(100, 6000))  # of 200 bytes in the .bin
             path.write_bytes(b'{"text": "%s", "b": "cc"}\n' % (b"x" * 100) * lines)
             limit = int(rng.integers(1, 190 * lines))
@@ -8101,26 +7656,15 @@ def same_items(ours, theirs, indices, note=""):
         same_samples(quiet(batch_of, ours, indices), batch, note)
 
 
-def random_num_samples(rng, tokens, flags):
-    """One epoch, around its end, at the 80 % of a last one, or anything."""
-    S = flags["sequence_length"]
-    epoch = (tokens - flags["add_extra_token_to_sequence"]) // S
-    around = [epoch, epoch + 1, int(epoch * 1.8), int(epoch * rng.uniform(1, 3))]
-    choices = [None, 1, *around, int(rng.integers(1, 200))]
-    n = choices[rng.integers(len(choices))]
-    return None if n is None else max(1, n)
-
-
-@pytest.mark.parametrize("split, failing", [("train", 0), ("valid", 1)])
-def test_datasets_equal_upstreams(mm, up, tmp_path, split, failing):
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_datasets_equal_upstreams(mm, up, tmp_path, split):
     """Indices and samples, under every flag, with all kinds of padding.
 
     Upstream: an AssertionError where a kept short sample ends in an empty document, with x = 1.
     """
     caches = [str(tmp_path / side) for side in ("ours", "theirs")]
     tokenizers = [tokenizer for tokenizer, _, _ in PADS.values()] + [legacy_tokenizer(up)]
-    failed = 0
-    for case, rng in enumerate(cases(61)):
+    for case, rng in enumerate(cases(40)):
         docs = [np.array([1, 2, 3])]
         for doc in random_docs(rng, vocab=int(rng.choice([10, 10, 250]))):
             docs.append(np.append(doc, 0) if rng.random() < 0.6 else doc)
@@ -8129,13 +7673,14 @@ def test_datasets_equal_upstreams(mm, up, tmp_path, split, failing):
         flags = random_parity_flags(rng)
         flags["tokenizer"] = tokenizers[case % len(tokenizers)]
         flags["allow_ambiguous_pad_tokens"] = bool(rng.integers(2))
-        n = random_num_samples(rng, sum(map(len, docs)), flags)
+        epoch = sum(map(len, docs)) // flags["sequence_length"]
+        n = [None, 1, epoch, int(epoch * 1.8), rng.integers(1, 3 * epoch + 2)][rng.integers(5)]
+        n = None if n is None else max(1, int(n))
         ours = quiet(gpt, mm, prefix, n, split, path_to_cache=caches[0], **flags)
         try:
             theirs = quiet(gpt, up, prefix, n, split, path_to_cache=caches[1], **flags)
         except AssertionError:
-            assert len(docs[ours.document_index[-1]]) == 0
-            failed += 1
+            assert split == "valid" and len(docs[ours.document_index[-1]]) == 0
             continue
         same_dataset(ours, theirs, case)
         if len(ours):
@@ -8144,7 +7689,6 @@ def test_datasets_equal_upstreams(mm, up, tmp_path, split, failing):
             found = ours._query_document_sample_shuffle_indices(some[0])
             same_outcome(found, theirs._query_document_sample_shuffle_indices(some[0]), case)
             same_samples(quiet(ours.__getitem__, None), quiet(theirs.__getitem__, None), case)
-    assert failed == failing or CASES != 1
 
 
 def legacy_tokenizer(up):
@@ -8179,20 +7723,13 @@ def same_built(ours, theirs, note=""):
     """What the two builders made: for each split None, a dataset, a list of them, or a blend."""
     for mine, other in zip(ours, theirs, strict=True):
         assert type(mine).__name__ == type(other).__name__, note
-        if mine is None:
-            continue
         if isinstance(mine, list):
             same_built(mine, other, note)
-            continue
-        assert mine.unique_description == other.unique_description, note
-        assert mine.unique_description_hash == other.unique_description_hash, note
-        if type(mine).__name__ == "BlendedDataset":
+        elif mine is not None:
+            assert len(mine) == len(other), note
             same_items(mine, other, list(range(0, len(mine), max(1, len(mine) // 4))), note)
-            same(mine.dataset_index, other.dataset_index, note)
-            same(mine.dataset_sample_index, other.dataset_sample_index, note)
-            same_built(mine.datasets, other.datasets, note)
-        else:
-            same_dataset(mine, other, note)
+            if hasattr(mine, "datasets"):
+                same_built(mine.datasets, other.datasets, note)
 
 
 def random_corpora(rng, prefixes):
@@ -8239,12 +7776,9 @@ def random_build(rng, prefixes):
 
 
 WAYS_TO_BUILD = [
-    {},
-    {"fast_cache_load": True},
-    {"defer_npy_index_mmap": True},
     {"fast_cache_load": True, "defer_npy_index_mmap": True, "num_dataset_builder_threads": 3},
     {"fast_cache_load": True, "sequences_per_dataset": {}},
-    {"mmap_bin_files": False, "num_dataset_builder_threads": 3},
+    {"mmap_bin_files": False, "defer_npy_index_mmap": True},
     {"context_parallel_size": 2, "data_parallel_size": 4, "sequence_parallel_size": 2},
     {"object_storage_cache_path": None, "hybrid_context_parallel": False},
 ]
@@ -8262,7 +7796,7 @@ def test_built_datasets_and_caches_equal_upstreams(mm, up, tmp_path, group):
         docs = [rng.integers(1, 50, rng.integers(1, 40)) for _ in range(rng.integers(30, 90))]
         prefix = mk(mm, tmp_path / "corpora" / name, docs, np.uint16)
         counts[prefix] = len(docs), len(docs) + 1
-    for case, rng in enumerate(cases(16)):
+    for case, rng in enumerate(cases(12)):
         sizes, fields = random_build(rng, list(counts))
         fields["tokenizer"] = legacy_tokenizer(up)
         again = fields | WAYS_TO_BUILD[case % len(WAYS_TO_BUILD)]
@@ -8547,50 +8081,43 @@ def test_readmes_lines_for_parquet(one, readme, tmp_path, monkeypatch):
     assert bytes_of_pair("corpus_text_document") == bytes_of_pair(whole)
 
 
-def run_training(folder, ranks=1, **layout):
-    """What train.py prints, on so many ranks."""
+def run_training(script, ranks=1, **layout):
+    """What README's script prints, on so many ranks, in the current folder."""
+    pathlib.Path("train.py").write_text(script)
     env = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"} | layout
     launcher = []
     if ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     run = [sys.executable, *launcher, "train.py", "corpus_text_document"]
-    done = subprocess.run(run, cwd=folder, env=env, capture_output=True, text=True)
+    done = subprocess.run(run, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
-FORKSERVER = """
-import multiprocessing
-
-multiprocessing.set_start_method("forkserver", force=True)
-"""  # the default from Python 3.14 on
-
-
 @pytest.mark.slow
-def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, readme, tmp_path):
+def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, readme, tmp_path, monkeypatch):
     """It learns, goes on where it stopped on other ranks, and is not run by worker processes."""
+    monkeypatch.chdir(tmp_path)
     sources = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:20]
     texts = [path.read_text("utf-8", errors="replace") for path in sources]
-    one.preprocess(texts=texts, output_prefix=tmp_path / "corpus", append_eod=True)
+    one.preprocess(texts=texts, output_prefix="corpus", append_eod=True)
     script = readme_block(readme, "python", "python train.py PREFIX")
-    (tmp_path / "train.py").write_text(script)
-    lines = run_training(tmp_path)
+    lines = run_training(script)
     losses = [float(line.rpartition(" ")[2]) for line in lines]
     assert len(losses) == 4 and losses[-1] < losses[0]
-    checkpoint = tmp_path / "checkpoint.pt"
+    assert run_training(script) == []  # it has ended
     for ranks, layout in ((2, {"TP": "2"}), (4, {}), (4, {"TP": "2", "CP": "2"})):
-        checkpoint.unlink()
-        assert run_training(tmp_path, ranks, **layout) == lines, layout
-    checkpoint.unlink()
-    (tmp_path / "train.py").write_text(script.replace(" steps = 20\n", " steps = 10\n"))
-    first = run_training(tmp_path)
-    (tmp_path / "train.py").write_text(script)
-    assert first + run_training(tmp_path, 2) == lines
-    assert run_training(tmp_path) == []
-    checkpoint.unlink()
-    started = FORKSERVER + script.replace(" **dp)", " num_workers=1, **dp)")
-    (tmp_path / "train.py").write_text(started)
-    assert run_training(tmp_path, MEGATRON_MIN_C="0") == lines
+        os.remove("checkpoint.pt")
+        assert run_training(script, ranks, **layout) == lines, layout
+    os.remove("checkpoint.pt")
+    first = run_training(script.replace(" steps = 20\n", " steps = 10\n"))
+    assert first + run_training(script, 2) == lines
+    os.remove("checkpoint.pt")
+    forkserver = (
+        'import multiprocessing\nmultiprocessing.set_start_method("forkserver", force=True)\n'
+    )
+    script = forkserver + script.replace(" **dp)", " num_workers=1, **dp)")  # as from 3.14 on
+    assert run_training(script, MEGATRON_MIN_C="0") == lines
 
 
 def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path, monkeypatch):
@@ -8616,17 +8143,15 @@ def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path, monkeypatc
 
 
 TOLD_TO_END = """
-import signal
-import numpy as np
+import os, signal
 from megatron_min import *
 
+{definition}
 told = []
 signal.signal(signal.SIGTERM, lambda *place: told.append(place))
-rows = [{"messages": [{"role": "assistant", "content": "4"}]}]
-config = GPTDatasetConfig(1, 64, tokenizer=ByteTokenizer(), create_attention_mask=False)
-train = SFTDataset(rows, None, np.arange(1, dtype=np.int32), 100_000, Split.train, config)
+train = range(100_000)
 sampler = MegatronPretrainingSampler(len(train), 0, 4, 0, 1)
-loader = "the loader"
+loader = {loader}
 batches = iter(loader)
 next(batches)
 print("reading", flush=True)
@@ -8640,17 +8165,16 @@ print(loader.state_dict()["consumed_samples"] > 200)
 
 @linux
 @pytest.mark.slow
-@pytest.mark.parametrize("option", [", worker_init_fn=leave_group", ""])
-def test_a_job_that_is_told_to_end_saves_its_state(readme, tmp_path, option):
+def test_a_job_that_is_told_to_end_saves_its_state(readme, tmp_path):
     """With README's option; without it torch's worker processes are gone."""
     definition = "def leave_group(worker): os.setpgrp()"
-    loader = f"PretrainingDataLoader(train, sampler, num_workers=2{option})"
+    loader = "PretrainingDataLoader(train, sampler, num_workers=2, worker_init_fn=leave_group)"
     words = " ".join(readme.split())
-    assert f"`{definition}`" in words and (f"`{loader}`" in words or not option)
-    script = TOLD_TO_END.replace('"the loader"', loader)
-    run = [sys.executable, "-c", f"import os\n{definition}\n{script}"]
+    assert f"`{definition}`" in words and f"`{loader}`" in words
+    script = TOLD_TO_END.format(definition=definition, loader=loader)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     env = os.environ | {"PYTHONPATH": str(HERE)}
+    run = [sys.executable, "-c", script]
     with subprocess.Popen(run, env=env, start_new_session=True, **pipes) as job:
         try:
             assert job.stdout.readline() == "reading\n"
@@ -8658,7 +8182,4 @@ def test_a_job_that_is_told_to_end_saves_its_state(readme, tmp_path, option):
             out, err = job.communicate(timeout=100)
         finally:
             job.kill()  # if it hangs
-    if option:
-        assert (out, job.returncode) == ("True\n", 0), err
-    else:
-        assert out == "" and job.returncode != 0
+    assert (out, job.returncode) == ("True\n", 0), err
