@@ -3179,8 +3179,8 @@ class _Sampler:
             "data_parallel_size": data_parallel_size,
         }
         for name, size in sizes.items():
-            if size < 1 or size % 1:
-                raise ValueError(f"{name} must be >= 1 and whole, got {size}")
+            if not isinstance(size, numbers.Real) or size < 1 or size % 1:
+                raise ValueError(f"{name} must be >= 1 and whole, got {size!r}")
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(
                 f"data_parallel_rank must be 0 to {data_parallel_size - 1}, "
@@ -3194,7 +3194,7 @@ class _Sampler:
         self.drop_last = drop_last
         self.samples_per_round = self.micro_batch_size * self.data_parallel_size
         self.active_total_samples = self.total_samples - self.total_samples % self.samples_per_round
-        self.check_start(self.consumed_samples)
+        self.check_start(consumed_samples)
 
     def __len__(self) -> int:
         if self.drop_last:
@@ -3203,9 +3203,9 @@ class _Sampler:
 
     def check_start(self, consumed_samples: int) -> None:
         """ValueError unless a pass can start there: anywhere from the first sample to the end."""
-        if not 0 <= consumed_samples <= self.total_samples:
+        if not 0 <= consumed_samples <= self.total_samples or consumed_samples % 1:
             raise ValueError(
-                f"consumed_samples must be 0 to total_samples ({self.total_samples}), "
+                f"consumed_samples must be 0 to total_samples ({self.total_samples}) and whole, "
                 f"got {consumed_samples}"
             )
 
@@ -5285,7 +5285,6 @@ def _holds_password(url: str) -> bool:
 _STATE_VERSION = 6  # a number to count up when the same past comes to mean other samples
 _NUM_PROBES = 32
 _SUBJECTS = {  # what a message says of an entry of a past
-    "version": "the version",
     "sampler": "the {key} of the order",
     "mix": "which corpus gave which sample",
     "corpora": "corpus {key}",
@@ -5306,10 +5305,18 @@ def _is_plain(dataset: typing.Any) -> bool:
     return all(type(part) is GPTDataset and part.config is dataset.config for part in parts)
 
 
+class _PaddedSubset(torch.utils.data.Subset):
+    """A Subset whose sample None, which fills up a batch, is that of its dataset."""
+
+    def __getitems__(self, indices):
+        return _samples_of(self.dataset, [k if k is None else self.indices[k] for k in indices])
+
+
 class PretrainingDataLoader(torch.utils.data.DataLoader):
     """A DataLoader whose position can be saved, as with torchdata's StatefulDataLoader.
 
-    dataset        any dataset
+    dataset        any dataset; one that can be asked for sample None (of a Subset its dataset), if
+                   the sampler fills up batches with it
     batch_sampler  a sampler of section 8
     num_workers    how many threads, or processes, make batches ahead; 0: none
     arguments      further arguments of DataLoader, such as collate_fn or prefetch_factor.  With
@@ -5345,6 +5352,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             raise ValueError(
                 "in_order=False: a state counts batches, so they must come in the sampler's order"
             )
+        if type(dataset) is torch.utils.data.Subset:
+            dataset = _PaddedSubset(dataset.dataset, dataset.indices)
         may_use_threads = IMPLEMENTATION == "c" and _is_plain(dataset)
         self.makes_own_batches = may_use_threads and arguments.keys() <= {"pin_memory"}
         self.num_threads = 0
@@ -5469,14 +5478,20 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             ) from None
         self.batch_sampler.check_start(consumed)
         if strict:
-            here = json.loads(self._look_at_past(consumed))
-            self._check_past({"version": version, **past}, {"version": _STATE_VERSION, **here})
+            if version != _STATE_VERSION:
+                raise ValueError(
+                    f"the state does not fit: it has version {version}, and this release reads "
+                    f"{_STATE_VERSION}.  Go on with the release that saved it, or at its place, "
+                    "unchecked: load_state_dict(state, strict=False)"
+                )
+            self._check_past(past, json.loads(self._look_at_past(consumed)))
         self._newest = None
         self.consumed_samples = consumed
         self.batch_sampler.consumed_samples = consumed
 
     def _check_past(self, saved, here):
         """ValueError, with the first thing that differs, unless a saved past is that of here."""
+        corpora = dict(enumerate(self._corpora))
         for what in {**saved, **here}:
             was = _entries(saved.get(what))
             now = _entries(here.get(what))
@@ -5484,8 +5499,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                 if was.get(key) == now.get(key):
                     continue
                 subject = _SUBJECTS.get(what, what).format(key=key)
-                if what == "corpora":
-                    subject += f" ({os.path.basename(_name(self._corpora[key]))})"
+                if what == "corpora" and key in corpora:
+                    subject += f" ({os.path.basename(_name(corpora[key]))})"
                 raise ValueError(
                     f"the state does not fit: {subject} is another one here ({was.get(key)} in the "
                     f"state, {now.get(key)} here).  Go on with the data and the settings of the "
@@ -5501,7 +5516,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         settings = self._settings_of_order(consumed_samples)
         num_samples = consumed_samples
         which = "that were consumed"
-        if "samples that are shuffled" in settings:  # each of them may have been consumed
+        if self.batch_sampler.kind == "cyclic":  # each that is shuffled may have been consumed
             num_samples = settings["samples that are shuffled"]
             which = "that are shuffled"
         count = min(num_samples, _NUM_PROBES)
@@ -5587,35 +5602,36 @@ def _look_at_item(dataset, k):
 
     It may draw from the global generators, so these are seeded for the look, and set back.
     """
-    state_of_torch = torch.get_rng_state()
     state_of_numpy = np.random.get_state()
     state_of_python = random.getstate()
-    torch.default_generator.manual_seed(0)  # torch.manual_seed() would seed those of GPUs, too
     np.random.seed(0)
     random.seed(0)
     try:
-        with torch.device("cpu"):
-            item = dataset[k]
-        return _md5(json.dumps(item, default=_as_part_of_look))
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.default_generator.manual_seed(0)  # torch.manual_seed() would seed GPUs, too
+            return _md5(json.dumps(_as_part_of_look(dataset[k])))
     except Exception:
         return None
     finally:
-        torch.set_rng_state(state_of_torch)
         np.random.set_state(state_of_numpy)
         random.setstate(state_of_python)
 
 
 def _as_part_of_look(value):
-    """What stands in JSON for a part of a sample that JSON does not know."""
+    """A part of a sample in terms of JSON."""
+    if value is None or isinstance(value, str | int | float):
+        return value
     if isinstance(value, torch.Tensor):
-        values = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+        values = value.detach().cpu().to_dense().contiguous().flatten().view(torch.uint8)
         return [str(value.dtype), list(value.shape), _md5(values.numpy())]
     if isinstance(value, np.ndarray | np.generic):
         if value.dtype.hasobject:
-            return value.tolist()
+            return _as_part_of_look(value.tolist())
         return [str(value.dtype), list(value.shape), _md5(value.tobytes())]
     if isinstance(value, collections.abc.Mapping):
-        return dict(value)
+        return {str(_as_part_of_look(key)): _as_part_of_look(value[key]) for key in value}
+    if isinstance(value, list | tuple):
+        return [_as_part_of_look(part) for part in value]
     if isinstance(value, bytes | numbers.Number):
         return repr(value)
     return type(value).__name__
@@ -5656,6 +5672,8 @@ def build_pretraining_data_loader(
         return dataset
     if len(dataset) == 0:  # a split of which nothing is wanted
         return None
+    if isinstance(dataset, list) and isinstance(dataset[0], torch.utils.data.Dataset):
+        raise ValueError("dataset is a list of datasets: a loader takes one of them")
     place = [data_parallel_rank, data_parallel_size]
     sizes = [len(dataset), consumed_samples, micro_batch_size, *place]
     if full_validation:
@@ -5922,7 +5940,7 @@ _NO_EOD = -(2**63)  # an id that no token has
 
 @functools.wraps(_make_batch)
 def _c_make_batch(dataset, indices):
-    columns = _read_columns(dataset, indices)
+    columns = _read_columns(dataset, indices) if len(indices) else None
     if columns is None:
         return _c_make_batch.__wrapped__(dataset, indices)
     return {key: torch.from_numpy(values) for key, values in columns.items()}
@@ -5988,6 +6006,9 @@ def _read_samples(dataset, columns, rows, samples):
     corpus = dataset.dataset
     if type(corpus) is not IndexedDataset or corpus.mapped_tokens is None:
         return False
+    num_samples = len(dataset)
+    if len(dataset.shuffle_index) < num_samples:  # C would count -1 from its end
+        return False
     try:
         rows = array.array("q", rows)
         samples = array.array("q", [0 if k is None else k for k in samples])
@@ -6009,7 +6030,7 @@ def _read_samples(dataset, columns, rows, samples):
             corpus.sequence_lengths,
             dataset.document_index,
             dataset.sample_index,
-            dataset.shuffle_index[: len(dataset)],  # more than these are no samples
+            dataset.shuffle_index[:num_samples],  # more than these are no samples
             int(config.add_extra_token_to_sequence),
             dataset._pad_token_id,
             _NO_EOD if dataset.eod_token_id is None else dataset.eod_token_id,
@@ -6080,8 +6101,12 @@ class NullTokenizer:
         self.unique_identifiers = {"class": "NullTokenizer", "vocab_size": self.vocab_size}
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the numbers in a text; ValueError if a word is no number."""
-        return [int(number) for number in text.split()]
+        """Return the ids in a text; ValueError if a word is none."""
+        ids = [int(number) for number in text.split()]
+        for token in ids:
+            if not 0 <= token <= self.eod:
+                raise ValueError(f"{token} is no id up to {self.eod}, which is eod")
+        return ids
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
         """Return ids as numbers with spaces in between."""
@@ -7327,16 +7352,33 @@ def _pack_conversations(encoded, sequence_length, fill, granularity):
     return tokens, targets, is_filled, ends
 
 
-class _JsonlRows:
-    """The rows of a file of JSON lines, by number.  Blank lines are no rows.
+class _Rows:
+    """The rows of a file, by number."""
+
+    def __init__(self, path):
+        self.path = os.path.abspath(path)
+        with open(self.path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            ends = file.read(4096)
+            file.seek(max(0, size - 4096))
+            ends += file.read(4096)
+        self._fingerprint = {"size": size, "ends_crc32": zlib.crc32(ends)}
+
+    def fingerprint(self):
+        """What tells these rows from others, as IndexedDataset.fingerprint() does for tokens."""
+        return self._fingerprint
+
+
+class _JsonlRows(_Rows):
+    """The rows of a file of JSON lines.  Blank lines are no rows.
 
     starts         where each row begins, in bytes
     line_numbers   the number of its line, from 1, for errors
     """
 
     def __init__(self, path):
-        self.path = os.path.abspath(path)
-        self._fingerprint = _fingerprint_of_rows(path)
+        super().__init__(path)
         self.starts = array.array("q")
         self.line_numbers = array.array("q")
         position = 0
@@ -7350,10 +7392,6 @@ class _JsonlRows:
     def __len__(self):
         return len(self.starts)
 
-    def fingerprint(self):
-        """What tells these rows from others, as IndexedDataset.fingerprint() does for tokens."""
-        return self._fingerprint
-
     def __getitem__(self, row):
         # An open file would have a position, which threads and forked processes could mix up.
         with open(self.path, "rb") as file:
@@ -7361,12 +7399,12 @@ class _JsonlRows:
             return _read_object(file.readline())
 
 
-class _ParquetRows:
-    """The rows of a Parquet file, by number; its column "messages" is kept in memory."""
+class _ParquetRows(_Rows):
+    """The rows of a Parquet file; its column "messages" is kept in memory."""
 
     def __init__(self, path):
         parquet = _import_extra("pyarrow.parquet", path)
-        self._fingerprint = _fingerprint_of_rows(path)
+        super().__init__(path)
         try:
             table = parquet.read_table(path, columns=["messages"])
             self._messages = table.column("messages")
@@ -7376,23 +7414,8 @@ class _ParquetRows:
     def __len__(self):
         return len(self._messages)
 
-    def fingerprint(self):
-        """As of _JsonlRows."""
-        return self._fingerprint
-
     def __getitem__(self, row):
         return {"messages": self._messages[row].as_py()}
-
-
-def _fingerprint_of_rows(path):
-    """The size of a file of rows, and a CRC-32 of its first and its last 4,096 bytes."""
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        ends = file.read(4096)
-        file.seek(max(0, size - 4096))
-        ends += file.read(4096)
-    return {"size": size, "ends_crc32": zlib.crc32(ends)}
 
 
 # ==============================================================================
@@ -7744,7 +7767,14 @@ def _run_inspect(options):
     _print_line(f"lengths: {lengths.min():,} to {lengths.max():,} tokens, {mean:,.1f} on average")
     tokens = dataset.get(0, 0, min(16, int(lengths[0]))).tolist()
     _print_line(f"sequence 0: {tokens}")
-    if max(tokens, default=0) < tokenizer.vocab_size:
+    record = _read_record(dataset.absolute_prefix)
+    difference = None
+    if record is not None:
+        identity = _identity_of_tokenizer(tokenizer)
+        difference = _compare_tokenizers(options.prefix, record, "this command", identity)
+    if difference is not None:
+        _print_line(f"not decoded: {difference}")
+    elif all(isinstance(token, int) and 0 <= token < tokenizer.vocab_size for token in tokens):
         _print_line(f"decoded: {tokenizer.detokenize(tokens)!r}")
     else:
         _print_line("not decoded: name the tokenizer of the pair with --tokenizer")
@@ -7773,21 +7803,22 @@ def _run_demo(options):
             random_seed=1234,
             sequence_length=256,
             blend=([pairs["code"], pairs["docs"]], [70, 30]),
-            split="90,5,5",
+            split="1",
             tokenizer=ByteTokenizer(),
-            create_attention_mask=False,
         )
-        sizes = [600, 0, 0]
+        sizes = [600, None, None]
         builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
         train, _, _ = builder.build()
         _print_line(f"2. A blend, 70 % code: {len(train):,} samples of 256 tokens; the pairs have")
         for key, dataset, count in zip(keys, train.datasets, train.samples_taken(), strict=True):
             _print_line(f"   {key}: {len(dataset):,} samples to train on, {count:,} in the blend")
 
-        ranks = []
-        for rank in range(2):
-            place = {"data_parallel_rank": rank, "data_parallel_size": 2}
-            ranks.append(build_pretraining_data_loader(train, 0, micro_batch_size=4, **place))
+        loaders = []
+        for rank, size in ((0, 2), (1, 2), (0, 1)):
+            place = {"data_parallel_rank": rank, "data_parallel_size": size}
+            loader = build_pretraining_data_loader(train, 0, micro_batch_size=8 // size, **place)
+            loaders.append(loader)
+        *ranks, resumed = loaders
         steps = zip(*ranks, strict=True)
         batch, _ = next(steps)
         text = ByteTokenizer().detokenize(batch["tokens"][0])
@@ -7795,7 +7826,6 @@ def _run_demo(options):
             next(steps)
         _print_line(f"3. Batches: 2 ranks x 4 samples, first {text[:32]!r}, stopped after 5 steps")
 
-        resumed = build_pretraining_data_loader(train, 0, micro_batch_size=8)
         resumed.load_state_dict(ranks[0].state_dict())
         equal = []
         for batch, parts in zip(resumed, steps, strict=True):
