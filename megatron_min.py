@@ -4635,6 +4635,7 @@ class _NewFile:
         # Before the file is there: a signal may come at any moment.
         self._remove = weakref.finalize(self, _remove_file, self.temporary, os.getpid())
         self.file = open(self.temporary, "xb", buffering=1 << 20)
+        weakref.finalize(self, self.file.raw.close)  # for one that nobody ends
 
     def sync(self) -> None:
         """Have the disk hold all that was written; OSError if it is full."""

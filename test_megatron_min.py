@@ -7358,6 +7358,8 @@ PREPROCESS = """
 sys.exit(mm.main("preprocess --input a.jsonl --output-prefix o --no-verbose --workers 2".split()))
 """
 UNFINISHED = """
+mm.warnings.simplefilter("always")  # of files that nobody closes
+mm._NewFile("g")
 new_file = mm._NewFile("f")
 builder = mm.IndexedDatasetBuilder("q.bin")
 with mm.IndexedDatasetBuilder("o.bin") as pair:
