@@ -1460,11 +1460,6 @@ def check_refused(ds, k, error, words=None):
 # -- samples by loops --------------------------------------------------------------------------
 
 
-def latest(starts, at):
-    """The last of these places up to this one."""
-    return max(start for start in starts if start <= at)
-
-
 def brute_sample(ds, whole, k):
     """Sample k of a GPTDataset, by loops; its keys are in order.
 
@@ -1480,17 +1475,16 @@ def brute_sample(ds, whole, k):
     tokens = text[:-1]
     labels = text[1:]
 
-    # which document of the stream a token is from; padding belongs to the last one
+    # which document each input is in: by its place in the stream (padding belongs to the last), and
+    # by the eods before it
     lengths = ds.dataset.sequence_lengths[ds.document_index]
-    owners = np.repeat(np.arange(len(lengths)), lengths)[begin : begin + S].tolist()
-    owners += owners[-1:] * (S - len(owners))
-
-    of_pieces = [at for at in range(S) if at == 0 or owners[at - 1] != owners[at]]
-    after_eod = [at for at in range(S) if at == 0 or tokens[at - 1] == eod]
-    mask_starts = after_eod if cfg.reset_attention_mask else [0]
-    position_starts = after_eod if cfg.reset_position_ids else [0]
+    by_place = np.repeat(np.arange(len(lengths)), lengths)[begin : begin + S].tolist()
+    by_place += by_place[-1:] * (S - len(by_place))
+    by_eods = [tokens[:at].count(eod) for at in range(S)]
+    of_masks = by_eods if cfg.reset_attention_mask else [0] * S
+    of_positions = by_eods if cfg.reset_position_ids else [0] * S
     if cfg.inter_document_masking:
-        position_starts = of_pieces
+        of_positions = by_place
 
     sample = {
         "tokens": [0 if token == pad else token for token in tokens],
@@ -1499,16 +1493,17 @@ def brute_sample(ds, whole, k):
     if cfg.create_attention_mask and not cfg.inter_document_masking:
         rows = []
         for i in range(S):
-            rows.append([not latest(mask_starts, i) <= j <= i for j in range(S)])
+            rows.append([j > i or of_masks[j] != of_masks[i] for j in range(S)])
         sample["attention_mask"] = [rows]
     sample["loss_mask"] = []
     for at in range(S):
         is_masked = labels[at] == pad or (cfg.eod_mask_loss and tokens[at] == eod)
         sample["loss_mask"].append(0.0 if is_masked else 1.0)
-    sample["position_ids"] = [at - latest(position_starts, at) for at in range(S)]
+    sample["position_ids"] = [at - of_positions.index(of_positions[at]) for at in range(S)]
     sample = {key: torch.tensor(values) for key, values in sample.items()}
     if cfg.inter_document_masking:
-        cu_seqlens = of_pieces + [S] * (S + 1 - len(of_pieces))
+        starts = [at for at in range(S) if by_place.index(by_place[at]) == at]
+        cu_seqlens = starts + [S] * (S + 1 - len(starts))
         sample["cu_seqlens"] = torch.tensor(cu_seqlens, dtype=torch.int32)
         sample["max_seqlen"] = sample["cu_seqlens"].diff().max()
     return sample
