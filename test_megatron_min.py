@@ -1584,11 +1584,10 @@ def test_pad_id(one, pair, case):
     """A pad that is also another special token is not used, with a warning."""
     tokenizer, pad, if_allowed = PADS[case]
     for allowed, wanted in ((False, pad), (True, if_allowed)):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            ds = gpt(one, pair, tokenizer=tokenizer, allow_ambiguous_pad_tokens=allowed)
+        fields = {"tokenizer": tokenizer, "allow_ambiguous_pad_tokens": allowed}
+        ds, messages = heard(gpt, one, pair, **fields)
         assert ds._pad_token_id == wanted  # upstream's name, too
-        warned = ["pad id" in str(warning.message) for warning in caught]
+        warned = ["pad id" in message for message in messages]
         assert warned == ([] if wanted == if_allowed else [True])
 
 
@@ -1596,10 +1595,8 @@ def test_pad_id(one, pair, case):
 def test_resets_without_eod_in_the_corpus_warn(mm, tmp_path, flag):
     for last_token, wanted in ((3, [True]), (0, [])):
         prefix = mk(mm, tmp_path / str(last_token), [[1, 2, last_token]] * 9)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            gpt(mm, prefix, 1, create_attention_mask=True, **{flag: True})
-        assert ["--append-eod" in str(warning.message) for warning in caught] == wanted
+        _, messages = heard(gpt, mm, prefix, 1, create_attention_mask=True, **{flag: True})
+        assert ["--append-eod" in message for message in messages] == wanted
 
 
 # -- what is refused ---------------------------------------------------------------------------
@@ -1868,14 +1865,11 @@ def pairs_of(ds):
 def phases_by_hand(ds):
     """[(dataset, its sample), ...]: in each phase a blend of those with a weight, numbered on."""
     pairs = []
-    taken = [0] * len(ds.datasets)  # before this phase
     for samples, weights in ds.phases:
         used = [d for d, weight in enumerate(weights) if weight > 0]
-        before = list(taken)
+        taken = collections.Counter(d for d, _ in pairs)
         for place, k in blend_by_a_loop([weights[d] for d in used], samples):
-            d = used[place]
-            pairs.append((d, before[d] + k))
-            taken[d] += 1
+            pairs.append((used[place], taken[used[place]] + k))
     return pairs
 
 
