@@ -1403,6 +1403,7 @@ def test_with_stable_order_more_samples_keep_the_first_ones(mm, tmp_path, is_sta
     before, after = [gpt(mm, prefix, size, stable_order=is_stable) for size in (224, 226)]
     equal = [torch.equal(before[k]["tokens"], after[k]["tokens"]) for k in range(200)]
     assert sum(equal) == wanted
+    assert ('"stable_order": true' in after.unique_description) == is_stable
 
 
 # ==============================================================================
@@ -2048,6 +2049,28 @@ def test_phases_are_for_train(mm, corpora):
     assert len(valid.datasets) == 2
     with pytest.raises(ValueError, match="16 samples, but 20"):
         build(mm, [20, 0, 0], of_train)
+
+
+def test_datasets_of_the_users_own(one):
+    """Two methods more, and the builder can build them."""
+
+    class Numbers(one.MegatronDataset):
+        def __len__(self):
+            return len(self.indices)
+
+        def __getitem__(self, idx):
+            return {"number": self.dataset[self.indices[idx]]}
+
+    cfg = config(one, (["ten"], None), split="5,5,0")
+    open_ten = mock.Mock(return_value=range(10, 20))
+    methods = {"build_low_level_dataset": open_ten, "numel_low_level_dataset": len}
+    for name, function in methods.items():
+        with pytest.raises(NotImplementedError, match=name):
+            build(one, [3, 3, 0], cfg, Numbers)
+        setattr(Numbers, name, function)
+    train, valid, test = build(one, [3, 3, 0], cfg, Numbers)
+    assert (len(train), test) == (5, None)
+    assert batch_of(valid, [4, 0])["number"].tolist() == [19, 15]
 
 
 # -- what is refused ---------------------------------------------------------------------------
