@@ -2082,6 +2082,7 @@ WHOLE_SETS = {"multiple_validation_sets": True, "full_validation": True}
 BAD_SIZES = [  # sizes, fields of the config, words
     ([1, 2], {"blend": ([A], None)}, "sizes"),
     ([-1, 0, 0], {"blend": ([A], None)}, "train.*-1"),
+    ([0, math.inf, 0], {"blend": ([A], None)}, "valid.*inf"),
     ([None, 0, 0], {"blend": TWO}, "train .*needs a size"),
     ([0, None, None], VALID_SETS, "test .*needs a size"),  # valid is two datasets, and test a blend
     ([0, 5, 0], {"blend_per_split": [None, ([A, B], None), None], **WHOLE_SETS}, "must be None"),
@@ -2096,6 +2097,8 @@ def test_sizes_are_refused_before_the_build(one, corpora):
             one.BlendedMegatronDatasetBuilder(one.GPTDataset, sizes, yes, cfg)
     for fields in ({"blend": TWO}, {"blend_per_split": [TWO, None, ([A], [1])]}):
         assert len(build(one, [9, None, None], config(one, **fields))[0]) >= 9
+    with pytest.raises(ValueError, match="no blend is given"):
+        build(one, [9, 0, 0], config(one))
 
 
 def test_more_sequences_than_int32_numbers(one, corpora, monkeypatch):
