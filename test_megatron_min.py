@@ -1992,6 +1992,8 @@ def test_a_blend_without_weights_is_one_epoch_of_each_corpus(mm, corpora):
     assert [part.dataset_path for part in whole.datasets] == corpora
     same(whole.samples_taken(), np.array([len(gpt(mm, prefix)) for prefix in corpora]))
     assert len(build(mm, [10, 0, 0], cfg)[0]) == 10
+    _, messages = heard(build, mm, [len(whole), 0, 0], cfg)
+    assert messages == []
     with pytest.warns(UserWarning, match="end early"):
         large = build(mm, [1_000_000, 0, 0], cfg)[0]
     assert len(large) == len(whole)
