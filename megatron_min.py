@@ -1901,7 +1901,9 @@ class MegatronDataset(abc.ABC, _Identified):
     @functools.cached_property
     def indices(self) -> np.ndarray:
         """Which documents of dataset belong to this split; of a range int32, else as given."""
-        return _as_documents(self._documents)
+        if isinstance(self._documents, range):
+            return np.arange(self._documents.start, self._documents.stop, dtype=np.int32)
+        return self._documents
 
     @staticmethod
     def build_low_level_dataset(
@@ -2108,9 +2110,11 @@ class GPTDataset(MegatronDataset):
         if idx is None:
             loss_mask[:] = False
 
-        # the places of the sample where positions count from 0 again
-        after_eod = self._starts_after_eod(tokens)
-        starts = [0]
+        after_eod = [0]  # the places among the inputs where a document starts, as eods say
+        if self.eod_token_id is not None:
+            eods = np.flatnonzero(tokens[:-1] == self.eod_token_id)
+            after_eod += (eods + 1).tolist()
+        starts = [0]  # the places where positions count from 0 again
         if config.inter_document_masking:
             if lengths is None:
                 lengths = [length for _, _, length in self.pieces(k)]
@@ -2133,13 +2137,6 @@ class GPTDataset(MegatronDataset):
             sample["cu_seqlens"][: len(starts)] = starts
             sample["max_seqlen"] = np.array(np.diff([*starts, S]).max(), np.int32)
         return {key: torch.from_numpy(values) for key, values in sample.items()}
-
-    def _starts_after_eod(self, tokens):
-        """The places among the inputs where a document starts: 0, and behind each eod token."""
-        if self.eod_token_id is None:
-            return [0]
-        eods = np.flatnonzero(tokens[:-1] == self.eod_token_id)
-        return [0, *(eods + 1).tolist()]
 
     # ---- how the three arrays are built
 
@@ -2179,8 +2176,11 @@ class GPTDataset(MegatronDataset):
         config = self.config
         S = config.sequence_length
         lengths = self.dataset.sequence_lengths
-        documents = _as_documents(self._documents)
-        self._check_corpus(documents)
+        if isinstance(self.dataset, IndexedDataset):
+            self.dataset.verify()
+        if self.eod_token_id is not None:
+            self._warn_if_no_eod()
+        documents = self.indices
         part = documents
         if isinstance(self._documents, range):  # as a slice, which copies no lengths
             part = slice(self._documents.start, self._documents.stop)
@@ -2217,22 +2217,6 @@ class GPTDataset(MegatronDataset):
             self._extra,
         )
         return plan, [document_index, sample_index, shuffle_index]
-
-    def _check_corpus(self, documents):
-        """Check what new orders are made of: documents that exist, of integers, in a right .idx."""
-        corpus = self.dataset
-        if len(documents):
-            lowest = documents.min()
-            highest = documents.max()
-            if lowest < 0 or highest >= len(corpus):
-                raise IndexError(f"{_name(self)}: documents {lowest} .. {highest} of {len(corpus)}")
-        dtype = np.dtype(getattr(corpus, "dtype", np.int64))
-        if dtype.kind not in "iu":
-            raise ValueError(f"{_name(self)} holds {dtype}: token ids must be integers")
-        if isinstance(corpus, IndexedDataset):
-            corpus.verify()
-        if self.eod_token_id is not None:
-            self._warn_if_no_eod()
 
     def _warn_if_no_eod(self):
         """Resets find nothing in a corpus that was tokenized without --append-eod."""
@@ -2302,13 +2286,6 @@ def _as_range(documents):
         raise TypeError(f"numbers of documents must be integers, got {documents.dtype}")
     if np.array_equal(documents, documents[0] + np.arange(len(documents))):
         return range(int(documents[0]), int(documents[-1]) + 1)
-    return documents
-
-
-def _as_documents(documents):
-    """Numbers of documents, in a range or an array, as an array: int32 if they are a range."""
-    if isinstance(documents, range):
-        return np.arange(documents.start, documents.stop, dtype=np.int32)
     return documents
 
 
@@ -2533,8 +2510,6 @@ def _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, 
     room = min(len(dataset_index), len(dataset_sample_index))
     if not 0 <= size <= room:
         raise ValueError(f"the outputs have room for {room} samples, not for {size}")
-    if np.may_share_memory(dataset_index, dataset_sample_index):
-        raise ValueError("dataset_index and dataset_sample_index overlap in memory")
     if not 0 < num_datasets < 2**15 - 1 or len(weights) != num_datasets:
         raise ValueError(
             f"num_datasets must be 1 to {2**15 - 2}, each with a weight, got {num_datasets} and "
@@ -2618,8 +2593,12 @@ class _BlendTooLarge(ValueError):
     needed   {dataset: samples taken of it}; the builder makes that dataset so large
     """
 
-    def __init__(self, sentence, needed):
-        super().__init__(sentence)
+    def __init__(self, needed):
+        sentences = [
+            f"the blend takes {count:,} samples of {_name(dataset)}, which has {len(dataset):,}"
+            for dataset, count in needed.items()
+        ]
+        super().__init__("; ".join(sentences))
         self.needed = needed
 
 
@@ -2750,16 +2729,11 @@ class BlendedDataset(_Identified):
     def _check_taken(self):
         """_BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
         needed = {}
-        sentences = []
         for count, dataset in zip(self.samples_taken().tolist(), self.datasets, strict=True):
             if count > len(dataset):
                 needed[dataset] = count
-                sentences.append(
-                    f"the blend takes {count:,} samples of {_name(dataset)}, which has "
-                    f"{len(dataset):,}"
-                )
         if needed:
-            raise _BlendTooLarge("; ".join(sentences), needed)
+            raise _BlendTooLarge(needed)
 
     def samples_taken(self) -> np.ndarray:
         """Return how many samples the blend takes of each dataset, int64 (datasets,)."""
@@ -2926,7 +2900,12 @@ def _entries_of_config(
         prefixes, weights = corpora
         if split is Split.train and config.blend_phases is not None:
             phases = _as_phases(config.blend_phases, prefixes)
-            _check_samples_of_phases(phases, size)
+            total = sum(samples for samples, _ in phases)
+            if size is not None and size > total:
+                raise ValueError(
+                    f"blend_phases has {total} samples, but {size} are wanted of train: add a "
+                    f"phase of {size - total}, or make the last one longer"
+                )
             entries.append(_Entry(split, list(prefixes), None, bounds, size, phases))
         elif split is Split.valid and config.multiple_validation_sets:
             for prefix in prefixes:
@@ -2939,16 +2918,6 @@ def _entries_of_config(
             prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
             entries.append(_Entry(split, prefixes, normalize(weights), bounds, size, None))
     return entries
-
-
-def _check_samples_of_phases(phases, size):
-    """ValueError if the phases of train have fewer samples than are wanted."""
-    total = sum(samples for samples, _ in phases)
-    if size is not None and size > total:
-        raise ValueError(
-            f"blend_phases has {total} samples, but {size} are wanted of train: add a phase of "
-            f"{size - total}, or make the last one longer"
-        )
 
 
 class BlendedMegatronDatasetBuilder:
