@@ -1495,11 +1495,20 @@ def test_resets_without_eod_in_the_corpus_warn(mm, tmp_path, flag):
 # -- what is refused ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("docs, documents", [([[1] * 9] * 3, []), ([[]] * 3, [0, 1, 2])])
-def test_a_split_without_tokens_is_named(mm, tmp_path, docs, documents):
-    """Upstream never returns."""
-    prefix = mk(mm, tmp_path / "p", docs)
-    with pytest.raises(ValueError, match="train of split '1,0,0' holds no tokens"):
+BAD_DATASETS = [  # sequences, their dtype, documents of the dataset, the error, its words
+    ([[1] * 9] * 3, np.int32, [], ValueError, "train of split '1,0,0' holds no tokens"),
+    ([[]] * 3, np.int32, [0, 1, 2], ValueError, "train of split '1,0,0' holds no tokens"),
+    ([[1] * 9] * 3, np.int32, [0, 3], IndexError, "/p: .* documents are 0 to 2"),
+    ([[1] * 9] * 3, np.int32, [-2, 0], IndexError, "/p: .* documents are 0 to 2"),
+    ([[1] * 9] * 3, np.float32, [0], ValueError, "/p holds float32"),
+]
+
+
+@pytest.mark.parametrize("docs, dtype, documents, error, words", BAD_DATASETS)
+def test_datasets_that_cannot_be(mm, tmp_path, docs, dtype, documents, error, words):
+    """Upstream never returns from a split without tokens."""
+    prefix = mk(mm, tmp_path / "p", docs, dtype)
+    with pytest.raises(error, match=words):
         gpt(mm, prefix, 1, documents=int32(*documents))
 
 
