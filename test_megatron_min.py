@@ -2521,7 +2521,7 @@ def test_cyclic_iter_goes_on_over_one_empty_pass_and_not_over_two(one):
         next(one.cyclic_iter([]))
 
 
-def read(batches, count=None):
+def numbers_of(batches, count=None):
     """The numbers of the next batches, which have no keys any more, as a step may leave them."""
     return [batch.pop("k") for batch in itertools.islice(batches, count)]
 
@@ -2530,21 +2530,21 @@ def test_micro_batches_can_be_had_again(one):
     """As they were, and by a new iterator that goes on with the state of the last."""
     given = [collections.OrderedDict(k=k) for k in range(9)]
     batches = one.RerunDataIterator(given)
-    assert read(batches, 3) == [0, 1, 2]
+    assert numbers_of(batches, 3) == [0, 1, 2]
     batches.rewind()
-    assert read(batches, 1) == [0]
+    assert numbers_of(batches, 1) == [0]
     batches.advance()
-    assert read(batches, 4) == [1, 2, 3, 4]
+    assert numbers_of(batches, 4) == [1, 2, 3, 4]
     batches.rewind()
     assert next(batches) == given[1]
     resumed = one.RerunDataIterator(given[5:])
     resumed.load_state_dict(batches.state_dict())
-    assert read(batches) == read(resumed) == [2, 3, 4, 5, 6, 7, 8]
+    assert numbers_of(batches) == numbers_of(resumed) == [2, 3, 4, 5, 6, 7, 8]
     ended = one.RerunDataIterator([])
     ended.load_state_dict(resumed.state_dict())
-    assert read(ended) == []
+    assert numbers_of(ended) == []
     ended.rewind()
-    assert read(ended) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert numbers_of(ended) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_samples_of_a_run_by_hand(one):
