@@ -2591,11 +2591,14 @@ def test_a_batch_size_that_does_not_grow(one):
 
 def test_groups_of_one_process_and_what_cannot_be(one, monkeypatch):
     groups = one.ParallelGroups()
+    assert groups.rank_lists("tp") == [[0]]
     for kind in ("tp", "dp-cp", "cp-pp"):  # any kind has a size, though not a process group
         assert (groups.rank(kind), groups.size(kind)) == (0, 1)
     assert groups.group("tp") is None
+    with pytest.raises(ValueError, match="cp-pp"):
+        groups.group("cp-pp")
     with pytest.raises(ValueError, match="tp-ep"):
-        one.ParallelGroups.rank_lists("tp-ep")
+        groups.rank_lists("tp-ep")
     for tensor in (0, 2):
         with pytest.raises(ValueError, match=f"tensor {tensor}"):
             one.ParallelGroups(tensor=tensor)
