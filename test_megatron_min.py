@@ -3187,6 +3187,7 @@ def wrapped(job, options):
 
 def check_gradients(ddp, wanted):
     """In grad, and in the buffers; with a distributed optimizer, in this rank's shards."""
+    assert ddp.size * sum(map(len, ddp.grad_shards)) == sum(map(len, ddp.grad_buffers))
     parts = ddp.grad_shards if ddp.use_distributed_optimizer else ddp.grad_buffers
     found = [part.clone() for part in parts]
     params = {name: param for name, param in ddp.module.named_parameters() if param.requires_grad}
