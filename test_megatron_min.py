@@ -3032,13 +3032,17 @@ def test_copies_of_a_model_have_gradients_of_their_own(one):
 def test_nccl_may_divide_by_the_ranks(one, group, monkeypatch):
     """One process that stands for two ranks: what it would send, and how it is added."""
     monkeypatch.setattr(torch.distributed, "get_world_size", mock.Mock(return_value=2))
-    monkeypatch.setattr(torch.distributed, "get_backend", mock.Mock(return_value="nccl"))
-    [ddp] = models_of_one_layer(one, 1, average_in_collective=True)
-    ddp(torch.tensor([[3.0, 4.0]])).sum().backward()
-    with mock.patch.object(torch.distributed, "all_reduce") as all_reduce:
-        ddp.finish_grad_sync()
-    assert all_reduce.call_args.args[1] == torch.distributed.ReduceOp.AVG
-    assert lists(ddp.grad_buffers) == [[3, 4]]
+    for backend, operation, values in (
+        ("nccl", torch.distributed.ReduceOp.AVG, [3, 4]),
+        ("gloo", torch.distributed.ReduceOp.SUM, [1.5, 2]),  # it cannot divide in every torch
+    ):
+        monkeypatch.setattr(torch.distributed, "get_backend", mock.Mock(return_value=backend))
+        [ddp] = models_of_one_layer(one, 1, average_in_collective=True)
+        ddp(torch.tensor([[3.0, 4.0]])).sum().backward()
+        with mock.patch.object(torch.distributed, "all_reduce") as all_reduce:
+            ddp.finish_grad_sync()
+        assert all_reduce.call_args.args[1] == operation
+        assert lists(ddp.grad_buffers) == [values]
 
 
 def backward_of_ones(layers, value):
@@ -3181,8 +3185,7 @@ OPTIONS = [dict(zip(CHOICES, row, strict=True)) for row in itertools.product(*CH
 
 
 def wrapped(job, options):
-    """gloo cannot divide, though it is asked to."""
-    return job.mm.DistributedDataParallel(Net(), average_in_collective=True, **options)
+    return job.mm.DistributedDataParallel(Net(), **options)
 
 
 def check_gradients(ddp, wanted):
