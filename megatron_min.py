@@ -2178,9 +2178,13 @@ class GPTDataset(MegatronDataset):
         lengths = self.dataset.sequence_lengths
         if isinstance(self.dataset, IndexedDataset):
             self.dataset.verify()
+            if np.issubdtype(self.dataset.dtype, np.floating):
+                raise ValueError(f"{_name(self)} holds {self.dataset.dtype.__name__}, no ids")
         if self.eod_token_id is not None:
             self._warn_if_no_eod()
         documents = self.indices
+        if np.any((documents < 0) | (documents >= len(lengths))):
+            raise IndexError(f"{_name(self)}: its documents are 0 to {len(lengths) - 1}")
         part = documents
         if isinstance(self._documents, range):  # as a slice, which copies no lengths
             part = slice(self._documents.start, self._documents.stop)
