@@ -456,7 +456,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.check = check
         self._verified = False
         self._fingerprint = None  # made when it is asked for
-        self.is_record_compared = False  # section 18
+        self._is_record_compared = False  # section 18
         self.absolute_prefix = _absolute(self.path_prefix)
         self._idx_path = get_idx_path(self.absolute_prefix)
         self._bin_path = get_bin_path(self.absolute_prefix)
@@ -728,7 +728,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     """Write a .bin/.idx pair.  Upstream: IndexedDatasetBuilder; the files are equal byte for byte.
 
     bin_path     path of the token file, which has a temporary name until finalize()
-    dtype        dtype of the stored tokens; an id that does not fit is refused, never wrapped
+    dtype        dtype of the stored tokens; an id that does not fit an integer is refused, never
+                 wrapped
     multimodal   store a mode (int8) for each sequence too
 
     Use a builder in a with block: the block ends in finalize(), with the .idx beside the .bin, or,
@@ -823,6 +824,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
                 f"{self._bin.path}: no document ends after sequence {self.document_indices[-1]}: "
                 "call end_document() before finalize()"
             )
+        self._refuse_if_closed()
         code = DType.code_from_dtype(self.dtype)
         lengths = np.frombuffer(self.sequence_lengths, np.int32)
         num_bytes = lengths.astype(np.int64) * self._token_dtype.itemsize
@@ -855,7 +857,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         """Append sequences, laid end to end in bytes as _encode_tokens() makes them."""
         path = self._bin.path
         try:
-            lengths = array.array("i", lengths)
+            lengths = array.array("i", iter(lengths))  # it would take bytes for memory
             if self.multimodal:
                 modes = array.array("b", bytes(len(lengths)) if modes is None else modes)
         except OverflowError as error:  # it does not say what is too large
@@ -883,18 +885,24 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
     def _write(self, content):
         """Write to the .bin file.  If a write fails, the file is given up: a part may be in it."""
+        self._refuse_if_closed()
         try:
             self._bin.file.write(content)
         except BaseException:
             self._bin.discard()
             raise
 
+    def _refuse_if_closed(self):
+        if self._bin.file.closed:
+            reason = "finalize() was called, or a write failed"
+            raise ValueError(f"{self._bin.path}: this builder is closed: {reason}")
+
 
 def _encode_tokens(values, dtype):
     """Tensor, array or list -> bytes: these ids as a .bin file of this dtype has them.
 
     ValueError at the first id that does not fit, where upstream may wrap it.  Tokens of a
-    floating-point dtype, which the format knows too, are rounded.
+    floating-point dtype, which the format knows too, are rounded, beyond its range to infinity.
     """
     if isinstance(values, torch.Tensor):
         values = values.numpy(force=True)  # from any device
@@ -1053,7 +1061,8 @@ def encode_jsonl(
     tokenizer     an object as described above; default ByteTokenizer()
     json_key      the text of a document is found in its object under this key
     append_eod    put tokenizer.eod after each document that has tokens
-    Raises        ValueError or KeyError at a line that holds no such object; no pair appears then
+    Raises        ValueError, KeyError or TypeError at a line that holds no such object; no pair
+                  appears then
 
     This is the definition of preprocess() in section 18, which writes the same bytes, uses all
     cores of a machine, and names the file and the line of an error.
@@ -1245,7 +1254,9 @@ class BlendedMegatronDatasetConfig:
     def __post_init__(self) -> None:
         _refuse_passwords([self.blend, self.blend_per_split])
         self._check_numbers()
-        if self.blend_per_split is not None and any(self.blend_per_split):
+        if self.blend_per_split is not None and not _is_list(self.blend_per_split):
+            raise ValueError("blend_per_split wants a list")
+        if self.blend_per_split and any(self.blend_per_split):
             if self.blend is not None or self.split is not None:
                 raise ValueError("blend_per_split wants blend and split to be None")
             if len(self.blend_per_split) != len(Split):
@@ -1279,7 +1290,7 @@ class BlendedMegatronDatasetConfig:
                 )
             setattr(self, name, int(value))
         surplus = self.mid_level_dataset_surplus
-        if not 0 <= surplus < math.inf:
+        if not isinstance(surplus, numbers.Real) or not 0 <= surplus < math.inf:
             raise ValueError(f"mid_level_dataset_surplus: wanted a number >= 0, got {surplus!r}")
 
     def _check_phases(self):
@@ -1299,12 +1310,18 @@ def _read_blend(blend):
     """A blend, checked: ([prefix, ...], [weight, ...] or None), or None."""
     if blend is None:
         return None
-    if len(blend) != 2 or isinstance(blend[0], (str, os.PathLike)) or len(blend[0]) == 0:
-        raise ValueError(f"a blend is ([prefix, ...], [weight, ...] or None), got {blend!r}")
+    is_pair = _is_list(blend) and len(blend) == 2
+    if not is_pair or not _is_list(blend[0]) or len(blend[0]) == 0:
+        raise ValueError("a blend is ([prefix, ...], [weight, ...] or None), in lists or tuples")
     prefixes, weights = blend
     if weights is not None:
         weights = _read_weights(weights, prefixes)
     return prefixes, weights
+
+
+def _is_list(names):
+    """Is this a list or the like?  In no other kind of object a password would be seen."""
+    return isinstance(names, collections.abc.Sequence) and not isinstance(names, str)
 
 
 def _read_weights(weights, names):
@@ -1422,8 +1439,8 @@ def get_blend_from_list(
     if blend is None:
         return None
     _refuse_passwords(blend)
-    if isinstance(blend, str):
-        raise ValueError(f"wanted a list of prefixes, or of weights and prefixes, got {blend!r}")
+    if not _is_list(blend):
+        raise ValueError("wanted a list of prefixes, or of weights and prefixes")
     entries = [str(entry).strip() for entry in blend]
     values = [_number(entry) for entry in entries]
     is_number = [value is not None for value in values]
@@ -1830,8 +1847,8 @@ class _Identified(torch.utils.data.Dataset):
 
 
 def _as_json(value):
-    """What stands in a text of JSON for a value that JSON does not know, such as a tokenizer."""
-    return value.unique_identifiers
+    """What stands in a text of JSON for a tokenizer, or for a Path or a number of numpy in one."""
+    return getattr(value, "unique_identifiers", str(value))
 
 
 class MegatronDataset(abc.ABC, _Identified):
@@ -1885,7 +1902,9 @@ class MegatronDataset(abc.ABC, _Identified):
     @functools.cached_property
     def indices(self) -> np.ndarray:
         """Which documents of dataset belong to this split; of a range int32, else as given."""
-        return _as_documents(self._documents)
+        if isinstance(self._documents, range):
+            return np.arange(self._documents.start, self._documents.stop, dtype=np.int32)
+        return self._documents
 
     @staticmethod
     def build_low_level_dataset(
@@ -2092,9 +2111,11 @@ class GPTDataset(MegatronDataset):
         if idx is None:
             loss_mask[:] = False
 
-        # the places of the sample where positions count from 0 again
-        after_eod = self._starts_after_eod(tokens)
-        starts = [0]
+        after_eod = [0]  # the places among the inputs where a document starts, as eods say
+        if self.eod_token_id is not None:
+            eods = np.flatnonzero(tokens[:-1] == self.eod_token_id)
+            after_eod += (eods + 1).tolist()
+        starts = [0]  # the places where positions count from 0 again
         if config.inter_document_masking:
             if lengths is None:
                 lengths = [length for _, _, length in self.pieces(k)]
@@ -2117,13 +2138,6 @@ class GPTDataset(MegatronDataset):
             sample["cu_seqlens"][: len(starts)] = starts
             sample["max_seqlen"] = np.array(np.diff([*starts, S]).max(), np.int32)
         return {key: torch.from_numpy(values) for key, values in sample.items()}
-
-    def _starts_after_eod(self, tokens):
-        """The places among the inputs where a document starts: 0, and behind each eod token."""
-        if self.eod_token_id is None:
-            return [0]
-        eods = np.flatnonzero(tokens[:-1] == self.eod_token_id)
-        return [0, *(eods + 1).tolist()]
 
     # ---- how the three arrays are built
 
@@ -2163,8 +2177,15 @@ class GPTDataset(MegatronDataset):
         config = self.config
         S = config.sequence_length
         lengths = self.dataset.sequence_lengths
-        documents = _as_documents(self._documents)
-        self._check_corpus(documents)
+        if isinstance(self.dataset, IndexedDataset):
+            self.dataset.verify()
+            if np.issubdtype(self.dataset.dtype, np.floating):
+                raise ValueError(f"{_name(self)} holds {self.dataset.dtype.__name__}, no ids")
+        if self.eod_token_id is not None:
+            self._warn_if_no_eod()
+        documents = self.indices
+        if np.any((documents < 0) | (documents >= len(lengths))):
+            raise IndexError(f"{_name(self)}: its documents are 0 to {len(lengths) - 1}")
         part = documents
         if isinstance(self._documents, range):  # as a slice, which copies no lengths
             part = slice(self._documents.start, self._documents.stop)
@@ -2201,22 +2222,6 @@ class GPTDataset(MegatronDataset):
             self._extra,
         )
         return plan, [document_index, sample_index, shuffle_index]
-
-    def _check_corpus(self, documents):
-        """Check what new orders are made of: documents that exist, of integers, in a right .idx."""
-        corpus = self.dataset
-        if len(documents):
-            lowest = documents.min()
-            highest = documents.max()
-            if lowest < 0 or highest >= len(corpus):
-                raise IndexError(f"{_name(self)}: documents {lowest} .. {highest} of {len(corpus)}")
-        dtype = np.dtype(getattr(corpus, "dtype", np.int64))
-        if dtype.kind not in "iu":
-            raise ValueError(f"{_name(self)} holds {dtype}: token ids must be integers")
-        if isinstance(corpus, IndexedDataset):
-            corpus.verify()
-        if self.eod_token_id is not None:
-            self._warn_if_no_eod()
 
     def _warn_if_no_eod(self):
         """Resets find nothing in a corpus that was tokenized without --append-eod."""
@@ -2282,15 +2287,10 @@ def _as_range(documents):
     documents = np.asarray(documents)
     if len(documents) == 0:
         return range(0)
+    if documents.dtype.kind not in "iu":
+        raise TypeError(f"numbers of documents must be integers, got {documents.dtype}")
     if np.array_equal(documents, documents[0] + np.arange(len(documents))):
         return range(int(documents[0]), int(documents[-1]) + 1)
-    return documents
-
-
-def _as_documents(documents):
-    """Numbers of documents, in a range or an array, as an array: int32 if they are a range."""
-    if isinstance(documents, range):
-        return np.arange(documents.start, documents.stop, dtype=np.int32)
     return documents
 
 
@@ -2515,8 +2515,6 @@ def _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, 
     room = min(len(dataset_index), len(dataset_sample_index))
     if not 0 <= size <= room:
         raise ValueError(f"the outputs have room for {room} samples, not for {size}")
-    if np.may_share_memory(dataset_index, dataset_sample_index):
-        raise ValueError("dataset_index and dataset_sample_index overlap in memory")
     if not 0 < num_datasets < 2**15 - 1 or len(weights) != num_datasets:
         raise ValueError(
             f"num_datasets must be 1 to {2**15 - 2}, each with a weight, got {num_datasets} and "
@@ -2600,8 +2598,12 @@ class _BlendTooLarge(ValueError):
     needed   {dataset: samples taken of it}; the builder makes that dataset so large
     """
 
-    def __init__(self, sentence, needed):
-        super().__init__(sentence)
+    def __init__(self, needed):
+        sentences = [
+            f"the blend takes {count:,} samples of {_name(dataset)}, which has {len(dataset):,}"
+            for dataset, count in needed.items()
+        ]
+        super().__init__("; ".join(sentences))
         self.needed = needed
 
 
@@ -2732,16 +2734,11 @@ class BlendedDataset(_Identified):
     def _check_taken(self):
         """_BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
         needed = {}
-        sentences = []
         for count, dataset in zip(self.samples_taken().tolist(), self.datasets, strict=True):
             if count > len(dataset):
                 needed[dataset] = count
-                sentences.append(
-                    f"the blend takes {count:,} samples of {_name(dataset)}, which has "
-                    f"{len(dataset):,}"
-                )
         if needed:
-            raise _BlendTooLarge("; ".join(sentences), needed)
+            raise _BlendTooLarge(needed)
 
     def samples_taken(self) -> np.ndarray:
         """Return how many samples the blend takes of each dataset, int64 (datasets,)."""
@@ -2908,7 +2905,12 @@ def _entries_of_config(
         prefixes, weights = corpora
         if split is Split.train and config.blend_phases is not None:
             phases = _as_phases(config.blend_phases, prefixes)
-            _check_samples_of_phases(phases, size)
+            total = sum(samples for samples, _ in phases)
+            if size is not None and size > total:
+                raise ValueError(
+                    f"blend_phases has {total} samples, but {size} are wanted of train: add a "
+                    f"phase of {size - total}, or make the last one longer"
+                )
             entries.append(_Entry(split, list(prefixes), None, bounds, size, phases))
         elif split is Split.valid and config.multiple_validation_sets:
             for prefix in prefixes:
@@ -2921,16 +2923,6 @@ def _entries_of_config(
             prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
             entries.append(_Entry(split, prefixes, normalize(weights), bounds, size, None))
     return entries
-
-
-def _check_samples_of_phases(phases, size):
-    """ValueError if the phases of train have fewer samples than are wanted."""
-    total = sum(samples for samples, _ in phases)
-    if size is not None and size > total:
-        raise ValueError(
-            f"blend_phases has {total} samples, but {size} are wanted of train: add a phase of "
-            f"{size - total}, or make the last one longer"
-        )
 
 
 class BlendedMegatronDatasetBuilder:
@@ -4621,7 +4613,7 @@ class _NewFile:
         # Before the file is there: a signal may come at any moment.
         self._remove = weakref.finalize(self, _remove_file, self.temporary, os.getpid())
         self.file = io.BufferedWriter(_FileNamedInErrors(self.temporary, "x"), 1 << 20)
-        weakref.finalize(self, self.file.raw.close)  # without what is not yet written
+        weakref.finalize(self, self.file.raw.close)  # for one that nobody ends
 
     def sync(self) -> None:
         """Have the disk hold all that was written; OSError if it is full."""
@@ -7092,8 +7084,8 @@ def _compare_tokenizers(prefix, record, other_place, other):
 
 def _warn_of_other_tokenizer(pair, tokenizer):
     """Warn, once, if the record of an opened pair names another tokenizer than the config's."""
-    record = None if pair.is_record_compared else _read_record(pair.absolute_prefix)
-    pair.is_record_compared = True
+    record = None if pair._is_record_compared else _read_record(pair.absolute_prefix)
+    pair._is_record_compared = True
     if record is not None:
         identity = _identity_of_tokenizer(tokenizer)
         difference = _compare_tokenizers(pair.path_prefix, record, "the config", identity)
