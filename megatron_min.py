@@ -1884,7 +1884,9 @@ class MegatronDataset(abc.ABC, _Identified):
     @functools.cached_property
     def indices(self) -> np.ndarray:
         """Which documents of dataset belong to this split; of a range int32, else as given."""
-        return _as_documents(self._documents)
+        if isinstance(self._documents, range):
+            return np.arange(self._documents.start, self._documents.stop, dtype=np.int32)
+        return self._documents
 
     @staticmethod
     def build_low_level_dataset(
@@ -2091,9 +2093,11 @@ class GPTDataset(MegatronDataset):
         if idx is None:
             loss_mask[:] = False
 
-        # the places of the sample where positions count from 0 again
-        after_eod = self._starts_after_eod(tokens)
-        starts = [0]
+        after_eod = [0]  # the places among the inputs where a document starts, as eods say
+        if self.eod_token_id is not None:
+            eods = np.flatnonzero(tokens[:-1] == self.eod_token_id)
+            after_eod += (eods + 1).tolist()
+        starts = [0]  # the places where positions count from 0 again
         if config.inter_document_masking:
             if lengths is None:
                 lengths = [length for _, _, length in self.pieces(k)]
@@ -2116,13 +2120,6 @@ class GPTDataset(MegatronDataset):
             sample["cu_seqlens"][: len(starts)] = starts
             sample["max_seqlen"] = np.array(np.diff([*starts, S]).max(), np.int32)
         return {key: torch.from_numpy(values) for key, values in sample.items()}
-
-    def _starts_after_eod(self, tokens):
-        """The places among the inputs where a document starts: 0, and behind each eod token."""
-        if self.eod_token_id is None:
-            return [0]
-        eods = np.flatnonzero(tokens[:-1] == self.eod_token_id)
-        return [0, *(eods + 1).tolist()]
 
     # ---- how the three arrays are built
 
@@ -2162,8 +2159,11 @@ class GPTDataset(MegatronDataset):
         config = self.config
         S = config.sequence_length
         lengths = self.dataset.sequence_lengths
-        documents = _as_documents(self._documents)
-        self._check_corpus(documents)
+        if isinstance(self.dataset, IndexedDataset):
+            self.dataset.verify()
+        if self.eod_token_id is not None:
+            self._warn_if_no_eod()
+        documents = self.indices
         part = documents
         if isinstance(self._documents, range):  # as a slice, which copies no lengths
             part = slice(self._documents.start, self._documents.stop)
@@ -2200,22 +2200,6 @@ class GPTDataset(MegatronDataset):
             self._extra,
         )
         return plan, [document_index, sample_index, shuffle_index]
-
-    def _check_corpus(self, documents):
-        """Check what new orders are made of: documents that exist, of integers, in a right .idx."""
-        corpus = self.dataset
-        if len(documents):
-            lowest = documents.min()
-            highest = documents.max()
-            if lowest < 0 or highest >= len(corpus):
-                raise IndexError(f"{_name(self)}: documents {lowest} .. {highest} of {len(corpus)}")
-        dtype = np.dtype(getattr(corpus, "dtype", np.int64))
-        if dtype.kind not in "iu":
-            raise ValueError(f"{_name(self)} holds {dtype}: token ids must be integers")
-        if isinstance(corpus, IndexedDataset):
-            corpus.verify()
-        if self.eod_token_id is not None:
-            self._warn_if_no_eod()
 
     def _warn_if_no_eod(self):
         """Resets find nothing in a corpus that was tokenized without --append-eod."""
@@ -2283,13 +2267,6 @@ def _as_range(documents):
         return range(0)
     if np.array_equal(documents, documents[0] + np.arange(len(documents))):
         return range(int(documents[0]), int(documents[-1]) + 1)
-    return documents
-
-
-def _as_documents(documents):
-    """Numbers of documents, in a range or an array, as an array: int32 if they are a range."""
-    if isinstance(documents, range):
-        return np.arange(documents.start, documents.stop, dtype=np.int32)
     return documents
 
 
@@ -2514,8 +2491,6 @@ def _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, 
     room = min(len(dataset_index), len(dataset_sample_index))
     if not 0 <= size <= room:
         raise ValueError(f"the outputs have room for {room} samples, not for {size}")
-    if np.may_share_memory(dataset_index, dataset_sample_index):
-        raise ValueError("dataset_index and dataset_sample_index overlap in memory")
     if not 0 < num_datasets < 2**15 - 1 or len(weights) != num_datasets:
         raise ValueError(
             f"num_datasets must be 1 to {2**15 - 2}, each with a weight, got {num_datasets} and "
@@ -2599,8 +2574,12 @@ class _BlendTooLarge(ValueError):
     needed   {dataset: samples taken of it}; the builder makes that dataset so large
     """
 
-    def __init__(self, sentence, needed):
-        super().__init__(sentence)
+    def __init__(self, needed):
+        sentences = [
+            f"the blend takes {count:,} samples of {_name(dataset)}, which has {len(dataset):,}"
+            for dataset, count in needed.items()
+        ]
+        super().__init__("; ".join(sentences))
         self.needed = needed
 
 
@@ -2731,16 +2710,11 @@ class BlendedDataset(_Identified):
     def _check_taken(self):
         """_BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
         needed = {}
-        sentences = []
         for count, dataset in zip(self.samples_taken().tolist(), self.datasets, strict=True):
             if count > len(dataset):
                 needed[dataset] = count
-                sentences.append(
-                    f"the blend takes {count:,} samples of {_name(dataset)}, which has "
-                    f"{len(dataset):,}"
-                )
         if needed:
-            raise _BlendTooLarge("; ".join(sentences), needed)
+            raise _BlendTooLarge(needed)
 
     def samples_taken(self) -> np.ndarray:
         """Return how many samples the blend takes of each dataset, int64 (datasets,)."""
@@ -2907,7 +2881,12 @@ def _entries_of_config(
         prefixes, weights = corpora
         if split is Split.train and config.blend_phases is not None:
             phases = _as_phases(config.blend_phases, prefixes)
-            _check_samples_of_phases(phases, size)
+            total = sum(samples for samples, _ in phases)
+            if size is not None and size > total:
+                raise ValueError(
+                    f"blend_phases has {total} samples, but {size} are wanted of train: add a "
+                    f"phase of {size - total}, or make the last one longer"
+                )
             entries.append(_Entry(split, list(prefixes), None, bounds, size, phases))
         elif split is Split.valid and config.multiple_validation_sets:
             for prefix in prefixes:
@@ -2920,16 +2899,6 @@ def _entries_of_config(
             prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
             entries.append(_Entry(split, prefixes, normalize(weights), bounds, size, None))
     return entries
-
-
-def _check_samples_of_phases(phases, size):
-    """ValueError if the phases of train have fewer samples than are wanted."""
-    total = sum(samples for samples, _ in phases)
-    if size is not None and size > total:
-        raise ValueError(
-            f"blend_phases has {total} samples, but {size} are wanted of train: add a phase of "
-            f"{size - total}, or make the last one longer"
-        )
 
 
 class BlendedMegatronDatasetBuilder:
@@ -3160,8 +3129,8 @@ class _Sampler:
             "data_parallel_size": data_parallel_size,
         }
         for name, size in sizes.items():
-            if size < 1 or size % 1:
-                raise ValueError(f"{name} must be >= 1 and whole, got {size}")
+            if not isinstance(size, numbers.Real) or size < 1 or size % 1:
+                raise ValueError(f"{name} must be >= 1 and whole, got {size!r}")
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(
                 f"data_parallel_rank must be 0 to {data_parallel_size - 1}, "
@@ -3175,7 +3144,7 @@ class _Sampler:
         self.drop_last = drop_last
         self.samples_per_round = self.micro_batch_size * self.data_parallel_size
         self.active_total_samples = self.total_samples - self.total_samples % self.samples_per_round
-        self.check_start(self.consumed_samples)
+        self.check_start(consumed_samples)
 
     def __len__(self) -> int:
         if self.drop_last:
@@ -3184,9 +3153,9 @@ class _Sampler:
 
     def check_start(self, consumed_samples: int) -> None:
         """ValueError unless a pass can start there: anywhere from the first sample to the end."""
-        if not 0 <= consumed_samples <= self.total_samples:
+        if not 0 <= consumed_samples <= self.total_samples or consumed_samples % 1:
             raise ValueError(
-                f"consumed_samples must be 0 to total_samples ({self.total_samples}), "
+                f"consumed_samples must be 0 to total_samples ({self.total_samples}) and whole, "
                 f"got {consumed_samples}"
             )
 
@@ -4664,10 +4633,7 @@ def _remove_file(path, process=None):
 
 
 def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
-    """Give a .bin and its .idx their names, as drawn above.
-
-    OSError if the disk refuses a step; once the .bin has its name, it says where the .idx is.
-    """
+    """Give a .bin and its .idx their names, as drawn above; OSError if the disk refuses a step."""
     tokens.finish()
     index.finish()
     _undisturbed(_name_pair, tokens, index)
@@ -4688,20 +4654,15 @@ def _name_pair(tokens, index):
         os.replace(index.temporary, index.path)
         for folder in {os.path.dirname(tokens.path), os.path.dirname(index.path)}:
             _sync_folder(folder)
-    except BaseException as error:
+    except BaseException:
         # A rename over a network may fail and be made: look which name the .bin has.
         if os.path.basename(tokens.temporary) in os.listdir(os.path.dirname(tokens.path)):
             with contextlib.suppress(OSError):
                 os.replace(old_index, index.path)
             _remove_file(index.temporary)  # first: see the rule for an .idx that is missing
             _remove_file(tokens.temporary)
-            places = [old_index]  # if it could not come back
         else:
             _remove_file(old_index)
-            places = [index.temporary, index.path]
-        for place in places:
-            if isinstance(error, OSError) and os.path.exists(place):
-                error.strerror = f"{error.strerror}; the .idx of {tokens.path} is {place}"
         raise
 
 
@@ -4804,16 +4765,15 @@ def _load_or_build(
     if _is_remote(folder):
         raise ValueError("path_to_cache must be a local folder, got a URL")
     stem = os.path.join(folder, stem)
-    found = None
     try:
         found = _find_arrays(stem, names, made_from, pair)
+        if found is not None:
+            facts, in_files = found
+            return facts, list(in_files.values()), in_files
     except Exception as error:
         _raise_limit(error)
         reason = f"{type(error).__name__}: {error}"
         warnings.warn(f"the index cache {stem}-* is rebuilt: {reason}", stacklevel=4)
-    if found is not None:
-        facts, arrays = found
-        return facts, arrays, dict(zip(names, arrays, strict=True))
     facts, arrays = build()
     manifest = {
         "format": _CACHE_FORMAT,
@@ -4842,7 +4802,7 @@ def _raise_limit(error):
 
 
 def _find_arrays(stem, names, made_from, pair):
-    """Return (facts, arrays) of the files; None where no manifest of this format is.
+    """Return (facts, {name: array}) of the files; None where no manifest of this format is.
 
     An exception says what is wrong with them.
     """
@@ -4854,22 +4814,18 @@ def _find_arrays(stem, names, made_from, pair):
         return None
     if manifest.pop("crc32") != zlib.crc32(json.dumps(manifest).encode()):
         raise DatasetFormatError("manifest.json is damaged")
-    for key in {**made_from, **manifest["made_from"]}:
-        was = manifest["made_from"].get(key)
-        now = made_from.get(key)
-        if was != now:
-            raise DatasetFormatError(f"{key} was {was!r}, is {now!r}")
+    if manifest["made_from"] != made_from:
+        raise DatasetFormatError(f"it was made from {manifest['made_from']}, now from {made_from}")
     note = manifest["pair"]
     if pair is not None and (note is None or not pair.is_noted(note)):
         raise DatasetFormatError(f"the pair was {note}, is {pair.note()}")
-    arrays = [_open_array(f"{stem}-{name}.npy", manifest["files"][name]) for name in names]
+    in_files = {}
+    for name in names:
+        in_files[name] = _open_array(f"{stem}-{name}.npy", manifest["files"][name])
     # Another job may have renamed its own files in meanwhile: it removes the manifest first.
-    text_now = _read_manifest(stem)
-    if text_now is None:
-        return None
-    if text_now != text:
+    if _read_manifest(stem) != text:
         raise DatasetFormatError("another job has written it meanwhile")
-    return manifest["facts"], arrays
+    return manifest["facts"], in_files
 
 
 def _read_manifest(stem):
@@ -4906,10 +4862,9 @@ def _save_arrays(stem, arrays, description, manifest):
     their names: so a crash on the way leaves neither beside a mix of old and new arrays.
     (Upstream trusts arrays that have a description.)
     """
+    os.makedirs(os.path.dirname(stem), exist_ok=True)
     in_files = {}
-    new_files = []
-    try:
-        os.makedirs(os.path.dirname(stem), exist_ok=True)
+    with contextlib.ExitStack() as new_files:  # its end gives them their names
         for name, values in arrays.items():
             # np.save() writes the same, and takes 0.1 ms more: with hundreds of small corpora
             # that is a third of a start.
@@ -4923,8 +4878,7 @@ def _save_arrays(stem, arrays, description, manifest):
             if size <= _CHECKED_BYTES:
                 noted["crc32"] = zlib.crc32(content, zlib.crc32(header))
             new_file = _NewFile(f"{stem}-{name}.npy", synced=size > _CHECKED_BYTES)
-            new_files.append(new_file)
-            new_file.file.write(header)
+            new_files.enter_context(new_file).write(header)
             new_file.file.write(content)
             new_file.finish()
             manifest["files"][name] = noted
@@ -4933,19 +4887,13 @@ def _save_arrays(stem, arrays, description, manifest):
                 values = _open_array(new_file.temporary, noted)
             values.setflags(write=False)
             in_files[name] = values
-        manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
-        texts = {"description.txt": description, "manifest.json": json.dumps(manifest)}
-        for file, text in texts.items():
-            new_file = _NewFile(f"{stem}-{file}", synced=False)
-            new_files.append(new_file)
-            new_file.file.write(text.encode())
-        for file in ("manifest.json", "description.txt"):
-            pathlib.Path(f"{stem}-{file}").unlink(missing_ok=True)
-        for new_file in new_files:
-            new_file.commit()
-    finally:
-        for new_file in new_files:
-            new_file.discard()  # it does nothing where the file has its name
+        for ending in ("manifest.json", "description.txt"):
+            pathlib.Path(f"{stem}-{ending}").unlink(missing_ok=True)
+    manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
+    texts = {"description.txt": description, "manifest.json": json.dumps(manifest)}
+    for ending, text in texts.items():
+        with _NewFile(f"{stem}-{ending}", synced=False) as file:
+            file.write(text.encode())
     return in_files
 
 
@@ -5058,9 +5006,9 @@ class _RemoteFile:
     url     such as s3://bucket/corpus.bin
     dtype   of its tokens; by default they are bytes
 
-    Every request is tried again after growing pauses, unless the object is not there, may not be
-    read, or a program is wrong.  An error names the object.  Objects can be pickled, and used by
-    threads and by forked processes: fsspec keeps one connection for each process.
+    Every request is tried again after growing pauses, unless the object is not there or may not be
+    read.  An error names the object.  Objects can be pickled, and used by threads and by forked
+    processes: fsspec keeps one connection for each process.
     """
 
     _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
@@ -5162,8 +5110,6 @@ class _RemoteFile:
             kind = FileNotFoundError
         elif isinstance(error, PermissionError) or status in (401, 403):
             kind = PermissionError
-        elif type(error).__module__ == "builtins" and not isinstance(error, (OSError, EOFError)):
-            kind = RuntimeError  # such as for a TypeError: a program is wrong, and stays so
         return kind(f"{self.url}: {type(error).__name__}: {error}")
 
 
@@ -5289,7 +5235,6 @@ def _holds_password(url: str) -> bool:
 _STATE_VERSION = 6  # a number to count up when the same past comes to mean other samples
 _NUM_PROBES = 32
 _SUBJECTS = {  # what a message says of an entry of a past
-    "version": "the version",
     "sampler": "the {key} of the order",
     "mix": "which corpus gave which sample",
     "corpora": "corpus {key}",
@@ -5310,10 +5255,18 @@ def _is_plain(dataset: typing.Any) -> bool:
     return all(type(part) is GPTDataset and part.config is dataset.config for part in parts)
 
 
+class _PaddedSubset(torch.utils.data.Subset):
+    """A Subset whose sample None, which fills up a batch, is that of its dataset."""
+
+    def __getitems__(self, indices):
+        return _samples_of(self.dataset, [k if k is None else self.indices[k] for k in indices])
+
+
 class PretrainingDataLoader(torch.utils.data.DataLoader):
     """A DataLoader whose position can be saved, as with torchdata's StatefulDataLoader.
 
-    dataset        any dataset
+    dataset        any dataset; one that can be asked for sample None (of a Subset its dataset), if
+                   the sampler fills up batches with it
     batch_sampler  a sampler of section 8
     num_workers    how many threads, or processes, make batches ahead; 0: none
     arguments      further arguments of DataLoader, such as collate_fn or prefetch_factor.  With
@@ -5349,6 +5302,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             raise ValueError(
                 "in_order=False: a state counts batches, so they must come in the sampler's order"
             )
+        if type(dataset) is torch.utils.data.Subset:
+            dataset = _PaddedSubset(dataset.dataset, dataset.indices)
         may_use_threads = IMPLEMENTATION == "c" and _is_plain(dataset)
         self.makes_own_batches = may_use_threads and arguments.keys() <= {"pin_memory"}
         self.num_threads = 0
@@ -5473,14 +5428,20 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             ) from None
         self.batch_sampler.check_start(consumed)
         if strict:
-            here = json.loads(self._look_at_past(consumed))
-            self._check_past({"version": version, **past}, {"version": _STATE_VERSION, **here})
+            if version != _STATE_VERSION:
+                raise ValueError(
+                    f"the state does not fit: it has version {version}, and this release reads "
+                    f"{_STATE_VERSION}.  Go on with the release that saved it, or at its place, "
+                    "unchecked: load_state_dict(state, strict=False)"
+                )
+            self._check_past(past, json.loads(self._look_at_past(consumed)))
         self._newest = None
         self.consumed_samples = consumed
         self.batch_sampler.consumed_samples = consumed
 
     def _check_past(self, saved, here):
         """ValueError, with the first thing that differs, unless a saved past is that of here."""
+        corpora = dict(enumerate(self._corpora))
         for what in {**saved, **here}:
             was = _entries(saved.get(what))
             now = _entries(here.get(what))
@@ -5488,8 +5449,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                 if was.get(key) == now.get(key):
                     continue
                 subject = _SUBJECTS.get(what, what).format(key=key)
-                if what == "corpora":
-                    subject += f" ({os.path.basename(_name(self._corpora[key]))})"
+                if what == "corpora" and key in corpora:
+                    subject += f" ({os.path.basename(_name(corpora[key]))})"
                 raise ValueError(
                     f"the state does not fit: {subject} is another one here ({was.get(key)} in the "
                     f"state, {now.get(key)} here).  Go on with the data and the settings of the "
@@ -5505,7 +5466,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         settings = self._settings_of_order(consumed_samples)
         num_samples = consumed_samples
         which = "that were consumed"
-        if "samples that are shuffled" in settings:  # each of them may have been consumed
+        if self.batch_sampler.kind == "cyclic":  # each that is shuffled may have been consumed
             num_samples = settings["samples that are shuffled"]
             which = "that are shuffled"
         count = min(num_samples, _NUM_PROBES)
@@ -5591,35 +5552,36 @@ def _look_at_item(dataset, k):
 
     It may draw from the global generators, so these are seeded for the look, and set back.
     """
-    state_of_torch = torch.get_rng_state()
     state_of_numpy = np.random.get_state()
     state_of_python = random.getstate()
-    torch.default_generator.manual_seed(0)  # torch.manual_seed() would seed those of GPUs, too
     np.random.seed(0)
     random.seed(0)
     try:
-        with torch.device("cpu"):
-            item = dataset[k]
-        return _md5(json.dumps(item, default=_as_part_of_look))
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.default_generator.manual_seed(0)  # torch.manual_seed() would seed GPUs, too
+            return _md5(json.dumps(_as_part_of_look(dataset[k])))
     except Exception:
         return None
     finally:
-        torch.set_rng_state(state_of_torch)
         np.random.set_state(state_of_numpy)
         random.setstate(state_of_python)
 
 
 def _as_part_of_look(value):
-    """What stands in JSON for a part of a sample that JSON does not know."""
+    """A part of a sample in terms of JSON."""
+    if value is None or isinstance(value, str | int | float):
+        return value
     if isinstance(value, torch.Tensor):
-        values = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+        values = value.detach().cpu().to_dense().contiguous().flatten().view(torch.uint8)
         return [str(value.dtype), list(value.shape), _md5(values.numpy())]
     if isinstance(value, np.ndarray | np.generic):
         if value.dtype.hasobject:
-            return value.tolist()
+            return _as_part_of_look(value.tolist())
         return [str(value.dtype), list(value.shape), _md5(value.tobytes())]
     if isinstance(value, collections.abc.Mapping):
-        return dict(value)
+        return {str(_as_part_of_look(key)): _as_part_of_look(value[key]) for key in value}
+    if isinstance(value, list | tuple):
+        return [_as_part_of_look(part) for part in value]
     if isinstance(value, bytes | numbers.Number):
         return repr(value)
     return type(value).__name__
@@ -5660,6 +5622,8 @@ def build_pretraining_data_loader(
         return dataset
     if len(dataset) == 0:  # a split of which nothing is wanted
         return None
+    if isinstance(dataset, list) and isinstance(dataset[0], torch.utils.data.Dataset):
+        raise ValueError("dataset is a list of datasets: a loader takes one of them")
     place = [data_parallel_rank, data_parallel_size]
     sizes = [len(dataset), consumed_samples, micro_batch_size, *place]
     if full_validation:
@@ -5926,7 +5890,7 @@ _NO_EOD = -(2**63)  # an id that no token has
 
 @functools.wraps(_make_batch)
 def _c_make_batch(dataset, indices):
-    columns = _read_columns(dataset, indices)
+    columns = _read_columns(dataset, indices) if len(indices) else None
     if columns is None:
         return _c_make_batch.__wrapped__(dataset, indices)
     return {key: torch.from_numpy(values) for key, values in columns.items()}
@@ -5992,6 +5956,9 @@ def _read_samples(dataset, columns, rows, samples):
     corpus = dataset.dataset
     if type(corpus) is not IndexedDataset or corpus.mapped_tokens is None:
         return False
+    num_samples = len(dataset)
+    if len(dataset.shuffle_index) < num_samples:  # C would count -1 from its end
+        return False
     try:
         rows = array.array("q", rows)
         samples = array.array("q", [0 if k is None else k for k in samples])
@@ -6013,7 +5980,7 @@ def _read_samples(dataset, columns, rows, samples):
             corpus.sequence_lengths,
             dataset.document_index,
             dataset.sample_index,
-            dataset.shuffle_index[: len(dataset)],  # more than these are no samples
+            dataset.shuffle_index[:num_samples],  # more than these are no samples
             int(config.add_extra_token_to_sequence),
             dataset._pad_token_id,
             _NO_EOD if dataset.eod_token_id is None else dataset.eod_token_id,
@@ -6084,8 +6051,12 @@ class NullTokenizer:
         self.unique_identifiers = {"class": "NullTokenizer", "vocab_size": self.vocab_size}
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the numbers in a text; ValueError if a word is no number."""
-        return [int(number) for number in text.split()]
+        """Return the ids in a text; ValueError if a word is none."""
+        ids = [int(number) for number in text.split()]
+        for token in ids:
+            if not 0 <= token <= self.eod:
+                raise ValueError(f"{token} is no id up to {self.eod}, which is eod")
+        return ids
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
         """Return ids as numbers with spaces in between."""
@@ -7332,16 +7303,33 @@ def _pack_conversations(encoded, sequence_length, fill, granularity):
     return tokens, targets, is_filled, ends
 
 
-class _JsonlRows:
-    """The rows of a file of JSON lines, by number.  Blank lines are no rows.
+class _Rows:
+    """The rows of a file, by number."""
+
+    def __init__(self, path):
+        self.path = os.path.abspath(path)
+        with open(self.path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            ends = file.read(4096)
+            file.seek(max(0, size - 4096))
+            ends += file.read(4096)
+        self._fingerprint = {"size": size, "ends_crc32": zlib.crc32(ends)}
+
+    def fingerprint(self):
+        """What tells these rows from others, as IndexedDataset.fingerprint() does for tokens."""
+        return self._fingerprint
+
+
+class _JsonlRows(_Rows):
+    """The rows of a file of JSON lines.  Blank lines are no rows.
 
     starts         where each row begins, in bytes
     line_numbers   the number of its line, from 1, for errors
     """
 
     def __init__(self, path):
-        self.path = os.path.abspath(path)
-        self._fingerprint = _fingerprint_of_rows(path)
+        super().__init__(path)
         self.starts = array.array("q")
         self.line_numbers = array.array("q")
         position = 0
@@ -7355,10 +7343,6 @@ class _JsonlRows:
     def __len__(self):
         return len(self.starts)
 
-    def fingerprint(self):
-        """What tells these rows from others, as IndexedDataset.fingerprint() does for tokens."""
-        return self._fingerprint
-
     def __getitem__(self, row):
         # An open file would have a position, which threads and forked processes could mix up.
         with open(self.path, "rb") as file:
@@ -7366,12 +7350,12 @@ class _JsonlRows:
             return _read_object(file.readline())
 
 
-class _ParquetRows:
-    """The rows of a Parquet file, by number; its column "messages" is kept in memory."""
+class _ParquetRows(_Rows):
+    """The rows of a Parquet file; its column "messages" is kept in memory."""
 
     def __init__(self, path):
         parquet = _import_extra("pyarrow.parquet", path)
-        self._fingerprint = _fingerprint_of_rows(path)
+        super().__init__(path)
         try:
             table = parquet.read_table(path, columns=["messages"])
             self._messages = table.column("messages")
@@ -7381,23 +7365,8 @@ class _ParquetRows:
     def __len__(self):
         return len(self._messages)
 
-    def fingerprint(self):
-        """As of _JsonlRows."""
-        return self._fingerprint
-
     def __getitem__(self, row):
         return {"messages": self._messages[row].as_py()}
-
-
-def _fingerprint_of_rows(path):
-    """The size of a file of rows, and a CRC-32 of its first and its last 4,096 bytes."""
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        ends = file.read(4096)
-        file.seek(max(0, size - 4096))
-        ends += file.read(4096)
-    return {"size": size, "ends_crc32": zlib.crc32(ends)}
 
 
 # ==============================================================================
@@ -7749,7 +7718,14 @@ def _run_inspect(options):
     _print_line(f"lengths: {lengths.min():,} to {lengths.max():,} tokens, {mean:,.1f} on average")
     tokens = dataset.get(0, 0, min(16, int(lengths[0]))).tolist()
     _print_line(f"sequence 0: {tokens}")
-    if max(tokens, default=0) < tokenizer.vocab_size:
+    record = _read_record(dataset.absolute_prefix)
+    difference = None
+    if record is not None:
+        identity = _identity_of_tokenizer(tokenizer)
+        difference = _compare_tokenizers(options.prefix, record, "this command", identity)
+    if difference is not None:
+        _print_line(f"not decoded: {difference}")
+    elif all(isinstance(token, int) and 0 <= token < tokenizer.vocab_size for token in tokens):
         _print_line(f"decoded: {tokenizer.detokenize(tokens)!r}")
     else:
         _print_line("not decoded: name the tokenizer of the pair with --tokenizer")
@@ -7778,21 +7754,22 @@ def _run_demo(options):
             random_seed=1234,
             sequence_length=256,
             blend=([pairs["code"], pairs["docs"]], [70, 30]),
-            split="90,5,5",
+            split="1",
             tokenizer=ByteTokenizer(),
-            create_attention_mask=False,
         )
-        sizes = [600, 0, 0]
+        sizes = [600, None, None]
         builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
         train, _, _ = builder.build()
         _print_line(f"2. A blend, 70 % code: {len(train):,} samples of 256 tokens; the pairs have")
         for key, dataset, count in zip(keys, train.datasets, train.samples_taken(), strict=True):
             _print_line(f"   {key}: {len(dataset):,} samples to train on, {count:,} in the blend")
 
-        ranks = []
-        for rank in range(2):
-            place = {"data_parallel_rank": rank, "data_parallel_size": 2}
-            ranks.append(build_pretraining_data_loader(train, 0, micro_batch_size=4, **place))
+        loaders = []
+        for rank, size in ((0, 2), (1, 2), (0, 1)):
+            place = {"data_parallel_rank": rank, "data_parallel_size": size}
+            loader = build_pretraining_data_loader(train, 0, micro_batch_size=8 // size, **place)
+            loaders.append(loader)
+        *ranks, resumed = loaders
         steps = zip(*ranks, strict=True)
         batch, _ = next(steps)
         text = ByteTokenizer().detokenize(batch["tokens"][0])
@@ -7800,7 +7777,6 @@ def _run_demo(options):
             next(steps)
         _print_line(f"3. Batches: 2 ranks x 4 samples, first {text[:32]!r}, stopped after 5 steps")
 
-        resumed = build_pretraining_data_loader(train, 0, micro_batch_size=8)
         resumed.load_state_dict(ranks[0].state_dict())
         equal = []
         for batch, parts in zip(resumed, steps, strict=True):

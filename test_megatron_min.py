@@ -46,7 +46,6 @@ import re
 import runpy
 import shutil
 import signal
-import stat
 import struct
 import subprocess
 import sys
@@ -1112,76 +1111,48 @@ def test_numpy_numbers_and_paths_are_taken(one, tmp_path):
 # -- How many epochs and samples ---------------------------------------------------------------
 
 
+def plan_by_counting(tokens, wanted, S, drop_last, x):
+    """An EpochPlan: E by counting up, N by division, the last epoch by the 80 % rule."""
+    epochs = 1
+    while epochs * tokens < wanted * S + x:
+        epochs += 1
+    inputs = epochs * tokens - x
+    num_samples = inputs // S if drop_last else math.ceil(inputs / S)
+    before_final = max(0, (epochs - 1) * tokens - x) // S
+    separate = epochs > 1 and wanted - before_final < int(0.80 * ((tokens - x) // S))
+    return epochs, num_samples, separate, before_final
+
+
 def test_epochs_are_counted_one_by_one(one):
-    """E by counting up, the number of samples by division, the last epoch by the 80 % rule."""
-    counts = list(itertools.product(range(1, 9), range(1, 6), range(9)))
-    counts += [(101, 1, 179), (101, 1, 180)]  # 79 and 80 of the last epoch's 100 samples
+    counts = list(itertools.product(range(1, 9), range(9), range(1, 6)))
+    counts += [(101, 179, 1), (101, 180, 1)]  # 79 and 80 of the last epoch's 100 samples
     for rng in cases(200):
-        counts.append(rng.integers([2, 1, 1], [200, 20, 100]).tolist())
-    for (tokens, S, wanted), x, drop in itertools.product(counts, (0, 1), (False, True)):
-        epochs = 1
-        while epochs * tokens < wanted * S + x:
-            epochs += 1
-        inputs = epochs * tokens - x
-        num_samples = inputs // S if drop else math.ceil(inputs / S)
-        before_final = max(0, (epochs - 1) * tokens - x) // S
-        separate = epochs > 1 and wanted - before_final < int(0.80 * ((tokens - x) // S))
-        plan = one.plan_epochs(tokens, wanted, S, drop, bool(x))
-        assert plan == (epochs, num_samples, separate, before_final), (tokens, wanted, S, drop, x)
+        counts.append(rng.integers([2, 1, 1], [200, 100, 20]).tolist())
+    for stream, drop_last, x in itertools.product(counts, (False, True), (0, 1)):
+        plan = one.plan_epochs(*stream, drop_last, bool(x))
+        assert plan == plan_by_counting(*stream, drop_last, x), (stream, drop_last, x)
 
 
-def test_a_split_without_tokens_has_no_samples(one):
+def test_counts_of_no_tokens_and_of_more_than_a_float_counts(one):
+    """Upstream loops for ever without tokens, and counts short samples in float32."""
     assert one.plan_epochs(0, 0, 4) == one.plan_epochs(0, None, 4) == (1, 0, False, 0)
-    with pytest.raises(ValueError, match="no tokens"):  # upstream never returns
-        one.plan_epochs(0, 1, 4)
-    with pytest.raises(ValueError, match="num_samples"):
-        one.plan_epochs(13, -1, 4)
-
-
-def test_counts_are_exact_integers(one):
-    """Epochs of 13 tokens, samples of 2**20.  Upstream counts short samples in float32."""
+    for tokens, wanted, word in ((0, 1, "no tokens"), (13, -1, "num_samples")):
+        with pytest.raises(ValueError, match=word):
+            one.plan_epochs(tokens, wanted, 4)
     S = 2**20
     wanted = 2**70
     tokens = wanted * S + 1
     plan = one.plan_epochs(13, wanted, S)
     assert 13 * (plan.num_epochs - 1) < tokens <= 13 * plan.num_epochs
-    assert one.count_samples(tokens, S, False) == wanted
-    assert one.count_samples(tokens + 1, S) == wanted
+    assert one.count_samples(tokens, S, False) == one.count_samples(tokens + 1, S) == wanted
     assert one.count_samples(tokens + 1, S, False) == wanted + 1
 
 
-# -- The shuffles ------------------------------------------------------------------------------
+# -- The sample index --------------------------------------------------------------------------
 
 
 def int32(*values):
     return np.array(values, np.int32)
-
-
-ITEMS = [np.arange(9000).astype(dtype) for dtype in ("i4", "u4", "i8", float, "i2", ">i4", object)]
-ITEMS += [np.arange(9000).astype("M8[s]")]  # gives nobody its memory
-ITEMS += [np.arange(1500, dtype="i4"), np.arange(12).reshape(4, 3), list("abcdef")]
-
-
-@pytest.mark.parametrize("items", ITEMS, ids=repr)
-def test_shuffle_is_numpys(mm, items):
-    """It does to items, views too, and to the generator what numpy does; section 16 tries more."""
-    of_another_kind = np.random.RandomState(np.random.PCG64(7))
-    for generator in (np.random.RandomState(7), of_another_kind, np.random.default_rng(7)):
-        numpys = copy.deepcopy(generator)
-        found = items.copy()
-        wanted = items.copy()
-        for _ in range(2):  # the second time begins in the middle of a block of numbers
-            mm.shuffle(found, generator)
-            numpys.shuffle(wanted)
-            same(found, wanted)
-        for step in (2, -1):
-            mm.shuffle(found[::step], generator)
-            numpys.shuffle(wanted[::step])
-            same(found, wanted)
-        assert generator.bytes(4 * 624) == numpys.bytes(4 * 624)
-
-
-# -- The sample index --------------------------------------------------------------------------
 
 
 def cut_into_samples(sizes, documents, S, drop_last, x):
@@ -1206,60 +1177,53 @@ def cut_into_samples(sizes, documents, S, drop_last, x):
     return np.array(rows, np.int32)
 
 
-def check_sample_index(mm, sizes, documents, S):
-    """build_sample_idx() and count_samples() give what brute force gives."""
-    arrays = np.array(sizes, np.int32), np.array(documents, np.int32)
-    tokens = sum(sizes[document] for document in documents)
-    for drop_last, x in itertools.product((True, False), (1, 0)):
-        note = (sizes, documents, S, drop_last, x)
-        wanted = cut_into_samples(sizes, documents, S, drop_last, x)
-        assert mm.count_samples(tokens, S, drop_last, bool(x)) == len(wanted) - 1, note
-        same(mm.build_sample_idx(*arrays, S, 1, tokens, drop_last, bool(x)), wanted, note)
-
-
 def test_sample_indices_by_brute_force(mm):
     """Of all corpora of up to three documents of up to three tokens, and of random ones."""
     small = [sizes for n in range(4) for sizes in itertools.product(range(4), repeat=n)]
-    for S, sizes in itertools.product([1, 2, 3, 5, 2**31 - 1, 2**31, 2**32 - 1], small):
-        check_sample_index(mm, sizes, range(len(sizes)), S)
+    lengths = [1, 2, 3, 5, 2**31 - 1, 2**31, 2**32 - 1]
+    streams = [(sizes, range(len(sizes)), S) for S, sizes in itertools.product(lengths, small)]
     for rng in cases(80):
         longest = rng.choice([3, 10, 200])
         sizes = rng.integers(0, longest, rng.integers(1, 20)).tolist()
         documents = rng.integers(0, len(sizes), rng.integers(1, 30)).tolist()
-        check_sample_index(mm, sizes, documents, int(rng.integers(1, rng.choice([3, 9, 50]))))
+        streams.append((sizes, documents, int(rng.integers(1, rng.choice([3, 9, 50])))))
+    for stream, drop_last, x in itertools.product(streams, (True, False), (1, 0)):
+        sizes, documents, S = stream
+        tokens = sum(sizes[document] for document in documents)
+        wanted = cut_into_samples(*stream, drop_last, x)
+        assert mm.count_samples(tokens, S, drop_last, bool(x)) == len(wanted) - 1, stream
+        found = mm.build_sample_idx(int32(*sizes), int32(*documents), S, 1, tokens, drop_last, x)
+        same(found, wanted, (stream, drop_last, x))
 
 
 def test_streams_longer_than_2_31_tokens_do_not_wrap(mm):
     """Documents of 2**31 - 1 tokens and one of a single token: the running count passes int32."""
-    sizes = np.array([2**31 - 1, 1], np.int32)
-    documents = np.array([0, 1, 0, 0], np.int32)  # they begin at 0, 2**31 - 1, 2**31, 2**32 - 1
     S = 2**30
-    rows = mm.build_sample_idx(sizes, documents, S, 1, 3 * 2**31 - 2)
-    wanted = [[0, 0], [0, S], [2, 0], [2, S], [3, 1], [3, S + 1]]
-    same(rows, np.array(wanted, np.int32))
+    documents = int32(0, 1, 0, 0)  # they begin at 0, 2**31 - 1, 2**31, 2**32 - 1
+    rows = mm.build_sample_idx(int32(2**31 - 1, 1), documents, S, 1, 3 * 2**31 - 2)
+    assert rows.tolist() == [[0, 0], [0, S], [2, 0], [2, S], [3, 1], [3, S + 1]]
 
 
-WRONG_STREAMS = [  # argument, a wrong value, the error, a word of it
-    ("sizes", np.array([4, 3, 6]), TypeError, "sizes"),
-    ("sizes", np.ones((3, 1), np.int32), ValueError, "size"),
-    ("sizes", int32(4, 3, -6), ValueError, "size"),
-    ("document_indices", np.array([0, 1, 2]), TypeError, "document_indices"),
-    ("document_indices", int32(0, 3, 2), IndexError, r"document_indices\[1\] is 3 "),
-    ("document_indices", int32(0, -1, 2), IndexError, r"document_indices\[1\] is -1 "),
-    ("tokens_per_epoch", 400, ValueError, "397 tokens"),  # upstream: reads behind its arrays
-    ("tokens_per_epoch", 2**40, ValueError, "cannot hold"),
-    ("num_epochs", -1, ValueError, "cannot hold"),
-    ("sequence_length", 0, ValueError, "sequence_length"),
-    ("sequence_length", 2**32, ValueError, "sequence_length"),
+WRONG_STREAMS = [  # wrong arguments, the error, a word of it
+    ({"sizes": np.array([4, 3, 6])}, TypeError, "sizes"),
+    ({"sizes": np.ones((3, 1), np.int32)}, ValueError, "size"),
+    ({"sizes": int32(4, 3, -6)}, ValueError, "size"),
+    ({"document_indices": np.array([0, 1, 2])}, TypeError, "document_indices"),
+    ({"document_indices": int32(0, 3, 2)}, IndexError, r"document_indices\[1\] is 3 "),
+    ({"document_indices": int32(0, -1, 2)}, IndexError, r"document_indices\[1\] is -1 "),
+    ({"tokens_per_epoch": 14, "sequence_length": 13}, ValueError, "14 tokens, .* hold 13"),
+    ({"tokens_per_epoch": 2**40}, ValueError, "cannot hold"),
+    ({"sequence_length": 0}, ValueError, "sequence_length"),
 ]
 
 
 def test_a_wrong_stream_is_said(mm):
+    """Upstream reads behind its arrays."""
     stream = {"sizes": int32(4, 3, 6), "document_indices": int32(0, 1, 2), "sequence_length": 4}
     stream |= {"num_epochs": 1, "tokens_per_epoch": 13}
-    for argument, value, error, word in WRONG_STREAMS:
+    for wrong, error, word in WRONG_STREAMS:
         with pytest.raises(error, match=word):
-            mm.build_sample_idx(**stream | {argument: value})
+            mm.build_sample_idx(**stream | wrong)
 
 
 def test_long_orders_have_64_bits(one):
@@ -1275,31 +1239,35 @@ def test_long_orders_have_64_bits(one):
 # -- Both orders, and stable_order -------------------------------------------------------------
 
 
-def random_orders(rng):
-    """The fields of a config that change the orders of a validation set."""
-    return {
+def random_parity_flags(rng):
+    """All fields of a config that change orders or samples, as far as upstream has them."""
+    flags = {
         "sequence_length": int(rng.integers(1, 12)),
         "random_seed": int(rng.integers(2**32)),
         "add_extra_token_to_sequence": bool(rng.integers(2)),
         "drop_last_partial_validation_sequence": bool(rng.integers(2)),
     }
+    for name in ("reset_position_ids", "eod_mask_loss", "create_attention_mask"):
+        flags[name] = bool(rng.integers(2))
+    flags["reset_attention_mask"] = flags["create_attention_mask"] and bool(rng.integers(2))
+    return flags
 
 
 def orders_by_numpy(ds):
     """document_index and shuffle_index: piles of epochs, each of them shuffled by numpy."""
     cfg = ds.config
-    plan = ds.epoch_plan
+    S = cfg.sequence_length
+    x = int(cfg.add_extra_token_to_sequence)
     tokens = int(ds.dataset.sequence_lengths[ds.indices].sum())
-    ends = np.arange(1, plan.num_samples + 1) * cfg.sequence_length
-    ends += int(cfg.add_extra_token_to_sequence)
-    ends = np.minimum(ends, plan.num_epochs * tokens)
+    drop_last = ds.index_split.name != "valid" or cfg.drop_last_partial_validation_sequence
+    num_epochs, N, separate, _ = plan_by_counting(tokens, ds.num_samples, S, drop_last, x)
+    ends = np.minimum(np.arange(1, N + 1) * S + x, num_epochs * tokens)
     epochs = (ends - 1) // tokens  # in which the last token of each sample is
-    together = plan.num_epochs - int(plan.separate_final_epoch)
+    together = num_epochs - int(separate)
     shared = np.random.RandomState(cfg.random_seed)
-    piles = [(shared, range(together)), (shared, range(together, plan.num_epochs))]
+    piles = [(shared, range(together)), (shared, range(together, num_epochs))]
     if cfg.stable_order:
-        seeds = [cfg.random_seed]
-        seeds += [[cfg.random_seed, epoch] for epoch in range(1, plan.num_epochs)]
+        seeds = [cfg.random_seed] + [[cfg.random_seed, epoch] for epoch in range(1, num_epochs)]
         piles = [(np.random.RandomState(seed), [epoch]) for epoch, seed in enumerate(seeds)]
     documents = [state.permutation(np.tile(ds.indices, len(pile))) for state, pile in piles]
     samples = [state.permutation(np.flatnonzero(np.isin(epochs, pile))) for state, pile in piles]
@@ -1309,10 +1277,11 @@ def orders_by_numpy(ds):
 def test_orders_by_numpys_shuffle(mm, tmp_path):
     """One generator draws both orders; with stable_order each epoch has one of its own."""
     for case, rng in enumerate(cases(40)):
-        prefix = mk(mm, tmp_path / "p", random_docs(rng))
+        prefix = mk(mm, tmp_path / "p", random_docs(rng, most=20))
         documents = rng.permutation(len(mm.IndexedDataset(prefix)))
-        fields = random_orders(rng) | {"stable_order": case % 2 == 1}
-        ds = gpt(mm, prefix, rng.integers(200), "valid", documents, **fields)
+        fields = random_parity_flags(rng) | {"stable_order": case % 2 == 1}
+        split = rng.choice(["valid", "valid", "train", "test"])
+        ds = quiet(gpt, mm, prefix, rng.integers(100), split, documents, **fields)
         document_index, shuffle_index = orders_by_numpy(ds)
         same(ds.document_index, document_index)
         same(ds.shuffle_index, shuffle_index)
@@ -1326,12 +1295,14 @@ def test_with_stable_order_more_samples_keep_the_first_ones(mm, tmp_path, is_sta
     before, after = [gpt(mm, prefix, size, stable_order=is_stable) for size in (224, 226)]
     equal = [torch.equal(before[k]["tokens"], after[k]["tokens"]) for k in range(200)]
     assert sum(equal) == wanted
+    assert ('"stable_order": true' in after.unique_description) == is_stable
 
 
 # ==============================================================================
 # 5. GPTDataset
 # ==============================================================================
 # The toy corpus by hand stands in front of section 1; the three orders are tested in section 4.
+
 
 INTEGERS = [np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16]  # dtypes of token ids
 
@@ -1380,7 +1351,82 @@ def check_refused(ds, k, error, words=None):
             read(argument)
 
 
-# -- places, and memory ------------------------------------------------------------------------
+# -- samples by loops --------------------------------------------------------------------------
+
+
+def brute_sample(ds, whole, k):
+    """Sample k of a GPTDataset, by loops; its keys are in order.
+
+    whole   all tokens of the dataset, end to end
+    """
+    cfg = ds.config
+    S = cfg.sequence_length
+    eod = cfg.tokenizer.eod
+    pad = cfg.tokenizer.pad
+    begin = int(ds.shuffle_index[k]) * S
+    text = whole[begin : begin + S + int(cfg.add_extra_token_to_sequence)].tolist()
+    text += [pad] * (S + 1 - len(text))
+    tokens = text[:-1]
+    labels = text[1:]
+
+    # which document each input is in: by its place in the stream (padding belongs to the last), and
+    # by the eods before it
+    lengths = ds.dataset.sequence_lengths[ds.document_index]
+    by_place = np.repeat(np.arange(len(lengths)), lengths)[begin : begin + S].tolist()
+    by_place += by_place[-1:] * (S - len(by_place))
+    by_eods = [tokens[:at].count(eod) for at in range(S)]
+    of_masks = by_eods if cfg.reset_attention_mask else [0] * S
+    of_positions = by_eods if cfg.reset_position_ids else [0] * S
+    if cfg.inter_document_masking:
+        of_positions = by_place
+
+    sample = {
+        "tokens": [0 if token == pad else token for token in tokens],
+        "labels": [0 if label == pad else label for label in labels],
+    }
+    if cfg.create_attention_mask and not cfg.inter_document_masking:
+        rows = []
+        for i in range(S):
+            rows.append([j > i or of_masks[j] != of_masks[i] for j in range(S)])
+        sample["attention_mask"] = [rows]
+    sample["loss_mask"] = []
+    for at in range(S):
+        is_masked = labels[at] == pad or (cfg.eod_mask_loss and tokens[at] == eod)
+        sample["loss_mask"].append(0.0 if is_masked else 1.0)
+    sample["position_ids"] = [at - of_positions.index(of_positions[at]) for at in range(S)]
+    sample = {key: torch.tensor(values) for key, values in sample.items()}
+    if cfg.inter_document_masking:
+        starts = [at for at in range(S) if by_place.index(by_place[at]) == at]
+        cu_seqlens = starts + [S] * (S + 1 - len(starts))
+        sample["cu_seqlens"] = torch.tensor(cu_seqlens, dtype=torch.int32)
+        sample["max_seqlen"] = sample["cu_seqlens"].diff().max()
+    return sample
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_samples_equal_the_loops(mm, tmp_path):
+    """Under every flag, from every dtype, mapped or not."""
+    for case, rng in enumerate(cases(24)):
+        flags = random_parity_flags(rng) | {"tokenizer": Tok(pad=int(rng.choice([-1, 4])))}
+        if rng.random() < 0.3:
+            flags |= {"inter_document_masking": True, "reset_attention_mask": False}
+        docs = random_docs(rng, vocab=5)  # 0 is eod
+        prefix = mk(mm, tmp_path / f"{case}/p", docs, INTEGERS[case % len(INTEGERS)])
+        n = None if rng.random() < 0.3 else int(rng.integers(1, 40))
+        ds = gpt(mm, prefix, n, str(rng.choice(["train", "valid"])), **flags)
+        if len(ds) == 0:
+            continue
+        whole = stream(ds)
+        some = [-1, 0, *rng.integers(len(ds), size=20).tolist()]
+        wanted = {k: brute_sample(ds, whole, k) for k in some}
+        wanted[None] = wanted[0] | {"loss_mask": torch.zeros(ds.config.sequence_length)}
+        for mmap in (True, False):
+            cfg = config(mm, mmap_bin_files=mmap)
+            ds.dataset = mm.GPTDataset.build_low_level_dataset(ds.dataset_path, cfg)
+            assert (ds.dataset.mapped_tokens is not None) == mmap
+            for samples in read_in_all_ways(ds, list(wanted)):
+                for k, sample in zip(wanted, samples, strict=True):
+                    same_samples(sample, wanted[k], (case, k, mmap, ds.config))
 
 
 def test_indices_are_whole_numbers_of_samples_that_exist(mm, toy):
@@ -1411,165 +1457,6 @@ def test_no_two_samples_share_memory(mm, tmp_path, flag):
             assert not np.shares_memory(a, b)
 
 
-# -- datasets of the user's own ----------------------------------------------------------------
-
-
-def test_the_builder_cuts_and_blends_datasets_of_the_users_own(one):
-    class Built(one.MegatronDataset):
-        """Sample k is the number of its element."""
-
-        @staticmethod
-        def build_low_level_dataset(dataset_path, config):
-            return range(10, 20) if dataset_path == "ten" else range(20)
-
-        @staticmethod
-        def numel_low_level_dataset(opened):
-            return len(opened)
-
-        def __len__(self):
-            return len(self.indices)
-
-        def __getitem__(self, idx):
-            return {"number": self.dataset[self.indices[0 if idx is None else idx]]}
-
-    train, valid, test = build(one, [3, 3, 0], config(one, (["ten"], None), split="5,5,0"), Built)
-    assert len(train) == 5
-    assert train.dataset is valid.dataset, "the corpus is opened once"
-    assert test is None
-    assert [valid[4], valid[0]] == [{"number": 19}, {"number": 15}]
-    assert batch_of(valid, [4, 0])["number"].tolist() == [19, 15]
-    cfg = config(one, (["ten", "zero"], [1, 1]), split="5,5,0")
-    train = build(one, [4, 4, 0], cfg, Built)[0]
-    places = [(sample["dataset_id"], sample["number"]) for sample in train]
-    assert places == [(0, 10), (1, 0), (0, 11), (1, 1)]
-
-
-@linux
-@pytest.mark.parametrize("is_mapped", [True, False])
-def test_mmap_bin_files_says_whether_tokens_are_mapped(one, pair, is_mapped):
-    cfg = config(one, ([pair], None), mmap_bin_files=is_mapped)
-    opened = one.GPTDataset.build_low_level_dataset(pair, cfg)
-    assert (f"{pair}.bin" in pathlib.Path("/proc/self/maps").read_text()) == is_mapped
-    assert len(opened) == len(PAIR)
-
-
-# -- samples by loops --------------------------------------------------------------------------
-
-
-def latest(starts, at):
-    """The last of these places up to this one."""
-    return max(start for start in starts if start <= at)
-
-
-def brute_text(ds, whole, k):
-    """The S inputs of sample k and the label of the last, where they are there.
-
-    whole   all tokens of the dataset, end to end
-    """
-    S = ds.config.sequence_length
-    begin = int(ds.shuffle_index[k]) * S
-    return whole[begin : begin + S + int(ds.config.add_extra_token_to_sequence)]
-
-
-def brute_sample(ds, whole, k):
-    """Sample k of a GPTDataset from its whole stream of tokens, by loops; its keys are in order."""
-    cfg = ds.config
-    S = cfg.sequence_length
-    eod = cfg.tokenizer.eod
-    pad = cfg.tokenizer.pad
-    text = brute_text(ds, whole, k).tolist()
-    text += [pad] * (S + 1 - len(text))
-    tokens = text[:-1]
-    labels = text[1:]
-
-    # which document of the stream a token is from; padding belongs to the last one
-    begin = int(ds.shuffle_index[k]) * S
-    lengths = ds.dataset.sequence_lengths[ds.document_index]
-    owners = np.repeat(np.arange(len(lengths)), lengths)[begin : begin + S].tolist()
-    owners += owners[-1:] * (S - len(owners))
-
-    of_pieces = [at for at in range(S) if at == 0 or owners[at - 1] != owners[at]]
-    after_eod = [at for at in range(S) if at == 0 or tokens[at - 1] == eod]
-    mask_starts = after_eod if cfg.reset_attention_mask else [0]
-    position_starts = after_eod if cfg.reset_position_ids else [0]
-    if cfg.inter_document_masking:
-        position_starts = of_pieces
-
-    sample = {
-        "tokens": [0 if token == pad else token for token in tokens],
-        "labels": [0 if label == pad else label for label in labels],
-    }
-    if cfg.create_attention_mask and not cfg.inter_document_masking:
-        rows = []
-        for i in range(S):
-            rows.append([not latest(mask_starts, i) <= j <= i for j in range(S)])
-        sample["attention_mask"] = [rows]
-    sample["loss_mask"] = []
-    for at in range(S):
-        is_masked = labels[at] == pad or (cfg.eod_mask_loss and tokens[at] == eod)
-        sample["loss_mask"].append(0.0 if is_masked else 1.0)
-    sample["position_ids"] = [at - latest(position_starts, at) for at in range(S)]
-    sample = {key: torch.tensor(values) for key, values in sample.items()}
-    if cfg.inter_document_masking:
-        cu_seqlens = of_pieces + [S] * (S + 1 - len(of_pieces))
-        sample["cu_seqlens"] = torch.tensor(cu_seqlens, dtype=torch.int32)
-        sample["max_seqlen"] = sample["cu_seqlens"].diff().max()
-    return sample
-
-
-def random_parity_flags(rng):
-    """All fields of a config that change a sample, as far as upstream has them."""
-    flags = random_orders(rng)
-    for name in ("reset_position_ids", "eod_mask_loss", "create_attention_mask"):
-        flags[name] = bool(rng.integers(2))
-    flags["reset_attention_mask"] = flags["create_attention_mask"] and bool(rng.integers(2))
-    return flags
-
-
-def random_dataset(mm, rng, prefix, dtype):
-    """A GPTDataset of random documents, of which some end in eod (0), under random flags."""
-    docs = []
-    for doc in random_docs(rng, vocab=5):
-        docs.append(np.append(doc, 0) if rng.random() < 0.7 else doc)
-    documents = rng.permutation(len(docs)).astype(np.int32)
-    n = None if rng.random() < 0.3 else int(rng.integers(1, 40))
-    split = str(rng.choice(["train", "valid"]))
-    fields = random_parity_flags(rng)
-    fields["tokenizer"] = Tok(pad=int(rng.choice([-1, 4])))
-    fields["stable_order"] = bool(rng.integers(2))
-    if rng.random() < 0.3:
-        fields["inter_document_masking"] = True
-        fields["reset_attention_mask"] = False
-    return gpt(mm, mk(mm, prefix, docs, dtype), n, split, documents, **fields)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_samples_equal_the_loops(mm, tmp_path):
-    """Under every flag, from every dtype, mapped or not; their pieces and upstream's method too."""
-    for case, rng in enumerate(cases(24)):
-        ds = random_dataset(mm, rng, tmp_path / f"{case}/p", INTEGERS[case % len(INTEGERS)])
-        if len(ds) == 0:
-            continue
-        whole = stream(ds)
-        some = [-1, 0, *rng.integers(len(ds), size=20).tolist()]
-        for k in some:
-            pieces = ds.pieces(k)
-            text = brute_text(ds, whole, k)
-            same(np.concatenate([ds.dataset.get(*piece) for piece in pieces]).astype(int), text)
-            tokens, sequences = ds._query_document_sample_shuffle_indices(k)
-            same(tokens[: len(text)], text)
-            assert (tokens[len(text) :] == ds.config.tokenizer.pad).all()
-            assert len(tokens) == ds.config.sequence_length + ds.config.add_extra_token_to_sequence
-            same(sequences, np.array([sequence for sequence, _, _ in pieces]))
-        wanted = {k: brute_sample(ds, whole, k) for k in some}
-        wanted[None] = wanted[0] | {"loss_mask": torch.zeros(ds.config.sequence_length)}
-        for mmap in (True, False):
-            ds.dataset = mm.IndexedDataset(ds.dataset_path, mmap=mmap)
-            for samples in read_in_all_ways(ds, list(wanted)):
-                for k, sample in zip(wanted, samples, strict=True):
-                    same_samples(sample, wanted[k], (case, k, mmap, ds.config))
-
-
 # -- padding, and resets that find nothing -----------------------------------------------------
 
 
@@ -1590,11 +1477,10 @@ def test_pad_id(one, pair, case):
     """A pad that is also another special token is not used, with a warning."""
     tokenizer, pad, if_allowed = PADS[case]
     for allowed, wanted in ((False, pad), (True, if_allowed)):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            ds = gpt(one, pair, tokenizer=tokenizer, allow_ambiguous_pad_tokens=allowed)
+        fields = {"tokenizer": tokenizer, "allow_ambiguous_pad_tokens": allowed}
+        ds, messages = heard(gpt, one, pair, **fields)
         assert ds._pad_token_id == wanted  # upstream's name, too
-        warned = ["pad id" in str(warning.message) for warning in caught]
+        warned = ["pad id" in message for message in messages]
         assert warned == ([] if wanted == if_allowed else [True])
 
 
@@ -1602,37 +1488,19 @@ def test_pad_id(one, pair, case):
 def test_resets_without_eod_in_the_corpus_warn(mm, tmp_path, flag):
     for last_token, wanted in ((3, [True]), (0, [])):
         prefix = mk(mm, tmp_path / str(last_token), [[1, 2, last_token]] * 9)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            gpt(mm, prefix, 1, create_attention_mask=True, **{flag: True})
-        assert ["--append-eod" in str(warning.message) for warning in caught] == wanted
+        _, messages = heard(gpt, mm, prefix, 1, create_attention_mask=True, **{flag: True})
+        assert ["--append-eod" in message for message in messages] == wanted
 
 
 # -- what is refused ---------------------------------------------------------------------------
 
 
-BAD_DATASETS = [  # documents, their dtype, those of the dataset, the error, a word
-    ([[1] * 9] * 3, np.int32, [0, 3], IndexError, "0 .. 3 of 3"),
-    ([[1] * 9] * 3, np.int32, [-1, 0], IndexError, "-1 .. 0 of 3"),
-    ([[1] * 9] * 3, np.float32, [0], ValueError, "float32"),
-    ([[1] * 9] * 3, np.int32, [], ValueError, "train of split '1,0,0'"),
-    ([[]] * 3, np.int32, [0, 1, 2], ValueError, "no tokens"),  # upstream never returns
-]
-
-
-@pytest.mark.parametrize("docs, dtype, documents, error, words", BAD_DATASETS)
-def test_datasets_that_cannot_be(mm, tmp_path, docs, dtype, documents, error, words):
-    prefix = mk(mm, tmp_path / "p", docs, dtype)
-    with pytest.raises(error, match=words):
-        gpt(mm, prefix, 1, documents=np.array(documents, np.int32))
-
-
-def test_valid_alone_may_keep_a_short_sample(one, tmp_path):
-    """Twelve tokens are a sample of 8 and a label, and a short one."""
-    prefix = mk(one, tmp_path / "p", [np.arange(12)])
-    for split, wanted in (("train", 1), ("valid", 2), ("test", 1)):
-        ds = gpt(one, prefix, None, split, drop_last_partial_validation_sequence=False)
-        assert len(ds) == wanted, split
+@pytest.mark.parametrize("docs, documents", [([[1] * 9] * 3, []), ([[]] * 3, [0, 1, 2])])
+def test_a_split_without_tokens_is_named(mm, tmp_path, docs, documents):
+    """Upstream never returns."""
+    prefix = mk(mm, tmp_path / "p", docs)
+    with pytest.raises(ValueError, match="train of split '1,0,0' holds no tokens"):
+        gpt(mm, prefix, 1, documents=int32(*documents))
 
 
 # Sample 1 of the stream is between rows 1 and 2 of sample_index, (1, 0) and (2, 1): b b b c c.
@@ -1672,27 +1540,6 @@ def test_a_damaged_idx_is_found_by_a_build(mm, toy):
 # -- arrays that are set, and subclasses -------------------------------------------------------
 
 
-def test_arrays_may_be_set(mm, tmp_path):
-    """They count from then on, in batches and in a pickle; the cache keeps its own."""
-    plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(90)] * 3))
-    before = files_of(tmp_path)
-    ds = gpt(mm, plain.dataset_path)
-    last = len(plain) - 1
-    ds.shuffle_index = np.array(plain.shuffle_index[::-1])
-    for _ in range(2):
-        same_samples(ds[0], plain[last])
-        same(batch_of(ds, [0, 1])["tokens"], batch_of(plain, [last, last - 1])["tokens"])
-        ds = pickle.loads(pickle.dumps(ds))
-    ds.sample_index = plain.sample_index[:3]
-    assert len(ds) == 2
-    assert files_of(tmp_path) == before
-
-
-def with_class(cls, ds):
-    """A GPTDataset again, of another class."""
-    return cls(ds.dataset, ds.dataset_path, ds.indices, ds.num_samples, ds.index_split, ds.config)
-
-
 def test_an_int64_order_that_is_set_is_right_and_said_once(c, tmp_path, caplog):
     """C takes int32 alone, so Python makes these batches, which takes ten times as long."""
     ds = gpt(c, mk(c, tmp_path / "p", [np.arange(90)] * 3))
@@ -1705,50 +1552,41 @@ def test_an_int64_order_that_is_set_is_right_and_said_once(c, tmp_path, caplog):
     assert "document_index" in record.getMessage()
 
 
-def test_a_subclass_may_change_upstreams_orders(mm, tmp_path):
-    """It is asked each time, and what it returns is not put into the cache, but into a pickle."""
+def with_class(cls, ds):
+    """A GPTDataset again, of another class."""
+    return cls(ds.dataset, ds.dataset_path, ds.indices, ds.num_samples, ds.index_split, ds.config)
+
+
+@pytest.mark.parametrize("calls_super", [True, False])
+def test_a_subclass_may_have_other_orders(mm, tmp_path, monkeypatch, calls_super):
+    """They are asked for each time; the cache has super()'s, or none.  None but these are built."""
 
     class InOrder(mm.GPTDataset):
         def _build_document_sample_shuffle_indices(self):
-            documents, samples, order = super()._build_document_sample_shuffle_indices()
-            return documents, samples, np.sort(order)
+            if calls_super:
+                documents, samples, order = super()._build_document_sample_shuffle_indices()
+                return documents, samples, np.sort(order)
+            rows = np.array([[0, 0], [0, 8], [0, 16]], np.int32)
+            return int32(0), rows, np.array([0, 1], np.uint32)
 
-    prefix = mk(mm, tmp_path / "p", [np.arange(100), np.arange(50), np.arange(200, 214)])
-    folder = tmp_path / "cache"
-    plain = gpt(mm, prefix, path_to_cache=str(folder))
+    plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(100)]), path_to_cache=str(tmp_path / "cache"))
+    before = files_of(tmp_path)
+    if not calls_super:
+        monkeypatch.setattr(mm.GPTDataset, "_build_arrays", None)
     for _ in range(2):
         ds = with_class(InOrder, plain)
-        same(ds[1]["tokens"], stream(plain)[8:16])
-        same(batch_of(ds, [1, 0])["labels"][0], stream(plain)[9:17])
-        assert ds.epoch_plan == plain.epoch_plan
-        state = ds.__getstate__()
-        assert "shuffle_index" in state
-        assert "sample_index" not in state
-        again = InOrder.__new__(InOrder)
-        again.__setstate__(state)
+        again = InOrder.__new__(InOrder)  # as a pickle does, which a class of a test's own has not
+        again.__setstate__(ds.__getstate__())
         same_arrays(arrays(again), arrays(ds))
-    same(np.load(file_of(folder, "-InOrder-train-shuffle_index.npy")), plain.shuffle_index)
-
-
-def test_a_subclass_may_have_orders_of_its_own(mm, tmp_path, monkeypatch):
-    """Only these are built, and nothing is saved; there is no plan of epochs."""
-
-    class TwoSamples(mm.GPTDataset):
-        def _build_document_sample_shuffle_indices(self):
-            rows = np.array([[0, 0], [0, 8], [0, 16]], np.int32)
-            return np.array([0], np.int32), rows, np.array([1, 0], np.uint32)
-
-    plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(100)]))
-    before = files_of(tmp_path)
-    for name in ("build_document_index", "build_sample_idx", "build_shuffle_index"):
-        monkeypatch.setattr(mm, name, None)
-    own = with_class(TwoSamples, plain)
-    assert (len(own), own.epoch_plan) == (2, None)
-    assert files_of(tmp_path) == before
-    again = TwoSamples.__new__(TwoSamples)
-    again.__setstate__(own.__getstate__())
-    for ds in (own, again):
-        same(batch_of(ds, [0, 1])["tokens"], np.arange(16).reshape(2, 8)[::-1])
+        for each in (ds, again):
+            same(batch_of(each, [1, 0])["tokens"], np.arange(16).reshape(2, 8)[::-1])
+        assert ds.epoch_plan == (plain.epoch_plan if calls_super else None)
+        assert ("sample_index" in ds.__getstate__()) != calls_super
+    if calls_super:
+        cached = np.load(file_of(tmp_path / "cache", "-InOrder-train-shuffle_index.npy"))
+        same(cached, plain.shuffle_index)
+    else:
+        assert files_of(tmp_path) == before
 
 
 @pytest.mark.parametrize(
@@ -1761,8 +1599,9 @@ def test_a_subclass_keeps_its_own_method(mm, tmp_path, method):
     of_base = getattr(mm.GPTDataset, method)
 
     def of_next_sample(self, k):
-        following = [(number + 1) % len(plain) for number in (k if isinstance(k, list) else [k])]
-        return of_base(self, following if isinstance(k, list) else following[0])
+        if isinstance(k, list):
+            return of_base(self, [number + 1 for number in k])
+        return of_base(self, k + 1)
 
     own = with_class(type("Own", (mm.GPTDataset,), {method: of_next_sample}), plain)
     blend = mm.BlendedDataset([own, plain], [1, 1], 10, plain.config)
@@ -1823,12 +1662,12 @@ def random_weights(rng, n):
 
 
 def test_blends_by_a_loop(mm):
-    """The arrays may be long, or have gaps."""
+    """The arrays are longer than the blend."""
     for rng in cases(40):
         n = int(rng.choice([rng.integers(1, 40), rng.integers(33, 300)]))  # C has loops for both
         weights = random_weights(rng, n)
-        size = int(rng.integers(0, 1000 if n < 33 else 300))
-        sizes = rng.integers(0, 2 + 300 // n, n)
+        size = int(rng.integers(0, 600 if n < 33 else 150))
+        sizes = rng.integers(0, 2 + 200 // n, n)
         total = int(sizes.sum())
         shares = sizes / max(total, 1)
         of_weights = blend_by_a_loop(weights.tolist(), size)
@@ -1837,12 +1676,9 @@ def test_blends_by_a_loop(mm):
             (mm.build_blending_indices, (weights, n, size), of_weights),
             (mm.build_exhaustive_blending_indices, (sizes, n), of_sizes),
         ):
-            step = int(rng.choice([1, 1, 2, -1]))
-            places = 2 * len(wanted) + int(rng.choice([0, 9]))
-            outputs = np.full(places, 77, np.int16)[::step], np.full(places, 77)[::step]
+            outputs = np.full(len(wanted) + 1, 77, np.int16), np.full(len(wanted) + 1, 77)
             function(*outputs, *inputs)
-            found = list(zip(*lists(outputs), strict=True))
-            assert found == wanted + [(77, 77)] * (len(found) - len(wanted)), inputs
+            assert list(zip(*lists(outputs), strict=True)) == [*wanted, (77, 77)], inputs
 
 
 def test_blend_of_as_many_datasets_as_int16_can_number(mm):
@@ -1854,7 +1690,7 @@ def test_blend_of_as_many_datasets_as_int16_can_number(mm):
         mm.build_blending_indices(which, sample, np.full(32767, 1 / 32767), 32767, 5)
 
 
-# -- weights and sizes -------------------------------------------------------------------------
+# -- weights, sizes and phases -----------------------------------------------------------------
 
 
 def blended(mm, sizes, weights, size, phases=None, **fields):
@@ -1864,29 +1700,15 @@ def blended(mm, sizes, weights, size, phases=None, **fields):
     return mm.BlendedDataset(datasets, weights, size, cfg, phases=phases)
 
 
-BLENDS_BY_HAND = [  # weights, size, which dataset, which of its samples
-    ([1, 1], 0, [], []),
-    ([1, 3], None, [1, 0, 1, 1], [0, 0, 1, 2]),
-    ([2.0, 2.0], None, [0, 1, 0, 1], [0, 0, 1, 1]),
-]
-
-
-@pytest.mark.parametrize("weights, size, datasets, samples", BLENDS_BY_HAND)
-def test_blend_by_hand(mm, weights, size, datasets, samples):
+def test_a_blend_by_counts(mm):
     """Without a size the weights are counts.  Upstream: counts that are floats are an error."""
-    ds = blended(mm, [9, 9], weights, size)
-    same(ds.dataset_index, np.array(datasets, np.int16))
-    same(ds.dataset_sample_index, np.array(samples, np.int64))
-    same(ds.samples_taken(), np.array([datasets.count(0), datasets.count(1)]))
-    assert len(ds) == len(datasets)
-    for i, (d, k) in enumerate(zip(datasets, samples, strict=True)):
-        assert ds[i] == ds[i - len(ds)] == {"dataset_id": d, "sample": k}
-
-
-def test_the_samples_of_a_long_blend_are_counted(mm):
-    """Of more samples than are counted at a time; the weights make two in three even."""
-    ds = blended(mm, [99_999] * 2, [1, 2], 30_000)
-    same(ds.samples_taken(), np.array([10_000, 20_000]))
+    ds = blended(mm, [9, 9], [1.0, 3.0], None)
+    same(ds.dataset_index, np.array([1, 0, 1, 1], np.int16))
+    same(ds.dataset_sample_index, np.array([0, 0, 1, 2], np.int64))
+    assert (len(ds), len(blended(mm, [9, 9], [1, 1], 0))) == (4, 0)
+    assert ds[3] == ds[-1] == {"dataset_id": 1, "sample": 2}
+    long = blended(mm, [20_000] * 2, [1, 2], 30_000)  # more than are counted at a time
+    same(long.samples_taken(), np.array([10_000, 20_000]))
 
 
 BAD_BLENDS = [  # (weights of two datasets, size, phases), a word of the sentence
@@ -1929,25 +1751,19 @@ def test_a_blend_that_asks_for_too_much(mm, tmp_path):
             blended(mm, [0, 2], [9, 3], None, path_to_cache=str(tmp_path))
 
 
-# -- phases ------------------------------------------------------------------------------------
+def pairs_of(ds):
+    return list(zip(ds.dataset_index.tolist(), ds.dataset_sample_index.tolist(), strict=True))
 
 
 def phases_by_hand(ds):
     """[(dataset, its sample), ...]: in each phase a blend of those with a weight, numbered on."""
     pairs = []
-    taken = [0] * len(ds.datasets)  # before this phase
     for samples, weights in ds.phases:
         used = [d for d, weight in enumerate(weights) if weight > 0]
-        before = list(taken)
+        taken = collections.Counter(d for d, _ in pairs)
         for place, k in blend_by_a_loop([weights[d] for d in used], samples):
-            d = used[place]
-            pairs.append((d, before[d] + k))
-            taken[d] += 1
+            pairs.append((used[place], taken[used[place]] + k))
     return pairs
-
-
-def pairs_of(ds):
-    return list(zip(ds.dataset_index.tolist(), ds.dataset_sample_index.tolist(), strict=True))
 
 
 def test_phases_by_a_loop(mm):
@@ -1968,7 +1784,6 @@ def test_phases_by_a_loop(mm):
         if all(weights):
             plain = blended(mm, sizes, weights, samples)
             assert first.unique_description == plain.unique_description
-            assert pairs_of(first) == pairs_of(plain)
 
 
 def test_phases_are_in_the_key(one, tmp_path):
@@ -1977,8 +1792,7 @@ def test_phases_are_in_the_key(one, tmp_path):
     kinds += [[(4, [0, 1])], [(4, [1, 0])], [(4, [0, 1]), (4, [1, 0])], [(8, [1, 3])]]
     for kind in kinds * 2:  # the second time from the cache
         ds = blended(one, [9, 9], None, None, kind, path_to_cache=str(tmp_path))
-        fresh = blended(one, [9, 9], None, None, kind)
-        assert pairs_of(ds) == pairs_of(fresh)
+        assert pairs_of(ds) == pairs_of(blended(one, [9, 9], None, None, kind))
     assert len(os.listdir(tmp_path)) == 4 * len(kinds)
 
 
@@ -2014,16 +1828,6 @@ def test_a_blend_has_the_samples_of_its_datasets(mm, tmp_path, fields, of_blend,
     for samples in read_in_all_ways(ds, indices):
         for sample, expected in zip(samples, wanted, strict=True):
             same_samples(sample, expected)
-
-
-def test_datasets_of_a_blend_may_have_other_keys(mm, toy):
-    """A batch of samples of one of them has the keys of that one."""
-    fields = {"n": 3, "sequence_length": 4}
-    parts = [gpt(mm, toy, **fields), gpt(mm, toy, create_attention_mask=True, **fields)]
-    blend = mm.BlendedDataset(parts, [1, 1], 6, parts[0].config)
-    for d, part in enumerate(parts):
-        batch = batch_of(blend, [d, d + 2])  # datasets 0, 1, 0, 1
-        same_samples(batch, {"dataset_id": torch.tensor([d, d]), **batch_of(part, [0, 1])})
 
 
 def test_a_subclass_of_a_blend_keeps_its_own_method(mm, toy):
@@ -2077,13 +1881,14 @@ def test_a_blend_without_weights_is_one_epoch_of_each_corpus(mm, corpora):
     short = mk(mm, "in/short", [[1, 2]])
     cfg = config(mm, ([A, short, B, C], None))
     whole = build(mm, [None, None, None], cfg)[0]
-    assert [part.dataset_path for part in whole.datasets] == [A, B, C]
-    lengths = [len(gpt(mm, prefix)) for prefix in (A, B, C)]
-    same(whole.samples_taken(), np.array(lengths))
+    assert [part.dataset_path for part in whole.datasets] == corpora
+    same(whole.samples_taken(), np.array([len(gpt(mm, prefix)) for prefix in corpora]))
     assert len(build(mm, [10, 0, 0], cfg)[0]) == 10
+    _, messages = heard(build, mm, [len(whole), 0, 0], cfg)
+    assert messages == []
     with pytest.warns(UserWarning, match="end early"):
         large = build(mm, [1_000_000, 0, 0], cfg)[0]
-    assert len(large) == sum(lengths)
+    assert len(large) == len(whole)
 
     nothing = config(mm, ([short, short], None))
     with pytest.raises(ValueError, match="train: .* no corpus"):
@@ -2095,7 +1900,7 @@ def test_a_corpus_that_would_be_exhausted_is_built_larger(mm, tmp_path):
     """It alone; the documents have S tokens, so no corpus has a sample more than was asked for."""
     prefixes = [mk(mm, tmp_path / str(d), [[1] * 8]) for d in range(12)]
     larger = 0
-    for rng in cases(10):
+    for rng in cases(6):
         weights = (rng.dirichlet(np.ones(int(rng.integers(2, 12)))) + 1e-3).tolist()
         size = int(rng.integers(50, 300))
         fields = {"mid_level_dataset_surplus": 0.0, "path_to_cache": str(tmp_path / "cache")}
@@ -2111,39 +1916,55 @@ def test_a_corpus_that_would_be_exhausted_is_built_larger(mm, tmp_path):
     assert larger, "no case needed it: the test shows nothing"
 
 
-# -- phases ------------------------------------------------------------------------------------
-
-
 def test_phases_are_for_train(mm, corpora):
     """Each corpus lasts for all of them.  Valid and test are made as ever, by the weights."""
     weights = [0, 1, 1]
     phases = [(9, [1, 1, 0]), (7, [0, 1, 2])]
     cfg = config(mm, (corpora, weights), split="8,1,1", blend_phases=phases)
-    train, valid, test = build(mm, [None, 5, 5], cfg)
+    train, *others = build(mm, [None, 5, 5], cfg)
     assert train.phases == [(9, [0.5, 0.5, 0.0]), (7, [0.0, 1 / 3, 2 / 3])]
     assert [part.num_samples for part in train.datasets] == [6, 9, 6], "with a surplus each"
     assert pairs_of(train) == phases_by_hand(train)
+    assert train.datasets[2].dataset is others[0].datasets[1].dataset, "each corpus is opened once"
     plain = build(mm, [16, 5, 5], config(mm, (corpora, weights), split="8,1,1"))
-    for found, wanted in zip((valid, test), plain[1:], strict=True):
+    for found, wanted in zip(others, plain[1:], strict=True):
         assert found.unique_description == wanted.unique_description
-        assert pairs_of(found) == pairs_of(wanted)
 
-
-def test_phases_of_one_corpus_and_of_a_blend_of_trains_own(mm, corpora):
-    """The latter have 15 samples: more than are asked for, but never less."""
-    cfg = config(mm, (corpora[:1], None), split="8,1,1", blend_phases=[(9, [1]), (6, [1])])
-    train, valid, test = build(mm, [15, 5, None], cfg)
+    one_corpus = config(mm, ([A], None), split="8,1,1", blend_phases=[(9, [1]), (6, [1])])
+    train, valid, test = build(mm, [15, 5, None], one_corpus)
     assert train.dataset_sample_index.tolist() == list(range(15))
     same(np.concatenate([valid.indices, test.indices]), np.arange(32, 40, dtype=np.int32))
     assert (valid.num_samples, test.num_samples) == (5, None)
 
     blends = [(corpora, [1, 1, 1]), (corpora[:2], [1, 1]), None]
-    cfg = config(mm, blend_per_split=blends, blend_phases=[(9, [1, 1, 0]), (6, [0, 1, 2])])
-    train, valid, _ = build(mm, [12, 5, 0], cfg)
+    of_train = config(mm, blend_per_split=blends, blend_phases=phases)
+    train, valid, _ = build(mm, [12, 5, 0], of_train)  # of train there are 16
     assert pairs_of(train) == phases_by_hand(train)
     assert len(valid.datasets) == 2
-    with pytest.raises(ValueError, match="15 samples, but 20"):
-        build(mm, [20, 0, 0], cfg)
+    with pytest.raises(ValueError, match="16 samples, but 20"):
+        build(mm, [20, 0, 0], of_train)
+
+
+def test_datasets_of_the_users_own(one):
+    """Two methods more, and the builder can build them."""
+
+    class Numbers(one.MegatronDataset):
+        def __len__(self):
+            return len(self.indices)
+
+        def __getitem__(self, idx):
+            return {"number": self.dataset[self.indices[idx]]}
+
+    cfg = config(one, (["ten"], None), split="5,5,0")
+    open_ten = mock.Mock(return_value=range(10, 20))
+    methods = {"build_low_level_dataset": open_ten, "numel_low_level_dataset": len}
+    for name, function in methods.items():
+        with pytest.raises(NotImplementedError, match=name):
+            build(one, [3, 3, 0], cfg, Numbers)
+        setattr(Numbers, name, function)
+    train, valid, test = build(one, [3, 3, 0], cfg, Numbers)
+    assert (len(train), test) == (5, None)
+    assert batch_of(valid, [4, 0])["number"].tolist() == [19, 15]
 
 
 # -- what is refused ---------------------------------------------------------------------------
@@ -2155,6 +1976,7 @@ WHOLE_SETS = {"multiple_validation_sets": True, "full_validation": True}
 BAD_SIZES = [  # sizes, fields of the config, words
     ([1, 2], {"blend": ([A], None)}, "sizes"),
     ([-1, 0, 0], {"blend": ([A], None)}, "train.*-1"),
+    ([0, math.inf, 0], {"blend": ([A], None)}, "valid.*inf"),
     ([None, 0, 0], {"blend": TWO}, "train .*needs a size"),
     ([0, None, None], VALID_SETS, "test .*needs a size"),  # valid is two datasets, and test a blend
     ([0, 5, 0], {"blend_per_split": [None, ([A, B], None), None], **WHOLE_SETS}, "must be None"),
@@ -2169,29 +1991,24 @@ def test_sizes_are_refused_before_the_build(one, corpora):
             one.BlendedMegatronDatasetBuilder(one.GPTDataset, sizes, yes, cfg)
     for fields in ({"blend": TWO}, {"blend_per_split": [TWO, None, ([A], [1])]}):
         assert len(build(one, [9, None, None], config(one, **fields))[0]) >= 9
+    with pytest.raises(ValueError, match="no blend is given"):
+        build(one, [9, 0, 0], config(one))
 
 
 def test_more_sequences_than_int32_numbers(one, corpora, monkeypatch):
     """Upstream: the numbers wrap."""
     huge = mock.Mock(return_value=2**31)
     monkeypatch.setattr(one.GPTDataset, "numel_low_level_dataset", huge)
+    monkeypatch.setattr(one.GPTDataset, "_build_arrays", None)  # which would take 8 GiB
     with pytest.raises(ValueError, match="2147483648 sequences"):
         build(one, [9, 0, 0], config(one, ([A], None)))
 
 
-# -- several corpora at a time -----------------------------------------------------------------
-
-
 def test_corpora_are_built_side_by_side(one, corpora):
-    """As many as there are threads: they wait for each other when they open and make datasets."""
+    """As many as there are threads: they wait for each other."""
     all_threads = threading.Barrier(3, timeout=20)
 
     class Together(one.GPTDataset):
-        @staticmethod
-        def build_low_level_dataset(path, cfg):
-            all_threads.wait()
-            return one.GPTDataset.build_low_level_dataset(path, cfg)
-
         def __init__(self, corpus, prefix, documents, *others):
             all_threads.wait()
             assert isinstance(documents, np.ndarray), "as upstream gives them to a class"
@@ -2218,10 +2035,7 @@ def build_and_read(one, prefixes):
 @linux
 def test_60_corpora_build_and_train_with_100_open_files(one, tmp_path):
     """Of up to 3,000 documents; the soft limit is raised.  Upstream: a bare [Errno 24]."""
-    prefixes = []
-    for number in range(60):
-        n = 3000 if number < 3 else 20
-        prefixes.append(mk(one, tmp_path / str(number), np.ones((n, 3), np.int32)))
+    prefixes = [mk(one, tmp_path / str(n), [[1] * 3] * (3000 if n < 3 else 20)) for n in range(60)]
     assert in_children(functools.partial(build_and_read, one, prefixes)) == [0]
 
 
@@ -2339,7 +2153,9 @@ def test_a_sampler_refuses_sizes_and_places_that_cannot_be(one):
         ("single", (0, 0, 1, 0, 1), "total_samples"),
         ("single", (8, -1, 1, 0, 1), "consumed_samples"),
         ("single", (8, 9, 1, 0, 1), "consumed_samples"),
+        ("single", (8, 1.5, 1, 0, 1), "consumed_samples"),
         ("single", (8, 0, 1.5, 0, 1), "micro_batch_size"),
+        ("single", (8, 0, "2", 0, 1), "micro_batch_size"),
         ("single", (8, 0, 1, 2, 2), "data_parallel_rank"),
         ("full_validation", (8, 0, 1, -1, 2), "data_parallel_rank"),
         ("sharded", (3, 0, 2, 0, 2), "total_samples"),  # no whole round
@@ -3474,130 +3290,56 @@ def test_gradients_on_ranks(tmp_path, world):
 # ==============================================================================
 
 
-def write_pair(one, folder, size, error=None):
-    with one.IndexedDatasetBuilder(folder / "p.bin", np.uint8) as builder:
-        builder.add_document(np.ones(size, np.uint8), [size])
-        if error is not None:
-            raise error
-
-
-@linux
-def test_nothing_appears_on_an_error(one, tmp_path):
-    """Nor changes what was there."""
-    write_pair(one, tmp_path, 3)
-    files = files_of(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        write_pair(one, tmp_path, 2 << 20, KeyboardInterrupt())
-    assert files_of(tmp_path) == files
-    for size in (1 << 17, 1 << 22):  # the disk is full at the commit, and while it is written
-        with pytest.raises(OSError) as caught, files_of_64_kib():
-            write_pair(one, tmp_path, size)
-        assert caught.value.errno == errno.EFBIG
-        assert files_of(tmp_path) == files
-
-
-def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, monkeypatch):
-    """Both files of a pair; then their folder.  A small cache can be made again, and is not synced.
-
-    The folder may be of a file system that cannot sync one.
-    """
-    replace = os.replace
-    events = []
-
-    def note_sync(descriptor):
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            events.append("sync folder")
-            raise OSError(errno.EINVAL, "Invalid argument")
-        events.append("sync")
-
-    def note_rename(source, target):
-        replace(source, target)
-        events.append(re.sub(r"\.\w{16}", "", os.path.basename(target)))
-
-    mk(one, tmp_path / "p", [[1]])
-    monkeypatch.setattr(os, "fsync", note_sync)
-    monkeypatch.setattr(os, "replace", note_rename)
-    mk(one, tmp_path / "p", [[2]])
-    assert events == ["sync", "sync", "p.idx.old.tmp", "p.bin", "p.idx", "sync folder"]
-    gpt(one, tmp_path / "p", sequence_length=2)
-    assert len(events) > 9
-    assert events.count("sync") == 2
-
-
-@pytest.mark.parametrize("is_pair", [False, True])
-def test_a_new_file_removes_its_temporary_name_when_it_goes(one, tmp_path, monkeypatch, is_pair):
-    """A change of the folder does not matter."""
-
-    def begin(name):
-        builder = one.IndexedDatasetBuilder(f"{name}.bin") if is_pair else one._NewFile(name)
-        assert len(os.listdir(tmp_path)) == 1
+def test_a_pair_appears_where_it_was_begun(one, tmp_path, monkeypatch):
+    """Though the process changes its folder meanwhile."""
+    monkeypatch.chdir(tmp_path)
+    with one.IndexedDatasetBuilder("p.bin"):
         monkeypatch.chdir("/")
-        return builder
-
-    monkeypatch.chdir(tmp_path)
-    new_file = begin("p")
-    del new_file
-    gc.collect()
-    assert os.listdir(tmp_path) == []
-    monkeypatch.chdir(tmp_path)
-    with begin("p"):
-        pass
-    assert sorted(os.listdir(tmp_path)) == (["p.bin", "p.idx"] if is_pair else ["p"])
+    assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx"]
 
 
-# In each of two generations these jobs make pairs whose files, and whose records' inputs, have the
-# same sizes: only their bytes tell which generation a file is of.
-
-
-def make_pair(one, inputs, folder, generation):
+def make_pair(one, folder, generation):
+    """A pair and its record, of sizes that are the same in each of two generations."""
     with one.IndexedDatasetBuilder(folder / "p.bin", np.uint8, multimodal=True) as builder:
         lengths = [1, 3] if generation == 1 else [3, 1]
         builder.add_document([generation] * 4, lengths, [generation, generation])
+    one._write_record(folder / "p", None, [[f"{generation}.jsonl", 1]])
 
 
-def merge_pairs(one, inputs, folder, generation):
-    one.merge([inputs / f"{generation}" / "p"] * 2, folder / "p", True)
-
-
-def preprocess_two_keys(one, inputs, folder, generation):
-    path = inputs / f"{generation}.jsonl"
-    one.preprocess(path, folder / "p", json_keys=("a", "b"))
-
-
-def two_generations(one, tmp_path, make):
-    """Run a job in two folders, old and new -> the files of each, {name: bytes}."""
+@pytest.fixture
+def old_and_new(one, tmp_path):
+    """The files that make_pair() makes in each generation, {name: bytes}."""
     found = []
-    for g, name in ((1, "old"), (2, "new")):
-        for folder in (f"{g}", name):
-            (tmp_path / folder).mkdir()
-        make_pair(one, tmp_path, tmp_path / f"{g}", g)  # the inputs of the other jobs
-        lines = [{"a": f"{g}", "b": f"{g}{g}"}, {"a": f"{g}{g}{g}", "b": ""}]
-        (tmp_path / f"{g}.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        make(one, tmp_path, tmp_path / name, g)
-        found.append(files_of(tmp_path / name))
+    for generation in (1, 2):
+        folder = tmp_path / f"{generation}"
+        folder.mkdir()
+        make_pair(one, folder, generation)
+        found.append(files_of(folder))
     return found
 
 
 class Calls:
-    """In a with block, the calls that make, write, sync, name, look for and remove files.
+    """In a with block, the calls that make, sync, name, look for and remove files.
 
     act     what happens at some of them
     at      the numbers of these, of all calls together, from 1 on
     works   does such a call do its work before, as a rename over a network may that then fails?
+    look    called before each call: what is there then is what a kill -9 would leave
     names   of the calls so far, and the threads that made them
     """
 
-    def __init__(self, one, act, at=(), works=False):
-        self.one, self.act, self.at, self.works = one, act, at, works
+    def __init__(self, one, act=None, at=(), works=False, look=None):
+        self.one, self.act, self.at, self.works, self.look = one, act, at, works, look
         self.names, self.threads = [], []
         self.patches = pytest.MonkeyPatch()
 
     def __enter__(self):
         gc.disable()  # what earlier tests left would close its files among the calls
-        for name in ("open", "close", "fsync", "replace", "unlink", "listdir"):
+        for name in ("close", "fsync", "replace", "unlink", "listdir"):
             call = functools.partial(self.call, name, getattr(os, name))
             self.patches.setattr(os, name, call)
-        self.patches.setattr(self.one, "open", self.open, raising=False)
+        call = functools.partial(self.call, "open", open)
+        self.patches.setattr(self.one, "open", call, raising=False)
 
     def __exit__(self, *error):
         self.patches.undo()
@@ -3607,6 +3349,8 @@ class Calls:
         self.names.append(name)
         self.threads.append(threading.current_thread())
         acts = len(self.names) in self.at
+        if self.look is not None:
+            self.look()
         if acts and not self.works:
             self.act()
         try:
@@ -3614,27 +3358,6 @@ class Calls:
         finally:
             if acts and self.works:
                 self.act()
-
-    def open(self, path, mode="r", **options):
-        file = self.call("open", open, path, mode, **options)
-        return File(self, file) if mode == "xb" else file
-
-
-class File:
-    """A file whose methods are counted as calls."""
-
-    def __init__(self, calls, file):
-        self.calls, self.file = calls, file
-
-    @property
-    def raw(self):
-        return File(self.calls, self.file.raw)
-
-    def __getattr__(self, name):
-        found = getattr(self.file, name)
-        if name in ("write", "flush", "close"):
-            found = functools.partial(self.calls.call, name, found)
-        return found
 
 
 class Steps:
@@ -3666,29 +3389,44 @@ class Steps:
 
 
 def new_folder(tmp_path, has_old):
-    """A folder with the pairs of generation 1, or without."""
+    """A folder with the pair of generation 1, or without."""
     folder = pathlib.Path(tempfile.mkdtemp(dir=tmp_path))
     if has_old:
-        shutil.copytree(tmp_path / "old", folder, dirs_exist_ok=True)
+        shutil.copytree(tmp_path / "1", folder, dirs_exist_ok=True)
     return folder
 
 
-def run_with(faults, make, one, folder):
-    """Run a job of generation 2 -> its error, or None."""
+def run_with(faults, one, folder):
+    """Make the pair of generation 2 -> the error, or None."""
     try:
         with faults:
-            make(one, folder.parent, folder, 2)
+            make_pair(one, folder, 2)
     except (Exception, KeyboardInterrupt) as error:
         error.__context__ = error.__cause__ = None  # these and the traceback hold what the job has
         return error.with_traceback(None)
     return None
 
 
-def usual_calls(make, one, tmp_path, has_old):
-    """The calls of a job where none fails."""
-    calls = Calls(one, None)
-    assert run_with(calls, make, one, new_folder(tmp_path, has_old)) is None
+def calls_of_a_commit(one, folder):
+    """All calls where none fails."""
+    calls = Calls(one)
+    assert run_with(calls, one, folder) is None
     return calls
+
+
+def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, old_and_new):
+    """Both files of a pair; then their folder, which may be of a system that cannot sync one."""
+    names = calls_of_a_commit(one, new_folder(tmp_path, True)).names
+    found = [name for name in names if name in ("fsync", "replace")]
+    assert found == ["fsync"] * 2 + ["replace"] * 3 + ["fsync"] + ["replace"]  # this is the record
+
+    def refuse():
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    of_folder = len(names) - names[::-1].index("fsync")
+    calls = Calls(one, refuse, {of_folder})
+    assert run_with(calls, one, new_folder(tmp_path, True)) is None
+    assert calls.names == names
 
 
 def check_what_is_left(folder, possible, note, clean=True):
@@ -3696,8 +3434,7 @@ def check_what_is_left(folder, possible, note, clean=True):
 
     possible   the generations that may be there, {name: bytes}; {}: no pair
     clean      is nothing there that is of no use?
-    A record may be missing, but is none of another generation.  Returns the temporary names of
-    the .idx that are of use.
+    A record may be missing, but is none of another generation.
     """
     if clean and any(name.endswith(".tmp") for name in os.listdir(folder)):
         gc.collect()  # the object of a file may still be there, in a cycle
@@ -3720,155 +3457,91 @@ def check_what_is_left(folder, possible, note, clean=True):
         record = f"{prefix}.record.json"
         assert files.get(record) in (None, possible[wanted.index(pair)].get(record)), note
     assert not clean or temporary == used, note
-    return used
 
 
-def fail(kind, *arguments):
-    """What happens at a call."""
-    raise kind(*arguments)
+def test_wherever_a_commit_fails_or_dies_a_pair_is_whole_or_can_be_made_whole(
+    one, tmp_path, old_and_new
+):
+    """Any call on files fails, or two of them do; and at any call the process may be killed.
 
-
-MORE_COMMITS = [
-    pytest.param(merge_pairs, marks=pytest.mark.slow),
-    pytest.param(preprocess_two_keys, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("make", [make_pair, *MORE_COMMITS])
-def test_whatever_call_fails_a_pair_is_whole_or_can_be_made_whole(one, tmp_path, make):
-    """Each call on files fails, by an error of the disk or by Ctrl-C; or two of them do.
-
-    Nothing else is left, but what cannot be removed; and the error says where the .idx is.
+    Nothing else is left, but what cannot be removed.
     """
-    old, new = two_generations(one, tmp_path, make)
-    errors = [(OSError, errno.EIO, "broken"), (KeyboardInterrupt,)]
-    for has_old, error, works in itertools.product([True, False], errors, [False, True]):
-        if make is not make_pair and not has_old:
-            continue
-        most = 7 if make is make_pair and has_old else 1
-        for number, name in enumerate(usual_calls(make, one, tmp_path, has_old).names, 1):
-            if works and name not in ("open", "replace", "unlink"):
-                continue
-            for second in range(number, number + most):
-                calls = Calls(one, functools.partial(fail, *error), {number, second}, works)
+    old, new = old_and_new
+
+    def fail():
+        raise OSError(errno.EIO, "broken")
+
+    for has_old, works in itertools.product([True, False], [False, True]):
+        possible = [old if has_old else {}, new]
+        usual = calls_of_a_commit(one, new_folder(tmp_path, has_old)).names
+        assert len(usual) > 10
+        for first, name in enumerate(usual, 1):
+            for second in range(first, first + 5):
                 folder = new_folder(tmp_path, has_old)
-                raised = run_with(calls, make, one, folder)
-                failed = [calls.names[at - 1] for at in calls.at if at <= len(calls.names)]
-                note = (failed, calls.at, has_old, error, works)
-                possible = [old if has_old else {}, new]
-                if raised is None:
-                    possible = [new]
-                    assert make is not make_pair or name in ("unlink", "close"), note
-                clean = number == second and (works or name != "unlink")
-                used = check_what_is_left(folder, possible, note, clean)
-                if make is make_pair and files_of(folder).get("p.bin") == new["p.bin"]:
-                    used.add("p.idx")
-                if isinstance(raised, OSError) and "listdir" not in failed:
-                    assert all(name in str(raised) for name in used), note
-
-
-def has_length(items, length):
-    return len(items) == length
-
-
-def die():
-    """What happens at a call: a kill -9."""
-    os._exit(9)
-
-
-@linux
-@pytest.mark.parametrize("make", [make_pair, MORE_COMMITS[-1]])
-def test_where_a_process_dies_a_pair_is_whole_or_can_be_made_whole(one, tmp_path, make):
-    old, new = two_generations(one, tmp_path, make)
-    for has_old, works in itertools.product([False, True], [False, True]):
-        folders = []
-        jobs = []
-        for number, name in enumerate(usual_calls(make, one, tmp_path, has_old).names, 1):
-            if name in ("replace", "unlink"):
-                folders.append(new_folder(tmp_path, has_old))
-                calls = Calls(one, die, {number}, works)
-                jobs.append(functools.partial(run_with, calls, make, one, folders[-1]))
-        assert in_children(*jobs) == [9] * len(jobs)
-        assert len(jobs) >= 5
-        for number, folder in enumerate(folders):
-            note = (number, has_old, works)
-            check_what_is_left(folder, [old if has_old else {}, new], note, clean=False)
-
-
-@linux
-def test_where_a_process_dies_while_it_undoes_a_commit(one, tmp_path):
-    """Neither the .bin nor the old .idx can be renamed; then it is killed before a clean-up."""
-    old, new = two_generations(one, tmp_path, make_pair)
-    names = usual_calls(make_pair, one, tmp_path, True).names
-    bin_rename = names.index("replace", names.index("replace") + 1) + 1  # as Calls counts
-    calls_after = ["replace", "listdir", "replace", "unlink", "unlink"]
-    for died_at in (3, 4):
-        folder = new_folder(tmp_path, True)
-        calls = Calls(one, None, {bin_rename, bin_rename + 2, bin_rename + died_at})
-
-        def fail_or_die(calls=calls, last=died_at):
-            if len(calls.names) == bin_rename + last:
-                assert calls.names[bin_rename - 1 :] == calls_after[: last + 1]
-                die()
-            fail(OSError, errno.EIO, "broken")
-
-        calls.act = fail_or_die
-        job = functools.partial(run_with, calls, make_pair, one, folder)
-        assert in_children(job) == [9]
-        check_what_is_left(folder, [old], died_at, clean=False)
+                note = (first, second, name, has_old, works)
+                look = functools.partial(check_what_is_left, folder, possible, note, clean=False)
+                calls = Calls(one, fail, {first, second}, works, look)
+                error = run_with(calls, one, folder)
+                may_stay = first != second or (name == "unlink" and not works)
+                check_what_is_left(folder, possible, note, clean=not may_stay)
+                if error is None:
+                    assert name == "unlink", note
+                    check_what_is_left(folder, [new], note, clean=False)
+                else:
+                    assert getattr(error, "errno", None) == errno.EIO, (note, error)
 
 
 @pytest.mark.parametrize("kind", ["line", pytest.param("opcode", marks=pytest.mark.slow)])
-def test_ctrl_c_at_any_moment_of_a_builder_leaves_one_of_the_two_pairs(one, tmp_path, kind):
+def test_ctrl_c_at_any_moment_leaves_one_of_the_two_pairs(one, tmp_path, old_and_new, kind):
     """And no other file."""
-    old, new = two_generations(one, tmp_path, make_pair)
+    old, new = old_and_new
     for has_old in (False, True):
         possible = [old if has_old else {}, new]
-        outcomes = collections.Counter()
         for number in itertools.count(1):
             folder = new_folder(tmp_path, has_old)
             steps = Steps(one, kind, number)
-            is_stopped = run_with(steps, make_pair, one, folder) is not None
+            # In a thread of its own: Python 3.11 may forget there that an error is dealt with.
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                error = pool.submit(run_with, steps, one, folder).result()
             check_what_is_left(folder, possible, (has_old, number))
-            outcomes[possible.index(files_of(folder))] += 1
-            if not is_stopped:
+            if error is None:
                 break
-        assert steps.count == number - 1
-        assert outcomes[0] > 20 and outcomes[1] > 5
+        assert files_of(folder) == new
+        assert steps.count == number - 1 > 50
 
 
 @linux
 @pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_does_not_stop_a_commit_that_has_begun(one, tmp_path, times):
+def test_ctrl_c_does_not_stop_a_commit_that_has_begun(one, tmp_path, old_and_new, times):
     """The first one waits for it, in its thread; a second one does not, and discards nothing."""
-    _, new = two_generations(one, tmp_path, make_pair)
-    seen = []
+    _, new = old_and_new
+    del new["p.record.json"]
+    due = []
 
     def interrupt(number, frame):
-        seen.append(number)
-        raise KeyboardInterrupt
+        if due:
+            due.pop()
+            raise KeyboardInterrupt
 
     def interrupt_main_thread():
-        for count in range(times):
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
-            in_a_minute(has_length, seen, count + 1)
-        time.sleep(0.02)  # so that what does not wait is seen
+        for _ in range(times):
+            due.append(1)
+            while due:  # one that comes just before the main thread waits does not wake it
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+                time.sleep(0.001)
+        time.sleep(0.01)  # so that what does not wait is seen
 
-    commits = 0
     before = signal.signal(signal.SIGUSR1, interrupt)
-    for has_old in (False, True):
-        for number, thread in enumerate(usual_calls(make_pair, one, tmp_path, has_old).threads, 1):
-            if thread is not threading.main_thread():
-                seen.clear()
-                folder = new_folder(tmp_path, has_old)
-                calls = Calls(one, interrupt_main_thread, {number})
-                assert isinstance(run_with(calls, make_pair, one, folder), KeyboardInterrupt)
-                if times == 2:
-                    calls.threads[number - 1].join()
-                assert files_of(folder) == new
-                commits += 1
+    threads = calls_of_a_commit(one, new_folder(tmp_path, True)).threads
+    in_commit = [at for at, thread in enumerate(threads, 1) if thread != threading.main_thread()]
+    for number in in_commit:
+        folder = new_folder(tmp_path, True)
+        calls = Calls(one, interrupt_main_thread, {number})
+        assert isinstance(run_with(calls, one, folder), KeyboardInterrupt)
+        calls.threads[number - 1].join()
+        assert files_of(folder) == new
     signal.signal(signal.SIGUSR1, before)
-    assert commits > 12
+    assert len(in_commit) > 6
 
 
 @pytest.mark.parametrize("given_up", [".bin", ".idx"])
@@ -3948,42 +3621,18 @@ def test_a_cache_is_built_once_then_found(one, pair, wanted, cache, monkeypatch)
     monkeypatch.setattr(one, "build_sample_idx", build)
     saved, of_first = start(one, pair, cache)
     before = stamps(cache)
+    assert files_of(cache) == files_of(f"{pair}/cache/GPTDataset_indices")  # without path_to_cache
     fields = {"fast_cache_load": True, "defer_npy_index_mmap": True}  # without effect
     found, of_second = start(one, pair, cache, **fields)
+    assert of_first + of_second == []
     for ds in (saved, found):
-        values, messages = heard(arrays, ds)
-        assert messages + of_first + of_second == []
-        same_arrays(values, wanted)
+        same_arrays(arrays(ds), wanted)
         with pytest.raises(ValueError, match="read-only"):
             ds.shuffle_index[0] = 1
     for name, values in zip(INDEX_ARRAYS, wanted, strict=True):
-        assert file_of(cache, f"-{name}.npy").read_bytes() == npy(values)
+        same(np.load(file_of(cache, f"-{name}.npy")), values)
     assert build.call_count == 1
     assert stamps(cache) == before
-
-
-def npy(array):
-    """The bytes of an .npy file."""
-    with io.BytesIO() as file:
-        np.save(file, array)
-        return file.getvalue()
-
-
-def test_names_and_description(one, pair):
-    """The description says what was asked for; its md5 is in all names.  Both are upstream's."""
-    gpt(one, pair, 4)
-    asked = {"class": "GPTDataset", "dataset_path": pair, "num_samples": 4}
-    asked |= {"index_split": "train", "random_seed": 1234, "sequence_length": 8}
-    asked |= {"split": "1,0,0", "split_matrix": [[0, 1.0], None, None]}
-    asked |= {"tokenizer": {"class": "Tok", "eod": 0}}
-    text = json.dumps(asked, indent=4).encode()
-    stem = f"{hashlib.md5(text).hexdigest()}-GPTDataset-train"
-    names = {f"{stem}-description.txt", f"{stem}-manifest.json"}
-    for name in INDEX_ARRAYS:
-        names.add(f"{stem}-{name}.npy")
-    files = files_of(f"{pair}/cache/GPTDataset_indices")  # the folder without path_to_cache
-    assert files.keys() == names
-    assert files[f"{stem}-description.txt"] == text
 
 
 def test_other_samples_have_another_key(one, pair, cache):
@@ -4009,7 +3658,7 @@ def test_other_documents_make_a_cache_stale(one, pair, cache):
     for documents in ([0, 1], [0, 2, 3], [0, 2, 1, 3], range(3, 0, -1)):
         as_array = np.array(documents, np.int32)
         found, [message] = cached(one, pair, cache, 9, documents=as_array)
-        assert "documents was" in message
+        assert "made from {'documents'" in message
         same_arrays(found, cached(one, pair, f"{cache} {documents}", 9, documents=as_array)[0])
         assert cached(one, pair, cache, 9, documents=documents)[1] == []
 
@@ -4053,98 +3702,85 @@ def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache):
     assert not os.path.exists("ran")
 
 
-@pytest.mark.parametrize("size", [20_000, 200_000])
-def test_a_damaged_array_of_up_to_1_mib_is_built_again_and_saved(one, tmp_path, cache, size):
-    """Of up to 64 KiB it is read, above that mapped.  Case: the next start is well."""
-    corpus = mk(one, tmp_path / "p", np.ones((size // 4, 1), np.int32))
-    wanted, _ = cached(one, corpus, cache, n=None)
+def is_mapped(folder):
+    """Has this process mapped a file of the folder?"""
+    return str(folder) in pathlib.Path("/proc/self/maps").read_text()
+
+
+@linux
+@pytest.mark.parametrize("size, n", [(20_000, 700), (200_000, 6000), (1_100_000, 35_000)])
+def test_an_array_is_read_up_to_64_kib_and_checked_up_to_1_mib(
+    one, tmp_path, cache, monkeypatch, size, n
+):
+    """A larger one is on the disk before it has its name: no loss of power leaves holes in it."""
+    corpus = mk(one, tmp_path / "p", np.ones((3000, 1), np.int32))
+    synced = []
+
+    def sync(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    start(one, corpus, cache, n)
     path = file_of(cache, "document_index.npy")
     before = path.read_bytes()
-    assert size < len(before) < size + 200
+    assert size < len(before) < 1.3 * size
+    assert len(synced) == ("document_index" in "".join(synced)) == (size > 1 << 20)
     replace_file(path, before[:-8] + bytes(8))
-    found, messages = cached(one, corpus, cache, n=None)
-    assert len(messages) == 1
-    same_arrays(found, wanted)
-    assert path.read_bytes() == before
-    assert cached(one, corpus, cache, n=None)[1] == []
-    ds, _ = start(one, corpus, cache, n=None)
-    assert is_mapped(path) == (size > 65536)
+    ds, messages = start(one, corpus, cache, n)
+    assert len(messages) == (size < 1 << 20)
+    assert is_mapped(path) == (size > 1 << 16)
+    if messages:
+        assert path.read_bytes() == before
+        same(ds.document_index, np.load(path))
+        assert start(one, corpus, cache, n)[1] == []
     del ds
     assert not is_mapped(path)
 
 
-def test_arrays_above_1_mib_are_on_the_disk_before_they_have_their_names(
-    one, tmp_path, cache, monkeypatch
-):
-    """So that no loss of power leaves holes in them; the others have a CRC-32."""
-    corpus = mk(one, tmp_path / "p", np.ones((300_000, 1), np.int32))
-    synced = []
+def test_a_touched_pair_and_a_copy_find_the_cache(one, pair, wanted, cache, tmp_path, monkeypatch):
+    """Nodes with a copy each and one path_to_cache do not overwrite each other's files.
 
-    def sync(descriptor):
-        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
-
-    monkeypatch.setattr(os, "fsync", sync)
-    start(one, corpus, cache, n=100)
-    assert [re.search("index|json|description", name)[0] for name in synced] == ["index"]
-    assert "document_index" in synced[0]
-
-
-def test_the_folder_may_be_left(one, pair, wanted, tmp_path, monkeypatch):
-    """A relative path_to_cache is that of the start: also for a pickle, in another folder."""
-    monkeypatch.chdir(os.path.dirname(pair))
+    A relative path_to_cache is that of the start: also for a pickle, in another folder.
+    """
+    monkeypatch.chdir(tmp_path)
     ds, _ = start(one, "pair", "cache")
+    before = stamps(cache)
     monkeypatch.chdir("/")
-    again, messages = heard(pickle.loads, pickle.dumps(ds))
-    assert messages == []
-    for dataset in (ds, again):
+    for dataset in (ds, pickle.loads(pickle.dumps(ds))):
         same_arrays(arrays(dataset), wanted)
         assert len(dataset[3]["tokens"]) == 8
-
-
-def test_a_touched_pair_and_a_copy_find_the_cache(one, pair, cache, tmp_path, monkeypatch):
-    """Nodes with a copy each and one path_to_cache do not overwrite each other's files."""
-    monkeypatch.chdir(os.path.dirname(pair))
-    start(one, "pair", cache)
-    before = stamps(cache)
-    os.utime("pair.idx", (1, 1))
-    os.utime("pair.bin", (2, 2))
-    assert start(one, "pair", cache)[1] == []
     (tmp_path / "node 1").mkdir()
     for kind in ("bin", "idx"):
-        shutil.copyfile(f"pair.{kind}", tmp_path / "node 1" / f"pair.{kind}")
-    monkeypatch.chdir(tmp_path / "node 1")
-    assert start(one, "pair", cache)[1] == []
+        shutil.copyfile(f"{pair}.{kind}", tmp_path / "node 1" / f"pair.{kind}")
+        os.utime(f"{pair}.{kind}", (1, 1))
+    for folder in (tmp_path, tmp_path / "node 1"):
+        monkeypatch.chdir(folder)
+        assert start(one, "pair", cache)[1] == []
     assert stamps(cache) == before
 
 
 def test_regenerated_data_make_a_cache_stale(one, tmp_path, cache):
-    """Upstream: the key is the path and the config, so the old indices are used."""
+    """Upstream: the key is the path and the config, so the old indices are used.
+
+    Nor is a cache taken for one of the new data that is made of the old, which are open still.
+    """
     old = random_docs(np.random.default_rng(5), most=40) * 3
     for docs, word in (([[1, 2, 3]] * 20, "documents"), (old[::-1], "the pair was")):
         corpus = mk(one, tmp_path / word, old)
         os.utime(f"{corpus}.idx", (1, 1))
-        cached(one, corpus, cache)
+        opened, _ = start(one, corpus, cache)
         mk(one, corpus, docs)
-        found, [message] = cached(one, corpus, cache)
-        assert word in message
-        same_arrays(found, cached(one, corpus, f"{cache} of the new")[0])
-        assert cached(one, corpus, cache)[1] == []
-
-
-def test_a_cache_of_data_that_were_regenerated_while_they_were_open(one, pair, cache):
-    """It is of the old data: nobody takes it for one of the new."""
-    old = one.IndexedDataset(pair)
-    mk(one, pair, [[1] * 20] * len(old))
-    cfg = config(one, ([pair], None), path_to_cache=cache)
-    one.GPTDataset(old, pair, np.arange(4, dtype=np.int32), 20, one.Split.train, cfg)
-    found, [message] = cached(one, pair, cache, 20)
-    assert "the pair was" in message
-    same_arrays(found, cached(one, pair, f"{cache} of the new", 20)[0])
-
-
-def is_mapped(folder):
-    """Has this process mapped a file of the folder?"""
-    return str(folder) in pathlib.Path("/proc/self/maps").read_text()
+        wanted, _ = cached(one, corpus, f"{cache} of the new")
+        for is_made_late in (False, True):
+            if is_made_late:
+                shutil.rmtree(cache)
+                documents = np.arange(len(old), dtype=np.int32)
+                split = one.Split.train
+                one.GPTDataset(opened.dataset, corpus, documents, 50, split, opened.config)
+            found, [message] = cached(one, corpus, cache)
+            assert word in message
+            same_arrays(found, wanted)
+            assert cached(one, corpus, cache)[1] == []
 
 
 @linux
@@ -4152,7 +3788,8 @@ def is_mapped(folder):
 def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache, size):
     """Who unpickles it finds them, or builds and saves them.  Upstream: all travel to each worker.
 
-    A dataset that nobody uses any more lets go of its files at once.
+    An array that a user has set travels.  A dataset that nobody uses any more lets go of its files
+    at once.
     """
     corpus = mk(one, tmp_path / "p", [[1] * 8] * 3000)
     cfg = config(one, ([corpus, corpus], [1, 2]), path_to_cache=cache)
@@ -4162,7 +3799,10 @@ def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache, size):
     text = pickle.dumps(built)
     assert len(text) < 10_000 < built.datasets[0].indices.nbytes
     assert is_mapped(cache) == (size > 10_000)
-    del built
+    part = built.datasets[1]
+    part.shuffle_index = part.shuffle_index[::-1].copy()
+    same_arrays(arrays(pickle.loads(pickle.dumps(part))), arrays(part))
+    del built, part
     assert not is_mapped(cache)
     before = files_of(cache)
     for _ in range(2):
@@ -4173,52 +3813,31 @@ def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache, size):
         shutil.rmtree(cache)
 
 
-SENT_TO_A_WORKER = """
-import multiprocessing, sys
-import megatron_min as mm
-
-def read(dataset):
-    return [sample["tokens"].tolist() for sample in dataset]
-
-if __name__ == "__main__":
-    config = mm.GPTDatasetConfig(
-        1, 8, blend=([sys.argv[1]] * 2, [1, 2]), split="1", tokenizer=mm.ByteTokenizer(),
-        path_to_cache=sys.argv[2])
-    sizes = [9, 0, 0]
-    train = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, sizes, lambda: True, config).build()[0]
-    own = train.datasets[1]
-    own.shuffle_index = own.shuffle_index[::-1].copy()
-    with multiprocessing.get_context(sys.argv[3]).Pool(1) as pool:
-        assert pool.apply(read, [train]) == read(train)
-"""
-
-
-@linux
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_workers_read_what_their_parent_reads(pair, cache, tmp_path, method):
-    """However they start; an array that was set travels.  No warning."""
-    (tmp_path / "script.py").write_text(SENT_TO_A_WORKER)
-    run = [sys.executable, str(tmp_path / "script.py"), pair, cache, method]
-    environment = os.environ | {"PYTHONPATH": str(HERE)}
-    ran = subprocess.run(run, stderr=subprocess.PIPE, text=True, env=environment)
-    assert (ran.returncode, ran.stderr) == (0, "")
-
-
 # -- errors of the build, of the disk and of the system ----------------------------------------
 
 
-def test_an_error_of_the_build_is_no_fault_of_the_cache(one, pair, cache, monkeypatch):
-    """It is raised as it is, after one call; the warning is of what was wrong with the files."""
-    start(one, pair, cache)
+def test_an_error_of_the_build_or_a_limit_is_no_fault_of_the_cache(one, pair, cache, monkeypatch):
+    """It is raised, after one call, and nothing is written; where it is a limit, none is built."""
+    ds, _ = start(one, pair, cache)
     os.truncate(file_of(cache, "sample_index.npy"), 100)
     before = files_of(cache)
-    build = mock.Mock(side_effect=OSError("the build"))
-    monkeypatch.setattr(one, "build_sample_idx", build)
-    with pytest.raises(OSError, match="^the build$"), pytest.warns(UserWarning, match="rebuilt"):
-        gpt(one, pair, 50, path_to_cache=cache)
-    assert build.call_count == 1
-    assert files_of(cache) == before
+    documents = np.arange(4, dtype=np.int32)
+    given = one.IndexedDataset(pair), pair, documents, 50, one.Split.train, ds.config
+    no_file = OSError(errno.EMFILE, "Too many open files")
+    no_map = OSError(errno.ENOMEM, "Cannot allocate memory")
+    for place, error, kind, words in (
+        ("megatron_min_python.build_sample_idx", OSError("the build"), OSError, "^the build$"),
+        ("builtins.open", no_file, OSError, "ulimit -n"),
+        ("builtins.open", MemoryError(), OSError, "vm.max_map_count"),
+        ("megatron_min_python._read_or_map_file", no_map, OSError, "Cannot allocate"),
+        ("megatron_min_python._read_or_map_file", MemoryError("none"), MemoryError, "none"),
+    ):
+        failing = mock.Mock(side_effect=error)
+        with monkeypatch.context() as patch, pytest.raises(kind, match=words):
+            patch.setattr(place, failing)
+            quiet(one.GPTDataset, *given)
+        assert failing.call_count == 1
+        assert files_of(cache) == before
 
 
 def test_in_a_folder_that_cannot_be_made_the_arrays_stay_in_memory(one, pair, wanted, cache):
@@ -4229,97 +3848,43 @@ def test_in_a_folder_that_cannot_be_made_the_arrays_stay_in_memory(one, pair, wa
     same_arrays(found, wanted)
 
 
-@pytest.mark.parametrize("num_renames", [0, 3, 4])
-def test_a_disk_that_is_full_in_the_middle(one, pair, cache, monkeypatch, num_renames):
-    """The arrays stay in memory, are pickled whole, and the next job builds right ones."""
+@pytest.mark.parametrize("num_renames", range(5))
+def test_a_job_that_dies_or_whose_disk_is_full_in_the_middle(
+    one, pair, cache, monkeypatch, num_renames
+):
+    """Nothing that it leaves is believed, nor the cache of other data that was there before.
+
+    Where the disk is full, the arrays stay in memory, and are pickled whole.
+    """
     cached(one, pair, cache)
     mk(one, pair, [[1] * 20] * 7)
     wanted, _ = cached(one, pair, f"{cache} of the new")
-    full = OSError(errno.ENOSPC, "No space left on device")
-    results = [mock.DEFAULT] * num_renames + [full] * 5
+    rename = os.replace
+    number = itertools.count()
+
+    def rename_or_fail(source, target):
+        if next(number) == num_renames:
+            shutil.copytree(cache, f"{cache} of the dead")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        rename(source, target)
+
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", mock.Mock(wraps=os.replace, side_effect=results))
+        patch.setattr(os, "replace", rename_or_fail)
         ds, [*_, message] = start(one, pair, cache, 50)
     assert "No space left" in message
     for dataset in (ds, pickle.loads(pickle.dumps(ds))):
         same_arrays(arrays(dataset), wanted)
-    names = os.listdir(cache)
-    assert all(name.endswith((".npy", "description.txt")) for name in names), "nothing temporary"
-    same_arrays(cached(one, pair, cache)[0], wanted)
-    assert len(os.listdir(cache)) == 5
-
-
-def die_in_the_middle(one, corpus, cache, num_renames):
-    """A job that is killed while it gives the files of a cache their names."""
-    rename = os.replace
-    number = itertools.count()
-
-    def rename_or_die(source, target):
-        if next(number) == num_renames:
-            os.kill(os.getpid(), signal.SIGKILL)
-        rename(source, target)
-
-    os.replace = rename_or_die
-    gpt(one, corpus, 50, path_to_cache=cache)
+    assert not any(name.endswith((".tmp", "manifest.json")) for name in os.listdir(cache))
+    for folder in (cache, f"{cache} of the dead"):
+        same_arrays(cached(one, pair, folder)[0], wanted)
+        assert cached(one, pair, folder)[1] == []
 
 
 @linux
-def test_a_job_that_is_killed_leaves_nothing_that_is_believed(one, pair, cache):
-    """Wherever it was; the cache of other data that was there before is not believed, either."""
+def test_jobs_may_build_at_once(one, pair, cache):
+    """Over a cache of other data: all get right arrays; the files are whole."""
     cached(one, pair, cache)
-    mk(one, pair, [[1] * 20] * 7)
-    wanted, _ = cached(one, pair, f"{cache} of the new")
-    jobs = []
-    for num_renames in range(5):
-        shutil.copytree(cache, f"{cache} {num_renames}")
-        arguments = one, pair, f"{cache} {num_renames}", num_renames
-        jobs.append(functools.partial(die_in_the_middle, *arguments))
-    assert in_children(*jobs) == [-signal.SIGKILL] * 5
-    for num_renames in range(5):
-        found, _ = cached(one, pair, f"{cache} {num_renames}")
-        same_arrays(found, wanted)
-        assert cached(one, pair, f"{cache} {num_renames}")[1] == []
-
-
-def test_a_limit_of_the_system_is_no_fault_of_the_cache(one, pair, cache, monkeypatch):
-    """Nothing is built again."""
-    ds, _ = start(one, pair, cache, 50)
-    opened = one.IndexedDataset(pair), pair, np.arange(4, dtype=np.int32), 50, one.Split.train
-    for error, word in (
-        (OSError(errno.EMFILE, "Too many open files"), "ulimit -n"),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), "vm.max_map_count"),
-        (MemoryError(), "vm.max_map_count"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr("builtins.open", mock.Mock(side_effect=error))
-            with pytest.raises(OSError, match=word):
-                one.GPTDataset(*opened, ds.config)
-        with monkeypatch.context() as patch:
-            patch.setattr(one, "_read_or_map_file", mock.Mock(side_effect=error))
-            with pytest.raises(type(error)):
-                one.GPTDataset(*opened, ds.config)
-
-
-def test_threads_may_build_at_once(one, pair, wanted, cache):
-    """Six have one name here; then all find it."""
-    fields = {"path_to_cache": cache, "num_dataset_builder_threads": 6}
-    cfg = config(one, ([pair] * 6, [1] * 6), **fields)
-    for _ in range(2):
-        [train, _, _], messages = heard(build, one, [6 * 49, 0, 0], cfg)
-        assert messages == []
-        for part in train.datasets:
-            assert part.num_samples == 50
-            assert part._in_files
-            same_arrays(arrays(part), wanted)
-
-
-@linux
-@pytest.mark.parametrize("stale", [False, True])
-def test_jobs_may_build_at_once(one, pair, cache, stale):
-    """Over nothing, and over a cache of other data: all get right arrays; the files are whole."""
-    if stale:
-        cached(one, pair, cache)
-        mk(one, pair, [[1] * 20] * 40)
+    mk(one, pair, [[1] * 20] * 40)
     barrier = FORK.Barrier(4)
 
     def build_together(n, wanted):
@@ -4368,7 +3933,7 @@ class RangeHandler(http.server.BaseHTTPRequestHandler):
         self.send_response(206 if wanted and status == 200 else status)
         self.send_header("ETag", hashlib.md5(body).hexdigest())
         self.send_header("Accept-Ranges", "bytes")
-        if wanted and body and fault != "whole":
+        if wanted and body:
             first, last = map(int, re.findall(r"\d+", wanted))
             body = body[first : last + 1]
         if fault == "short":
@@ -4391,9 +3956,9 @@ class Storage:
         self.root = root
         self._file_system, self._place = fsspec.core.url_to_fs(str(target or root))
 
-    def put(self, prefix, name=None):
-        """Copy a local pair -> the prefix of the copy, which has its name or another one."""
-        name = name or os.path.basename(prefix)
+    def put(self, prefix):
+        """Copy a local pair -> the prefix of the copy, which has its name."""
+        name = os.path.basename(prefix)
         for extension in ("bin", "idx"):
             self._file_system.put_file(f"{prefix}.{extension}", f"{self._place}/{name}.{extension}")
         return f"{self.root}/{name}"
@@ -4511,7 +4076,7 @@ def new_ranges(web):
     return places
 
 
-def test_ranges_are_exact(one, web, numbers, tmp_path):
+def test_ranges_are_exact(web, numbers):
     """The bytes that are asked for, each once, and none for what is empty."""
     new_ranges(web)
     numbers.get_many([(0, 2, 2), (0, 9, 1), (0, 2, 2), (0, 3, 0)])
@@ -4519,11 +4084,6 @@ def test_ranges_are_exact(one, web, numbers, tmp_path):
     numbers.get_many([])
     numbers.get(0, 2, 0)
     assert web.server.requests == []
-    fields = {"path_to_cache": str(tmp_path / "cache"), "sequence_length": 8}
-    train = build(one, [2, 0, 0], config(one, ([numbers.path_prefix], None), **fields))[0]
-    new_ranges(web)
-    assert [len(train[k]["tokens"]) for k in range(2)] == [8, 8]
-    assert new_ranges(web) == ["bytes=0-17", "bytes=16-33"]
 
 
 def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
@@ -4597,41 +4157,31 @@ def open_remote(one, place, folder):
     return one.IndexedDataset(place, object_storage_config=one.ObjectStorageConfig(folder))
 
 
+@linux
 def test_an_index_is_copied_once_for_each_state(one, web, some_pair, tmp_path):
-    """And for each prefix, even where the storage says the same of both."""
+    """And for each prefix, even where the storage says the same of both; by jobs at once, too."""
     prefix, docs = some_pair
     folder = tmp_path / "idx"
     place = web.put(prefix)
-    inodes = []
-    for _ in range(2):
-        open_remote(one, place, folder)
-        [copied] = folder.iterdir()
-        assert copied.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
-        inodes.append(copied.stat().st_ino)
-    assert inodes[0] == inodes[1]
-    pickled = pickle.dumps(open_remote(one, place, folder))
-    swapped = [docs[1], docs[0], *docs[2:]]  # files of the same sizes
-    web.put(mk(one, tmp_path / "changed" / "pair", swapped, np.uint16))
-    with pytest.raises(one.DatasetFormatError, match="replaced"):
-        pickle.loads(pickled)
-    assert lists(open_remote(one, place, folder)[:2]) == [docs[1].tolist(), docs[0].tolist()]
-    assert len(os.listdir(folder)) == 2
-    open_remote(one, web.put(prefix, "other"), folder)
-    assert len(os.listdir(folder)) == 3
-
-
-@linux
-def test_processes_may_copy_an_index_at_once(one, web, some_pair, tmp_path):
-    place = web.put(some_pair[0])
     barrier = FORK.Barrier(4)
 
     def job():
         barrier.wait(60)
-        open_remote(one, place, tmp_path / "idx")
+        open_remote(one, place, folder)
 
     assert in_children(job, job, job, job) == [0] * 4
-    [copied] = (tmp_path / "idx").iterdir()
-    assert copied.read_bytes() == pathlib.Path(f"{some_pair[0]}.idx").read_bytes()
+    [copied] = folder.iterdir()
+    assert copied.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
+    before = stamps(folder)
+    pickled = pickle.dumps(open_remote(one, place, folder))
+    assert stamps(folder) == before
+    web.put(mk(one, tmp_path / "changed" / "pair", docs[::-1], np.uint16))  # as long
+    with pytest.raises(one.DatasetFormatError, match="replaced"):
+        pickle.loads(pickled)
+    assert lists(open_remote(one, place, folder)[:]) == lists(docs[::-1])
+    assert len(os.listdir(folder)) == 2
+    open_remote(one, f"{web.root}/other/pair", folder)  # the server looks at the last name alone
+    assert len(os.listdir(folder)) == 3
 
 
 @pytest.mark.parametrize("name", ["ETag", "blob_id", "sha", "LastModified", "modificationTime"])
@@ -4644,12 +4194,11 @@ def test_an_index_that_changed_is_copied_again(one, bucket, some_pair, tmp_path,
         content = self.store[self._strip_protocol(path)].getvalue()
         return {"type": "file", "size": len(content), name: hashlib.md5(content).hexdigest()}
 
-    swapped = [docs[1], docs[0], *docs[2:]]
     with mock.patch.object(memory, "info", info):
         place = bucket.put(prefix)
         open_remote(one, place, tmp_path / "idx")
-        bucket.put(mk(one, tmp_path / "changed" / "pair", swapped, np.uint16))
-        assert lists(open_remote(one, place, tmp_path / "idx")[:]) == lists(swapped)
+        bucket.put(mk(one, tmp_path / "changed" / "pair", docs[::-1], np.uint16))
+        assert lists(open_remote(one, place, tmp_path / "idx")[:]) == lists(docs[::-1])
 
 
 def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_path):
@@ -4683,54 +4232,46 @@ def test_only_what_failed_is_asked_for_again(web, numbers, fault):
 
 
 def test_an_opening_is_tried_again(one, web, numbers, no_pauses):
-    """Whose requests fsspec calls "not found", whatever happens to them."""
+    """Whose requests fsspec calls "not found", whatever happens to them; but not in vain.
+
+    Without its size a pair could not be read in ranges.
+    """
     web.server.faults = itertools.repeat(503, 3)
     assert lists(one.IndexedDataset(numbers.path_prefix)) == [list(range(100, 120))]
     assert len(no_pauses) > 0
-
-
-@pytest.mark.parametrize(
-    "status, error, tries",
-    [
-        ("whole", OSError, 5),  # from a server that knows no ranges
-        (503, OSError, 5),
-        (404, FileNotFoundError, 1),
-        (410, FileNotFoundError, 1),
-        (401, PermissionError, 1),
-        (403, PermissionError, 1),
-    ],
-)
-def test_pauses_grow_and_end_in_an_error(web, numbers, no_pauses, status, error, tries):
-    """What is not there, or may not be read, is said at once.  The error names the object."""
-    web.server.requests.clear()
-    web.server.faults = itertools.repeat(status)
-    with pytest.raises(error, match=r"numbers\.bin: ") as caught:
-        numbers.get(0, 2, 2)
-    assert type(caught.value) is error
-    assert len(web.server.requests) == len(no_pauses) + 1 == tries
-    assert no_pauses == sorted(set(no_pauses))
+    no_pauses.clear()
+    for fault, kind in ((403, PermissionError), (404, FileNotFoundError), ("no length", OSError)):
+        web.server.faults = itertools.repeat(fault)
+        with pytest.raises(kind, match=r"numbers\.idx: ") as caught:
+            one.IndexedDataset(numbers.path_prefix)
+        assert caught.type is kind
+    assert no_pauses == []
 
 
 class HttpError(Exception):
     """No OSError, as the errors of aiohttp, botocore, azure and gcsfs are none."""
 
-
-FAILURES = {  # what fsspec raises, our class, and how often it is tried
-    "a client's own": (HttpError("503"), OSError, 5),
-    "time": (fsspec.exceptions.FSTimeoutError(), OSError, 5),
-    "connection": (ConnectionResetError("by the other side"), OSError, 5),
-    "its end": (EOFError(), OSError, 5),
-    "not there": (FileNotFoundError("bucket/pair.bin"), FileNotFoundError, 1),
-    "forbidden": (PermissionError("Forbidden"), PermissionError, 1),
-    "a program": (TypeError("an unexpected argument"), RuntimeError, 1),
-    "no ranges": (NotImplementedError("ranges"), RuntimeError, 1),
-}
+    def __init__(self, status):
+        super().__init__(f"HTTP {status}")
+        self.status = status
 
 
-@pytest.mark.parametrize("case", FAILURES)
-def test_only_what_may_pass_is_tried_again(one, bucket, some_pair, no_pauses, case):
-    """And not what is wrong in a program; the error says what it was, and of which object."""
-    failure, kind, tries = FAILURES[case]
+@pytest.mark.parametrize(
+    "failure, kind, tries",
+    [
+        (HttpError(503), OSError, 5),
+        (HttpError(404), FileNotFoundError, 1),
+        (HttpError(410), FileNotFoundError, 1),
+        (HttpError(401), PermissionError, 1),
+        (HttpError(403), PermissionError, 1),
+        (FileNotFoundError("bucket/pair.bin"), FileNotFoundError, 1),
+        (PermissionError("Forbidden"), PermissionError, 1),
+        (ConnectionResetError("by the other side"), OSError, 5),
+        (EOFError(), OSError, 5),
+    ],
+)
+def test_only_what_may_pass_is_tried_again(one, bucket, some_pair, no_pauses, failure, kind, tries):
+    """After pauses that grow.  The error says what it was, and of which object."""
     ds = one.IndexedDataset(bucket.put(some_pair[0]))
     memory = fsspec.get_filesystem_class("memory")
     with mock.patch.object(memory, "cat_file", side_effect=failure) as reads:
@@ -4739,14 +4280,13 @@ def test_only_what_may_pass_is_tried_again(one, bucket, some_pair, no_pauses, ca
     assert type(caught.value) is kind and caught.value.__cause__ is failure
     assert f"{type(failure).__name__}: {failure}" in str(caught.value)
     assert reads.call_count == len(no_pauses) + 1 == tries
+    assert no_pauses == sorted(set(no_pauses))
 
 
-def test_a_pair_whose_size_is_not_told_is_refused(web, numbers, one):
-    """It could not be read in ranges; nor is a missing object one."""
-    web.server.faults = itertools.repeat("no length")
-    with pytest.raises(OSError, match=r"numbers\.idx: .* size") as caught:
-        one.IndexedDataset(numbers.path_prefix)
-    assert type(caught.value) is OSError
+def test_a_folder_is_no_object(one, bucket):
+    for ending in (".idx", ".bin"):
+        fsspec.filesystem("memory").pipe_file(f"/bucket/p{ending}/file", b"1")
+    assert not one.IndexedDataset.exists(f"{bucket.root}/p")
 
 
 def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
@@ -4763,53 +4303,46 @@ def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
 @pytest.mark.parametrize(
     "url, is_refused",
     [
-        ("s3://KEY:SECRET@bucket/c", True),
         ("s3://key:pass/word@bucket/c", True),  # pass is no port
         ("s3://KEY:SECRET", True),
-        ("memory://user:pw@bucket/c", True),
         ("ftp://user:@host/c", True),
-        ("http://user@host/x", True),
-        ("http://user:pw@host/x", True),
         ("HTTPS://token@host/x", True),
         ("http://user:12::x@host/x", True),
         ("http://user:pw@[::1]:80/x", True),
         ("s3://[KEY:SECRET]@bucket/c", True),
         ("simplecache::s3://KEY:SECRET@bucket/c", True),
         ("zip://a.jsonl::filecache::http://user@host/x.zip", True),
-        ("s3://bucket/c", False),
         ("s3://bucket/a:b@c", False),
         ("http://host:8080/a@b", False),
         ("https://host/x?sig=a:b@c", False),
-        ("http://[::1]:80/x", False),
-        ("http://[2001:db8::1]/x", False),
+        ("http://[2001:db8::1]:80/x", False),
         ("abfs://container@account.dfs.core.windows.net/x", False),
         ("hdfs://user@host:8020/c", False),
-        ("simplecache::s3://bucket/c", False),
         ("zip://a.jsonl::filecache::s3://bucket/x.zip", False),
-        ("memory://bucket/c", False),
         ("memory:///c", False),
         ("data/a:b@c", False),
         ("C:\\x", False),
-        ("-", False),
-        ("", False),
     ],
 )
 def test_what_a_url_with_a_password_is(one, url, is_refused):
     assert one._holds_password(url) == is_refused
 
 
-def doors(one, url, local):
-    """Each place that a URL can be given to, but the commands -> (function, arguments)."""
+def test_a_url_with_a_password_is_refused_at_every_door(one, some_pair, tmp_path, capsys, caplog):
+    """So none gets into a message, a file or its name, an object, or what is pickled of one.
+
+    Upstream, and this module once: in clear in the description of a cache, and in its name.
+    """
+    url = f"memory://k:{SECRET}/{SECRET}@b/c"
+    local, _ = some_pair
     blend = ([local, url], [1, 2])
     per_split = {"blend_per_split": [None, blend, None], "tokenizer": Tok()}
     builder = one.IndexedDatasetBuilder(f"{local}.new.bin")
-    lines = jsonl(pathlib.Path(f"{local}.jsonl"), ["1"])
-    return [
+    lines = jsonl(f"{local}.jsonl", ["1"])
+    for function, arguments in (
         (config, [one, blend]),
         (config, [one, (local, url)]),  # no blend: the sentence that says so would show it
-        (config, [one, url]),
         (functools.partial(one.GPTDatasetConfig, 1, 8, **per_split), []),
-        (functools.partial(one.GPTDatasetConfig, 1, 8, [[url]], tokenizer=Tok()), []),
         (one.get_blend_from_list, [["30", local, "70", url]]),
         (one.get_blend_from_list, [[local, url, "70"]]),
         (one.get_blend_from_list, [url]),
@@ -4819,41 +4352,20 @@ def doors(one, url, local):
         (builder.finalize, [f"{url}.idx"]),
         (builder.add_index, [url]),
         (one.toy_corpus, [url]),
-        (one.preprocess, [url, f"{local}.o"]),
         (one.preprocess, [iter([lines, f"{url}*.jsonl"]), f"{local}.o"]),
         (one.preprocess, [lines, url]),
-        (one.merge, [url, f"{local}.o"]),
         (one.merge, [iter([local, url]), f"{local}.o"]),
         (one.merge, [[f"{url}_00000_of_00002"], f"{local}.o"]),
         (one.merge, [[local], url]),
-    ]
-
-
-@pytest.mark.parametrize(
-    "url",
-    [f"s3://KEY:{SECRET}@bucket/c", f"memory://k:{SECRET}/{SECRET}@b/c", f"http://{SECRET}@h/c"],
-)
-def test_a_url_with_a_password_is_refused_at_every_door(
-    one, some_pair, tmp_path, capsys, caplog, url
-):
-    """So none gets into a message, a file or its name, an object, or what is pickled of one.
-
-    Upstream, and this module once: in clear in the description of a cache, and in its name.
-    """
-    local, _ = some_pair
-    for function, arguments in doors(one, url, local):
+    ):
         with pytest.raises(ValueError, match="holds a password") as caught:
             function(*arguments)
         assert type(caught.value) is ValueError, arguments
         assert SECRET not in str(caught.value), arguments
         assert caught.value.__cause__ is caught.value.__context__ is None
-    lines = f"{local}.jsonl"
     for line in (
         ["preprocess", "--input", lines, url, "--output-prefix", f"{local}.o"],
-        ["preprocess", "--input", lines, "--output-prefix", url],
-        ["merge", "--input", local, url, "--output-prefix", f"{local}.o"],
         ["merge", "--input", local, "--output-prefix", url],
-        ["inspect", url],
         ["verify", local, url],
     ):
         code, out, err = command(one, capsys, *line)
@@ -4955,6 +4467,12 @@ def test_which_loader(one):
     assert next(iter(shuffled)).tolist() == [4, 0, 7, 3, 2, 5, 1, 6]  # that of seed 0
     whole = loader_of(one, range(9), data_parallel_size=2, full_validation=True)
     assert [batch.tolist() for batch in whole] == [[0], [2], [4], [6], [8]]  # none is left out
+    some = torch.utils.data.Subset(Numbers(9), range(5, 8))
+    ranks = {"data_parallel_rank": 1, "data_parallel_size": 2}
+    padded = loader_of(one, some, full_validation=True, **ranks)
+    assert [batch["k"].tolist() for batch in padded] == [[6], [-1]]
+    with pytest.raises(ValueError, match="dataset is a list of datasets"):
+        loader_of(one, [Numbers(2), None])
     for field, value in (("dataloader_type", "odd"), ("num_workers", -1)):
         with pytest.raises(ValueError, match=field):
             loader_of(one, data, **{field: value})
@@ -5039,7 +4557,6 @@ def all_kinds_of_samples(mm, folder):
     texts = [" ".join(str(n) for n in range(k, k + 9)) for k in range(12)]
     made = mm.preprocess(jsonl(folder / "texts", texts), folder / "corpus", Tok(), append_eod=True)
     prefix = made["text"]
-    yield "files", []
     chat = jsonl(folder / "chat.jsonl", [ROW] * 12, "messages")
     datasets = {"own": Numbers(16)}
     for kind, cls, prefixes, fields in (
@@ -5062,10 +4579,6 @@ def all_kinds_of_samples(mm, folder):
         again = loader_of(mm, datasets[kind], **fields)
         again.load_state_dict(loader.state_dict())
         yield f"{run}, gone on", list(again)
-    batches = mm.RerunDataIterator(mm.cyclic_iter(loader_of(mm, datasets["blend"])))
-    shape = {"micro_batch_size": 4, "sequence_length": 8, "packed": True}
-    batch = mm.get_batch(batches, mm.ParallelGroups(), **shape)
-    yield "get_batch", [{key: values for key, values in batch.items() if values is not None}]
 
 
 def states_of_generators():
@@ -5130,40 +4643,31 @@ def state_of(mm, dataset, consumed, **fields):
     return loader_of(mm, dataset, consumed, **fields).state_dict()
 
 
-def test_the_past_of_the_toy_corpus_by_hand(mm, toy):
-    """Samples 0 and 1 are bbbcc and ccccc: see the first test."""
-    dataset = gpt(mm, toy, 3, sequence_length=4)
-    probes = {}
-    for k, text in ((0, b"bbbcc"), (1, b"ccccc")):
-        tokens = np.frombuffer(text, np.uint8).astype("<i8")
-        probes[f"{k} of the 2 that were consumed"] = hashlib.md5(tokens).hexdigest()
-    probes["0 of corpus 0"] = probes["0 of the 2 that were consumed"]
-    past = {"sampler": {"kind": "single"}, "mix": None}
-    past["corpora"] = [mm.IndexedDataset(toy).fingerprint()]
-    past["probes"] = probes
-    wanted = {"version": 6, "consumed_samples": 2, "past": json.dumps(past)}
-    assert state_of(mm, dataset, 2, micro_batch_size=2) == wanted
-    assert state_of(mm, dataset, 0)["past"] == "{}", "nothing was consumed"
-
-
-def test_the_past_of_a_blend_by_hand(one, tmp_path):
+def test_the_state_of_a_blend_by_hand(one, tmp_path):
     """Of the corpora that gave no sample yet, here 1 and 3, it holds nothing."""
     part = data_of_a_run(one, tmp_path)
     other = Bare(40, one.Split.train)  # which has no fingerprint
     phases = [(6, (1, 0, 1, 0)), (9, (1, 1, 1, 1))]
     parts = [part, part, other, other]
     blend = one.BlendedDataset(parts, None, None, part.config, phases=phases)
-    past = json.loads(state_of(one, blend, 6, micro_batch_size=2)["past"])
-    assert past["mix"] == zlib.crc32(np.array([0, 2, 0, 2, 0, 2], "<i2"))
-    assert past["corpora"] == [part.dataset.fingerprint(), None, None]
-    probes = {}
+    looks = {}
     for k in range(3):
         text, _ = part._query_document_sample_shuffle_indices(k)
-        probes[f"{2 * k} of the 6 that were consumed"] = text.astype("<i8")
-        probes[f"{2 * k + 1} of the 6 that were consumed"] = f'{{"sample": {k}}}'.encode()
+        looks[f"{2 * k} of the 6 that were consumed"] = text.astype("<i8")
+        looks[f"{2 * k + 1} of the 6 that were consumed"] = f'{{"sample": {k}}}'.encode()
     for d in (0, 2):
-        probes[f"0 of corpus {d}"] = probes[f"{d // 2} of the 6 that were consumed"]
-    assert past["probes"] == {key: hashlib.md5(look).hexdigest() for key, look in probes.items()}
+        looks[f"0 of corpus {d}"] = looks[f"{d // 2} of the 6 that were consumed"]
+    past = {"sampler": {"kind": "single"}}
+    past["mix"] = zlib.crc32(np.array([0, 2, 0, 2, 0, 2], "<i2"))
+    past["corpora"] = [part.dataset.fingerprint(), None, None]
+    past["probes"] = {key: hashlib.md5(look).hexdigest() for key, look in looks.items()}
+    wanted = {"version": 6, "consumed_samples": 6, "past": json.dumps(past)}
+    assert state_of(one, blend, 6, micro_batch_size=2) == wanted
+    assert state_of(one, blend, 0)["past"] == "{}", "nothing was consumed"
+    past = json.loads(state_of(one, part, 4)["past"])
+    assert past["mix"] is None
+    assert past["corpora"] == [part.dataset.fingerprint()]
+    assert "0 of corpus 0" in past["probes"]
 
 
 @pytest.mark.parametrize("kind", ["single", *SHUFFLED])
@@ -5321,7 +4825,6 @@ def test_of_random_pairs_of_runs_a_state_fits_where_the_samples_are_equal(
 
 
 def test_a_refusal_says_what_differs_and_what_to_do(one, corpora_of_runs):
-    phases = A_RUN | {"mix": TWO_PHASES}
     one_of_b = [(4, (1, 0)), (1, (0, 1)), (95, (1, 0))]
     b_grows = [*one_of_b, (300, (0, 1))]  # by epochs, so its sample 0 is another
     every_other = A_RUN | {"part": "every other"}
@@ -5331,18 +4834,15 @@ def test_a_refusal_says_what_differs_and_what_to_do(one, corpora_of_runs):
         ("single", A_RUN, {"folder": "other tokens"}, r"corpus 0 \(a\) is another one here"),
         ("single", A_RUN, {"random_seed": 2}, "sample 0 of the 40 that were consumed is another"),
         ("sharded", A_RUN, {"random_seed": 2}, "sample 0 of the 40 that are shuffled is another"),
-        ("sharded", A_RUN, {"seed": 1}, r"the seed of the order .* \(0 in the state, 1 here\)"),
         ("single", A_RUN, {"corpora": "a"}, "which corpus gave which sample is another"),
         ("single", A_RUN, {"corpora": "a", "mix": []}, "which corpus .* None here"),
-        ("single", phases, {"mix": TWO_PHASES[::-1]}, "which corpus gave which sample"),
         ("single", few_of_b, {"mix": b_grows}, "sample 0 of corpus 1 is another"),
         ("single", every_other, {"part": "from 8 on"}, "sample 0 of the 20 that were consumed"),
     ):
         before = data_of_run(one, corpora_of_runs, run)
         state = state_of(one, before, min(40, len(before)), **fields_of(kind))
         other = data_of_run(one, corpora_of_runs, run | changes)
-        fields = fields_of(kind) | {"seed": changes.get("seed", 0)}
-        loader = loader_of(one, other, **fields)
+        loader = loader_of(one, other, **fields_of(kind))
         words = f"^the state does not fit: {words}.*stable_order=True.*strict=False"
         with pytest.raises(ValueError, match=words):
             loader.load_state_dict(state)
@@ -5360,6 +4860,7 @@ PARTS_OF_SAMPLES = {  # {what a sample may hold: (values that a state tells apar
         torch.zeros(4, dtype=torch.bool),
         torch.zeros(0),
         torch.tensor(0.0),
+        torch.eye(4).to_sparse(),
     ),
     "arrays": (np.zeros(3), np.arange(3), np.float32(1), np.float64(1), np.array(["a", None])),
     "numbers": (0, 1, True, 2**70, 0.5, 1j, float("nan"), None),
@@ -5370,6 +4871,8 @@ PARTS_OF_SAMPLES = {  # {what a sample may hold: (values that a state tells apar
         {"a": (1, torch.ones(1))},
         {"a": (1, torch.zeros(1))},
         collections.UserDict(a=torch.ones(1)),
+        {("a", 1): 0},
+        {("a", 2): 0},
         np.array([{"a": 1}], object),
         np.array([{"a": 2}], object),
     ),
@@ -5437,9 +4940,11 @@ def test_what_is_no_state_is_refused(one):
             with pytest.raises(ValueError, match="wanted a state of PretrainingDataLoader"):
                 loader.load_state_dict(wrong, strict)
     other = state | {"version": 5}
+    longer = json.loads(state["past"]) | {"corpora": [None, 5]}
     for changed, word in (
-        (other, r"the version is another one here \(5 in the state, 6 here\)"),
+        (other, "it has version 5, and this release reads 6.*strict=False"),
         (state | {"past": "{}"}, r"the kind of the order .* \(None in the state"),
+        (state | {"past": json.dumps(longer)}, r"corpus 1 is .* \(5 in the state, None here"),
         (state | {"past": '{"sampler": 5}'}, r"of the order .* \(5 in the state"),
     ):
         with pytest.raises(ValueError, match=f"the state does not fit.*{word}"):
@@ -5500,22 +5005,21 @@ def an_error_on_one_rank_is_raised_on_all(job):
 
 def a_class_that_other_ranks_do_not_have(job):
     """Or have as another thing: there it is a RuntimeError with its name."""
-    for failing in (0, 1):
-        module = types.ModuleType("of_one_rank")
-        sys.modules["of_one_rank"] = module
-        module.Mine = type("Mine", (ValueError,), {"__module__": "of_one_rank"})
+    module = types.ModuleType("of_one_rank")
+    module.Mine = type("Mine", (ValueError,), {"__module__": "of_one_rank"})
+    kind = RuntimeError
+    mine = None
+    words = r"^rank 1: a \(Mine\)$"
+    if job.rank == 1:
         kind = module.Mine
         mine = kind("a")
-        words = f"^rank {failing}: a$"
-        if job.rank != failing:
-            kind = RuntimeError
-            mine = None
-            words = rf"^rank {failing}: a \(Mine\)$"
-            module.Mine = str
-            if failing == 0:
-                del sys.modules["of_one_rank"]
-        with pytest.raises(kind, match=words):
-            job.mm._on_every_rank(mock.Mock(side_effect=mine))
+        words = "^rank 1: a$"
+    if job.rank > 1:
+        module.Mine = str
+    if job.rank > 0:
+        sys.modules["of_one_rank"] = module
+    with pytest.raises(kind, match=words):
+        job.mm._on_every_rank(mock.Mock(side_effect=mine))
 
 
 def what_ends_a_process_is_not_told(job):
@@ -5739,6 +5243,14 @@ def test_what_c_cannot_read_is_left_to_the_definition(mm, toy):
     for ds, wanted in ((own, b"cccd"), (gaps, b"bbbc"), (large, b"bbbc")):
         for [sample] in read_in_all_ways(ds, [0]):
             assert bytes(sample["tokens"].tolist()) == wanted
+    short = gpt(mm, toy, **fields)
+    short.shuffle_index = short.shuffle_index[:2]
+    check_refused(short, -1, IndexError)
+    longer = gpt(mm, toy, **fields)
+    longer.shuffle_index = np.append(longer.shuffle_index, longer.shuffle_index[:1])
+    same_samples(longer[-1], longer[2])
+    with pytest.raises(IndexError):
+        batch_of(gaps, [])
 
 
 # -- arguments in all forms: C takes and refuses what the definition does -----------------------
@@ -5931,9 +5443,7 @@ NO_PLACES = [  # (the one sample that is wanted, array, values that lead it to n
     (1, "sample_index", [[0, 0], [1, 0], [2, -1], [2, 5]]),
     (1, "sample_index", [[0, 0], [1, 0], [2, 2**32], [2, 5]]),
     (2, "sample_index", [[0, 0], [1, 0], [2, 2], [2, 6]]),  # ends behind a document
-    (1, "sample_index", [[0, 0], [1, 0], [0, 1], [2, 5]]),  # goes back
     (0, "sample_index", [[0, 0], [2, 0], [2, 1], [2, 5]]),  # has more tokens than a sample
-    (0, "document_index", [0, -1, 2]),
     (0, "pointers", [-4, 16, 28]),
     (2, "pointers", [0, 16, 32]),
     (2, "pointers", [0, 16, 26]),  # in the middle of a token
@@ -5997,13 +5507,6 @@ def test_c_refuses_bad_calls(c, name):
         assert [sys.getrefcount(values) for values in arrays] == counts, wrong
     function = getattr(c._megatron_min, name)
     assert list(inspect.signature(function).parameters) == list(good)
-
-
-def test_an_error_of_the_object_itself_stays(c):
-    view = memoryview(b"")
-    view.release()
-    with pytest.raises(ValueError, match="released memoryview"):
-        call_c(c, "shuffle", toy_call("shuffle") | {"array": view})
 
 
 @pytest.mark.slow
@@ -6213,16 +5716,14 @@ def test_a_tokenizer_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
 def test_a_package_that_is_missing_is_named(one, tmp_path, hf, monkeypatch):
     """And nothing else: who has copied the module has no extras, and the name is anybody's."""
     job = {"texts": ["a"], "output_prefix": tmp_path / "o"}
-    for package, use in {
+    for module, use in {
         "gigatoken": functools.partial(one.build_tokenizer, f"gigatoken:{hf}"),
         "tokenizers": functools.partial(one.build_tokenizer, hf),
-        "nltk": functools.partial(one.preprocess, **job, split_sentences=True),
-        "pyarrow": functools.partial(one.SFTDataset.build_low_level_dataset, "a.parquet", None),
+        "nltk.tokenize.punkt": functools.partial(one.preprocess, **job, split_sentences=True),
+        "pyarrow.parquet": functools.partial(chat, one, tmp_path / "a.parquet"),
     }.items():
-        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
-            monkeypatch.delitem(sys.modules, name)
-        monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
-        with pytest.raises(ImportError, match=rf": pip install {package}$"):
+        monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+        with pytest.raises(ImportError, match=rf": pip install {module.partition('.')[0]}$"):
             use()
 
 
@@ -6245,6 +5746,9 @@ def test_text_and_ids_of_all_kinds(one, hf):
         assert tokenizer.detokenize([]) == tokenizer.detokenize(torch.tensor([])) == ""
         with pytest.raises(TypeError):
             tokenizer.detokenize(torch.tensor([1.0]))  # such as a loss mask
+    for text in ("1 301", "-1", "1 a"):
+        with pytest.raises(ValueError):
+            one.build_tokenizer("null:300").tokenize(text)
 
 
 def test_what_is_no_tokenizer_makes_no_corpus(one, tmp_path):
@@ -6304,18 +5808,15 @@ def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path):
     """
     pytest.importorskip("gigatoken")
     tokenizers = pytest.importorskip("tokenizers")
-    of_bytes = tokenizers.pre_tokenizers.ByteLevel
-    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
-    trained.pre_tokenizer = of_bytes(add_prefix_space=False)
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|endoftext|>", "<|im_end|>"],
-        initial_alphabet=of_bytes.alphabet(),
-        show_progress=False,
-    )
+    of_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<|endoftext|>", "<|im_end|>"]
+    words = [*special, *sorted(of_bytes.alphabet()), "th", "the", "12"]
+    vocab = {word: number for number, word in enumerate(words)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("t", "h"), ("th", "e"), ("1", "2")]))
+    made.pre_tokenizer = of_bytes
+    made.add_special_tokens(special)
+    made.save(str(tmp_path / "tokenizer.json"))
     texts = odd_texts(np.random.default_rng(0), 300)
-    trained.train_from_iterator(texts, trainer)
-    trained.save(str(tmp_path / "tokenizer.json"))
     slow = one.build_tokenizer(tmp_path, "<|im_end|>")
     fast = one.build_tokenizer(f"gigatoken:{tmp_path}", "<|im_end|>")
     ids = [slow.tokenize(text) for text in texts]
@@ -7092,10 +6593,9 @@ ROW = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
 
 
 def write_parquet(path, columns, **arguments):
-    """Write a Parquet file -> its path."""
+    """Write a Parquet file."""
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(sys.modules["pyarrow"].table(columns), path, **arguments)
-    return path
 
 
 def random_rows(rng, count, longest):
@@ -7195,15 +6695,14 @@ def test_files_of_rows_are_told_apart(one, tmp_path):
     """By their sizes and both ends, wherever they lie."""
     row = json.dumps({"messages": ROW})
     gap = "\n" * 9000
-    found = []
     contents = [f" {row}{gap}{row}", f"{row}\n{gap}{row}", f"{row}{gap}{row} "]
-    for number, content in enumerate([*contents, f"{row}\n{gap}\n{row}", *contents]):
+    contents.append(f" {row}{gap}\n{row}")  # which has the ends of the first one
+    found = set()
+    for number, content in enumerate(contents * 2):
         path = tmp_path / str(number)
         path.write_text(content)
-        found.append(chat(one, path).dataset.fingerprint())
-    assert found[:3] == found[4:]
-    for one_of_them, another in itertools.combinations(found[:4], 2):
-        assert one_of_them != another
+        found.add(str(chat(one, path).dataset.fingerprint()))
+    assert len(found) == len(contents)
 
 
 def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
@@ -7218,11 +6717,9 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
         '{"messages": [{"from": "human", "value": "a"}]}': "KeyError: 'role'",
         '{"messages": [{"role": "user", "content": null}]}': "wanted texts",
         '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}': "wanted texts",
+        '{"messages": [{"role": "user", "content": "1", "weight": 0}]}': "weight .* lost",
+        '{"messages": [{"role": "user", "content": "", "tool_calls": [1]}]}': "tool_calls .* lost",
     }
-    lost = {"tool_calls": [{"id": "a"}], "weight": 0, "train": False, "name": "b", "tools": {"": 1}}
-    for key, value in lost.items():
-        message = {"role": "assistant", "content": "2", key: value}
-        bad[json.dumps({"messages": [message]})] = f"{key} of a message would be lost"
     path = tmp_path / "chat.jsonl"
     path.write_text("\n\n".join([good, *bad, good]))  # with blank lines
     ds = chat(one, path, tokenizer=one.ByteTokenizer())
@@ -7238,24 +6735,23 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
 def test_a_file_of_no_rows_is_refused_when_it_is_opened(one, tmp_path):
     """By its first row, as a whole epoch may pass before another one is read."""
     good = json.dumps({"messages": ROW})
-    array_of_rows = json.dumps([{"messages": ROW}] * 2, indent=1)
-    texts = [f"oops\n{good}", f'{{"text": "a"}}\n{good}', '{"messages": []}', array_of_rows]
-    contents = [text.encode() for text in texts]
-    contents += [gzip.compress(good.encode()), good.encode("utf-16"), b"PAR1\x15\x04", bytes(99)]
-    refused = {}
-    for number, content in enumerate(contents):
-        path = tmp_path / f"{number}.jsonl"
-        path.write_bytes(content)
-        refused[path] = "line 1: wanted .messages., a list"
-    damaged = tmp_path / "damaged.parquet"
-    damaged.write_bytes(b"nothing")
-    no_messages = write_parquet(tmp_path / "a.parquet", {"text": ["a"]})
-    no_lists = write_parquet(tmp_path / "b.parquet", {"messages": [good]})
-    refused[damaged] = refused[no_messages] = "wanted a Parquet file with"
-    refused[no_lists] = "row 1: wanted .messages., a list"
-    for path, words in refused.items():
-        with pytest.raises(ValueError, match=f"{path.name}.*{words}"):
-            chat(one, path)
+    write_parquet(tmp_path / "text.parquet", {"text": ["a"]})
+    write_parquet(tmp_path / "no_lists.parquet", {"messages": [good]})
+    no_parquet = "wanted a Parquet file with"
+    no_row = "1: wanted .messages., a list"
+    for name, content, words in (
+        ("list.jsonl", json.dumps([{"messages": ROW}], indent=1).encode(), no_row),
+        ("compressed.jsonl", gzip.compress(good.encode()), no_row),
+        ("utf-16.jsonl", good.encode("utf-16"), no_row),
+        ("other_rows.jsonl", f'{{"text": "a"}}\n{good}'.encode(), no_row),
+        ("no_lists.parquet", None, no_row),
+        ("text.parquet", None, no_parquet),
+        ("damaged.parquet", b"nothing", no_parquet),
+    ):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"{name}.*{words}"):
+            chat(one, tmp_path / name)
 
 
 def test_the_first_sample_without_any_loss_is_told(one, tmp_path):
@@ -7315,19 +6811,17 @@ def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
     train, valid, test = build(one, [24, 4, 0], cfg, one.SFTDataset)
     assert (len(train), len(valid), len(test)) == (24, 4, 0)
     assert [len(part.indices) for part in (*train.datasets, *valid.datasets)] == [16, 16, 2, 2]
-    batches = list(loader_of(one, train, num_workers=2, **fields_of("sharded")))
-    assert batches[0]["cu_seqlens"].shape == (4, 9)
-    first = loader_of(one, train, **fields_of("sharded"))
-    found = list(itertools.islice(first, 3))
-    state = first.state_dict()
-    later = loader_of(one, train, **fields_of("sharded"))
+    loader = loader_of(one, train, num_workers=2)
+    batches = iter(loader)
+    assert next(batches)["cu_seqlens"].shape == (4, 9)
+    state = loader.state_dict()
+    later = loader_of(one, train)
     later.load_state_dict(state)
-    same_batches(found + list(later), batches)
+    same_batches(list(later), list(batches))
     jsonl(tmp_path / "a", rows[::-1], "messages")
     changed, _, _ = build(one, [24, 4, 0], cfg, one.SFTDataset)
-    other = loader_of(one, changed, **fields_of("sharded"))
     with pytest.raises(ValueError, match="does not fit"):
-        other.load_state_dict(state)
+        loader_of(one, changed).load_state_dict(state)
 
 
 # ==============================================================================
@@ -7448,6 +6942,9 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     jsonl("a.jsonl", ["aaaa", "bbb", "cccccc"])
     mk(one, tmp_path / "none", [])
+    mk(one, tmp_path / "minus", [[97, -1]])
+    mk(one, tmp_path / "half", [[0.5]], np.float32)
+    mk(one, tmp_path / "foreign", [[97, 98]])
     with one.IndexedDatasetBuilder("modes.bin", multimodal=True) as builder:
         builder.add_document([1, 2, 3], [2, 1], [0, 5])
     prefix = "toy_text_document"
@@ -7458,7 +6955,11 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
         ("preprocess --input a.jsonl --output-prefix toy", [f"{prefix}: 3 sequences"]),
         (f"inspect {prefix}", inspected),
         ("inspect none", ["0 sequences, 0 documents, 0 tokens"]),
-        (f"inspect {prefix} --tokenizer null:9", ["not decoded"]),
+        (f"inspect {prefix} --tokenizer null:200", ["not decoded: toy", "NullTokenizer"]),
+        ("inspect foreign", ["decoded: 'ab'"]),
+        ("inspect foreign --tokenizer null:9", ["not decoded: name the tokenizer"]),
+        ("inspect minus", ["[97, -1]", "not decoded: name the tokenizer"]),
+        ("inspect half", ["[0.5]", "not decoded: name the tokenizer"]),
         (f"verify {prefix} modes", [f"whole: {prefix}: 3 sequences, 3 documents, 13 ", "modes: 2"]),
         (f"merge --input {prefix} {prefix}.idx --output-prefix two", ["26 tokens"]),
         ("merge --input modes --output-prefix q --multimodal", ["2 sequences"]),
