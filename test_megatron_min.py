@@ -5990,8 +5990,6 @@ def test_the_record_of_a_pair(one, tmp_path, monkeypatch):
     wanted = {"tokenizer": one.ByteTokenizer.unique_identifiers, "inputs": inputs}
     sizes = {end: os.path.getsize(f"{made}.{end}") for end in ("bin", "idx")}
     assert record_of(made) == wanted | sizes
-    last = one.preprocess("b.jsonl", "o", shard=(2, 3))["text"]
-    assert record_of(last)["inputs"] == [["b.jsonl from byte 84 on", 3]]
     mk(one, tmp_path / "upstream", [[1], [2], [3]], np.uint16)
     one.merge(["upstream", made], "all")
     assert record_of("all")["inputs"] == [["upstream", 3], *inputs]
@@ -6199,20 +6197,16 @@ def test_a_server_that_does_not_answer_is_asked_again(one, web, no_pauses, tmp_p
         assert len(no_pauses) == pauses
 
 
-@pytest.mark.parametrize("extension", ["", ".gz"])
-def test_an_input_whose_size_is_not_told_is_read_as_a_stream(
-    one, web, no_pauses, tmp_path, extension
-):
+def test_an_input_whose_size_is_not_told_is_read_as_a_stream(one, web, no_pauses, tmp_path):
     texts = [str(k) * k for k in range(300)]
     path = jsonl(tmp_path / "a.jsonl", texts)
-    content = compress(pathlib.Path(path).read_bytes(), extension)
-    pathlib.Path(web.server.folder, f"a.jsonl{extension}").write_bytes(content)
+    for extension in ("", ".gz"):
+        content = compress(pathlib.Path(path).read_bytes(), extension)
+        pathlib.Path(web.server.folder, f"a.jsonl{extension}").write_bytes(content)
     web.server.faults = itertools.repeat("no length")
-    url = f"{web.root}/a.jsonl{extension}"
-    made = one.preprocess([path, url], tmp_path / "o")["text"]
-    assert texts_of(one, made) == [list(text.encode()) for text in texts * 2]
-    with pytest.raises(ValueError, match="its size is not known"):
-        one.preprocess(url, tmp_path / "o", shard=(0, 2))
+    urls = [f"{web.root}/a.jsonl", f"{web.root}/a.jsonl.gz"]
+    made = one.preprocess([path, *urls], tmp_path / "o")["text"]
+    assert texts_of(one, made) == [list(text.encode()) for text in texts * 3]
     assert no_pauses == []
 
 
@@ -6338,23 +6332,17 @@ def test_bad_lines_anywhere_are_named_or_skipped(one, tmp_path, monkeypatch, wor
     monkeypatch.setattr(one, "_BLOCK_BYTES", 60)
     for k in range(5):
         (tmp_path / f"b{k}.jsonl").write_bytes(b"")
-    kinds = [GOOD, b"\n", *[line + b"\n" for line in BAD_LINES]]
-    for rng in cases(2):
-        numbers = rng.integers(rng.integers(3, 50), size=50) % len(kinds)
-        numbers[rng.integers(50)] = 0
-        (tmp_path / "a.jsonl").write_bytes(b"".join(kinds[k] for k in numbers))
-        first = rf"a\.jsonl: line {np.argmax(numbers > 1) + 1}: "
-        job = {"input": tmp_path / "*.jsonl", "output_prefix": tmp_path / "o", "workers": workers}
-        with pytest.raises(ValueError, match=first):
-            one.preprocess(**job)
-        assert not list(tmp_path.glob("o*"))
-        made, (left_out, empty) = heard(one.preprocess, on_error="skip", **job)
-        said = rf"left out {np.count_nonzero(numbers > 1)} bad lines; the first: .*{first}"
-        assert re.match(said, left_out)
-        assert re.search(r"no document came from 5 of the inputs, such as .*b0\.jsonl$", empty)
-        assert texts_of(one, made["text"]) == [[49]] * np.count_nonzero(numbers == 0)
-        for path in tmp_path.glob("o*"):
-            path.unlink()
+    bad = [line + b"\n" + GOOD for line in BAD_LINES]
+    (tmp_path / "a.jsonl").write_bytes(b"".join([b"\n", GOOD * 9, b"\n", *bad]))
+    first = r"a\.jsonl: line 12: "
+    job = {"input": tmp_path / "*.jsonl", "output_prefix": tmp_path / "o", "workers": workers}
+    with pytest.raises(ValueError, match=first):
+        one.preprocess(**job)
+    assert not list(tmp_path.glob("o*"))
+    made, (left_out, empty) = heard(one.preprocess, on_error="skip", **job)
+    assert re.match(f"left out {len(bad)} bad lines; the first: .*{first}", left_out)
+    assert re.search(r"no document came from 5 of the inputs, such as .*b0\.jsonl$", empty)
+    assert texts_of(one, made["text"]) == [[49]] * (9 + len(bad))
 
 
 def test_rows_are_lines(one, tmp_path):
@@ -7646,38 +7634,6 @@ def test_steps_of_the_ramp_up_equal_upstreams(one, up):
             found = ours.get(), ours.get_current_global_batch_size()
             wanted = theirs.get(), theirs.get_current_global_batch_size()
             assert found == wanted, (final, micro, ranks, start, increment, samples, consumed)
-
-
-# -- What was written for upstream -------------------------------------------------------------
-
-
-@pytest.mark.parametrize("extra", [True, False], ids=["x1", "x0"])
-def test_a_subclass_written_for_upstream_works_here(mm, up, tmp_path, extra):
-    """Its samples, read backwards and with an image, come in a loader's batches."""
-    prefix = mk(mm, tmp_path / "p", [np.arange(1, 40), np.arange(40, 50), np.arange(50, 99)])
-    fields = {"add_extra_token_to_sequence": extra, "drop_last_partial_validation_sequence": False}
-    fields |= WITH_MASK | RESETS | {"blend_per_split": [None, ([prefix], None), None]}
-    built = []
-    for names in (mm, up):
-
-        class Backwards(names.GPTDataset):
-            def _query_document_sample_shuffle_indices(self, idx):
-                assert self._pad_token_id == -1
-                tokens, documents = super()._query_document_sample_shuffle_indices(idx)
-                return tokens[::-1].copy(), documents
-
-            def __getitem__(self, idx):
-                return super().__getitem__(idx) | {"image": torch.full((2, 3), idx)}
-
-        cfg = config(names, path_to_cache=str(tmp_path / f"cache{len(built)}"), **fields)
-        built.append(quiet(build, names, [0, 20, 0], cfg, Backwards)[1])
-    ours, theirs = built
-    theirs.masks_and_position_ids_are_cacheable = False
-    loader = mm.build_pretraining_data_loader(ours, 0, micro_batch_size=1)
-    for k, batch in enumerate(loader):
-        wanted = quiet(theirs.__getitem__, k)
-        same_samples({key: values[0] for key, values in batch.items()}, wanted, k)
-    same_dataset(ours, theirs)
 
 
 def test_states_of_a_rerun_data_iterator_have_upstreams_keys(one, up):
