@@ -6508,6 +6508,8 @@ def preprocess(
     _check_tokenizer_of_corpus(tokenizer, append_eod)
     if isinstance(json_keys, str):
         json_keys = [json_keys]
+    if output_prefix is None or len(json_keys) == 0:
+        raise ValueError("preprocess wants an output_prefix, and at least one of json_keys")
     suffix = "_sentence" if split_sentences else "_document"
     if count > 1:
         suffix += f"_{index:05}_of_{count:05}"  # so that the names sort as the shards do
@@ -6570,15 +6572,14 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
             for number, documents in enumerate(encoded, source.lines_read + 1):
                 if isinstance(documents, str):  # why a line is bad
                     num_bad += 1
-                    if num_bad == 1:
-                        first_bad = f"{source.name}: line {number}: {documents}"
+                    first_bad = first_bad or f"{source.name}: line {number}: {documents}"
                     continue
-                for key, builder in builders.items():
-                    content, lengths, ends = documents[key]
-                    begin = len(builder.sequence_lengths)
-                    builder.add_sequences(content, lengths)
-                    builder.document_indices.extend(begin + end for end in ends)
-                source.documents += len(ends)  # of each key
+                for key, (content, lengths, ends) in documents.items():
+                    begin = len(builders[key].sequence_lengths)
+                    builders[key].add_sequences(content, lengths)
+                    builders[key].document_indices.extend(begin + end for end in ends)
+                _, _, ends = documents[encoder.json_keys[0]]
+                source.documents += len(ends)  # as many as of each key
             if num_bad > 0 and on_error == "stop":
                 raise ValueError(f'{first_bad} (on_error="skip", --on-error skip, leaves it out)')
             source.lines_read += len(lines)
@@ -6723,11 +6724,11 @@ def _read_lines(source):
     with _errors_that_name(source.path), contextlib.ExitStack() as stack:
         if source.path == "-":
             file = sys.stdin.buffer
-        elif source.size is None and not _is_remote(source.path):  # fsspec would want to seek
-            file = stack.enter_context(open(source.path, "rb"))
-        else:
-            opened = fsspec.open(source.path, "rb", compression=source.compression)
-            file = io.BufferedReader(stack.enter_context(opened), 1 << 16)
+        else:  # in a local name, fsspec would give ~ and :: a meaning
+            how_to_open = fsspec.open if _is_remote(source.path) else open
+            file = stack.enter_context(how_to_open(source.path, "rb"))
+            reader = fsspec.compression.compr[source.compression]  # None has one, too
+            file = stack.enter_context(io.BufferedReader(reader(file, mode="r"), 1 << 16))
         position = source.begin
         is_rest = position > 0  # of a line that is read already, as far as it is needed
         if is_rest:
@@ -6755,10 +6756,10 @@ def _read_rows(texts, json_keys):
         if isinstance(row, str):
             row = {json_keys[0]: row}
         if isinstance(row, collections.abc.Mapping):
-            with contextlib.suppress(TypeError, ValueError, RecursionError):  # it is not JSON
-                line = json.dumps({key: row.get(key) for key in json_keys}).encode()
+            with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):  # no JSON
+                line = json.dumps({key: row[key] for key in json_keys}).encode()
         if line is None:
-            line = f"wanted a text, or a dict of texts, got {row!r:.60}"
+            line = f"wanted a text, or a dict with the keys {json_keys}, got {row!r:.60}"
         yield line
 
 
@@ -6869,10 +6870,11 @@ class _Encoder:
             split = self.splitter.tokenize
             documents = [list(itertools.chain(*map(split, parts))) for parts in documents]
         texts = list(itertools.chain(*documents))
-        if hasattr(self.tokenizer, "tokenize_batch"):
-            found = self.tokenizer.tokenize_batch(texts)
-        else:
+        tokenize_batch = _attribute(self.tokenizer, "tokenize_batch")
+        if tokenize_batch is None:
             found = map(self.tokenizer.tokenize, texts)
+        else:
+            found = tokenize_batch(texts)
         arrays = [np.asarray(ids) for ids in found]
         if len(arrays) != len(texts):
             raise ValueError(f"tokenize_batch returned {len(arrays)} lists for {len(texts)} texts")
@@ -6900,23 +6902,22 @@ def _encode_blocks(encoder, blocks, workers):
     # A forked process has everything at once; the other ways to start one import torch again.
     # Elsewhere than on Linux a library may not survive a fork, or the system has none.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
-    processes = []
-    turns = collections.deque()  # (pipe, block that its worker has, or None)
+    turns = []  # (process of a worker, pipe to it, block that it has, or None)
     try:
         for _ in range(workers):
             pipe, end_of_worker = context.Pipe()
             arguments = (end_of_worker, pipe, encoder)
             process = context.Process(target=_run_worker, args=arguments, daemon=True)
-            processes.append(process)
+            turns.append((process, pipe, None))
             with warnings.catch_warnings():
                 # Python 3.12 and later warn of threads here: the worker does without them.
                 warnings.filterwarnings("ignore", ".*multi-threaded.* fork", DeprecationWarning)
                 _undisturbed(process.start)  # Python loses a signal that comes while it forks
             end_of_worker.close()  # so that the pipe ends when the worker does
-            turns.append((pipe, None))
-        for block in itertools.chain(blocks, [None] * workers):  # a last round takes what is left
-            pipe, done = turns.popleft()
-            turns.append((pipe, block))
+        blocks = itertools.chain(blocks, [None] * workers)  # a last round takes what is left
+        for number, block in enumerate(blocks):
+            process, pipe, done = turns[number % workers]
+            turns[number % workers] = (process, pipe, block)
             try:
                 answer = pipe.recv()
                 if block is not None:
@@ -6931,10 +6932,11 @@ def _encode_blocks(encoder, blocks, workers):
             if done is not None:
                 yield done, answer  # it is written while the worker has a block already
     finally:
-        for process in processes:
+        for process, pipe, _ in turns:
             if process.is_alive():
                 process.kill()
                 process.join()
+            pipe.close()
 
 
 def _run_worker(pipe, end_of_parent, encoder):
@@ -6957,7 +6959,7 @@ def _run_worker(pipe, end_of_parent, encoder):
             lines = pipe.recv()
             try:
                 answer = encoder.encode_block(lines)
-            except Exception as error:  # no bad line; the error itself might not pass the pipe
+            except BaseException as error:  # no bad line; the error might not pass the pipe
                 answer = ChildProcessError(_one_line(error))
 
 
@@ -7033,9 +7035,8 @@ def _make_record(path_prefix, tokenizer, inputs):
 
 def _write_record(path_prefix, tokenizer, inputs):
     """Write the record of a pair, which is there."""
-    record = _make_record(path_prefix, tokenizer, inputs)
     with _NewFile(f"{os.fspath(path_prefix)}.record.json", synced=False) as file:
-        file.write(json.dumps(record, indent=1).encode())
+        file.write(json.dumps(_make_record(path_prefix, tokenizer, inputs), indent=1).encode())
 
 
 def _read_record(path_prefix):
