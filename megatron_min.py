@@ -4577,8 +4577,8 @@ def forward_backward_no_pipelining(
 #   3      new          new                                                     the folder is synced
 #
 # If step 1 or 2 fails, the old .idx comes back; the old record does not.  So who finds the same
-# .idx before and after opening the .bin has a pair.  A lock on the folder keeps the steps of two
-# jobs that write one pair apart: the later pair stays.
+# .idx before and after opening the .bin has a pair.  (The steps of two jobs that write one pair at
+# the same moment may mix: there are no locks, which not all disks have.)
 #
 # After an error, or a signal that ends our commands, temporary files are removed, at the latest
 # when the process ends.  One that is killed (kill -9, no power, a second signal meanwhile) leaves
@@ -4618,11 +4618,7 @@ class _NewFile:
     def sync(self) -> None:
         """Have the disk hold all that was written; OSError if it is full."""
         self.file.flush()
-        try:
-            os.fsync(self.file.fileno())
-        except OSError as error:
-            error.filename = self.temporary
-            raise
+        os.fsync(self.file.fileno())
 
     def finish(self) -> None:
         """Close the whole file; it has its temporary name still."""
@@ -4680,8 +4676,7 @@ def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
     """Give a .bin and its .idx their names, as drawn above; OSError if the disk refuses a step."""
     tokens.finish()
     index.finish()
-    with _locked(os.path.dirname(tokens.path)):
-        _undisturbed(_name_pair, tokens, index)
+    _undisturbed(_name_pair, tokens, index)
 
 
 def _name_pair(tokens, index):
@@ -4710,27 +4705,6 @@ def _name_pair(tokens, index):
         else:
             _remove_file(old_index)
         raise
-
-
-@contextlib.contextmanager
-def _locked(folder):
-    """Keep the commits of others out of a folder; not on disks without locks, nor on Windows.
-
-    No commit takes 10 s.  Who holds the lock for longer is another program: it is not waited for.
-    """
-    with contextlib.ExitStack() as cleanup:
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl
-
-            descriptor = os.open(folder, os.O_RDONLY)
-            cleanup.callback(os.close, descriptor)
-            for _ in range(1000):
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    time.sleep(0.01)
-        yield
 
 
 def _sync_folder(folder):
