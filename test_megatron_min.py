@@ -658,6 +658,11 @@ def test_the_whole_check_sees_each_entry_of_a_long_index(one, tmp_path):
             patch(tmp_path / "p.idx", begin + len(entry) * place, entry)
             with pytest.raises(one.DatasetFormatError, match=rf"p\.idx: {name}\[{place}\]: "):
                 one.IndexedDataset(tmp_path / "p", check=True)
+    (tmp_path / "p.idx").write_bytes(idx_bytes([0], [0, 1]))
+    patch(tmp_path / "p.idx", 34 + 4, struct.pack("<q", 4))
+    (tmp_path / "p.bin").write_bytes(bytes(4))
+    with pytest.raises(one.DatasetFormatError, match=r"sequence_pointers\[0\]"):
+        one.IndexedDataset(tmp_path / "p", check=True)
 
 
 # -- Is a pair the one that it was? ------------------------------------------------------------
@@ -6238,7 +6243,7 @@ def test_an_input_that_is_cut_off_while_it_is_read(one, tmp_path, monkeypatch, e
 
 @linux
 def test_a_killed_worker_is_an_error_and_no_hang(one, tmp_path):
-    """And the other one ends, and its pipe."""
+    """And the other one ends, and its pipe.  A bad line ends both, while its error is kept."""
 
     def kill_at_13(text):
         if text == "13":
@@ -6253,6 +6258,10 @@ def test_a_killed_worker_is_an_error_and_no_hang(one, tmp_path):
     assert set(multiprocessing.active_children()) <= before
     turns = caught.traceback[-1].frame.f_locals["turns"]
     assert [pipe.closed for _, pipe, _ in turns] == [True, True]
+    with pytest.raises(ValueError, match="texts: line 2") as kept:
+        one.preprocess(**job | {"texts": ["1", 5, long, long]})
+    assert set(multiprocessing.active_children()) <= before
+    del kept
 
 
 @linux
