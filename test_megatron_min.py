@@ -4482,8 +4482,6 @@ CHOICES_OF_RUNS = {  # {what two runs may differ in: its values}
         [],
     ],
     "part": ["all", "all", "from 8 on", "every other"],  # by torch's Subset
-    "ranks": [(4, 1), (4, 1), (2, 2)],  # micro-batch size, ranks
-    "seed": [0, 0, 0, 1],  # of a shuffled order
     "random_seed": [1, 1, 1, 2],
     "sequence_length": [8, 8, 8, 9],
     "stable_order": [True, True, False],
@@ -4519,7 +4517,7 @@ def two_runs(rng):
 
 def data_of_run(mm, folder, run):
     """The dataset of a run."""
-    fields = {name: run[name] for name in list(run)[6:]}  # those of the config
+    fields = {name: run[name] for name in list(CHOICES_OF_RUNS)[4:]}  # those of the config
     prefixes = [str(folder / run["folder"] / name) for name in run["corpora"]]
     if run["mix"]:
         phases = [(samples, weights[: len(prefixes)]) for samples, weights in run["mix"]]
@@ -4531,27 +4529,13 @@ def data_of_run(mm, folder, run):
     return data
 
 
-def fields_of_run(run, kind):
-    """The arguments of build_pretraining_data_loader() for a run in an order of this kind."""
-    micro, ranks = run["ranks"]
-    fields = {"micro_batch_size": micro, "data_parallel_size": ranks, "seed": run["seed"]}
-    return fields_of(kind) | fields
-
-
-def past_of(dataset, run, consumed, kind):
-    """The order of the consumed samples, and these samples; if shuffled, all that are shuffled."""
+def past_of(dataset, consumed, kind):
+    """The samples that were consumed; if shuffled, all that are shuffled, in batches of 4."""
     count = min(consumed, len(dataset))
-    orders = [list(range(count))]
     if kind in SHUFFLED:
-        micro, ranks = run["ranks"]
-        per_round = micro * ranks
-        turns = 1 + consumed // (len(dataset) // per_round * per_round)
-        sizes = (len(dataset), micro, ranks, run["seed"])
-        orders = [order_of_turn(kind, *sizes, turn) for turn in range(turns)]
-        unit = micro if kind == "unsharded" else per_round
-        count = len(dataset) // unit * unit
+        count = len(dataset) // 4 * 4
     batch = torch.utils.data.default_collate([dataset[k] for k in range(count)])
-    return orders, {key: values.tolist() for key, values in batch.items()}
+    return {key: values.tolist() for key, values in batch.items()}
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
@@ -4568,10 +4552,9 @@ def test_of_random_pairs_of_runs_a_state_fits_where_the_samples_are_equal(
         if kind in SHUFFLED:
             rounds *= 2  # a second turn
         consumed = 4 * math.ceil(rounds * rng.random() ** 2)
-        state = state_of(one, before, consumed, **fields_of_run(runs[0], kind))
-        loader = loader_of(one, after, **fields_of_run(runs[1], kind))
-        past = past_of(before, runs[0], consumed, kind)
-        is_equal = past == past_of(after, runs[1], consumed, kind)
+        state = state_of(one, before, consumed, **fields_of(kind))
+        loader = loader_of(one, after, **fields_of(kind))
+        is_equal = past_of(before, consumed, kind) == past_of(after, consumed, kind)
         is_replaced = "other tokens" in (runs[0]["folder"], runs[1]["folder"])
         try:
             loader.load_state_dict(state)
@@ -4596,6 +4579,7 @@ def test_a_refusal_says_what_differs_and_what_to_do(one, corpora_of_runs):
         ("single", A_RUN, {"folder": "other tokens"}, r"corpus 0 \(a\) is another one here"),
         ("single", A_RUN, {"random_seed": 2}, "sample 0 of the 40 that were consumed is another"),
         ("sharded", A_RUN, {"random_seed": 2}, "sample 0 of the 40 that are shuffled is another"),
+        ("sharded", A_RUN, {"seed": 1}, r"the seed of the order is another one here \(0 in"),
         ("single", A_RUN, {"corpora": "a"}, "which corpus gave which sample is another"),
         ("single", A_RUN, {"corpora": "a", "mix": []}, "which corpus .* None here"),
         ("single", few_of_b, {"mix": b_grows}, "sample 0 of corpus 1 is another"),
@@ -4604,7 +4588,7 @@ def test_a_refusal_says_what_differs_and_what_to_do(one, corpora_of_runs):
         before = data_of_run(one, corpora_of_runs, run)
         state = state_of(one, before, min(40, len(before)), **fields_of(kind))
         other = data_of_run(one, corpora_of_runs, run | changes)
-        loader = loader_of(one, other, **fields_of(kind))
+        loader = loader_of(one, other, **fields_of(kind), seed=changes.get("seed", 0))
         words = f"^the state does not fit: {words}.*stable_order=True.*strict=False"
         with pytest.raises(ValueError, match=words):
             loader.load_state_dict(state)
@@ -4613,39 +4597,37 @@ def test_a_refusal_says_what_differs_and_what_to_do(one, corpora_of_runs):
 # -- The state: datasets of other classes ------------------------------------------------------
 
 
-PARTS_OF_SAMPLES = {  # {what a sample may hold: (values that a state tells apart)}
-    "tensors": (
-        torch.zeros(4),
-        torch.ones(4),
-        torch.zeros(2, 2),
-        torch.zeros(4, dtype=torch.bfloat16),
-        torch.zeros(4, dtype=torch.bool),
-        torch.zeros(0),
-        torch.tensor(0.0),
-        torch.eye(4).to_sparse(),
-    ),
-    "arrays": (np.zeros(3), np.arange(3), np.float32(1), np.float64(1), np.array(["a", None])),
-    "numbers": (0, 1, True, 2**70, 0.5, 1j, float("nan"), None),
-    "texts": ("a", "b", "\ud800", b"a", b"b", ""),
-    "nested": (
-        [1, 2],
-        [[1], 2],
-        {"a": (1, torch.ones(1))},
-        {"a": (1, torch.zeros(1))},
-        collections.UserDict(a=torch.ones(1)),
-        {("a", 1): 0},
-        {("a", 2): 0},
-        np.array([{"a": 1}], object),
-        np.array([{"a": 2}], object),
-    ),
-}
+SAMPLES_TOLD_APART = [
+    torch.zeros(4),
+    torch.ones(4),
+    torch.zeros(2, 2),
+    torch.zeros(4, dtype=torch.bfloat16),
+    torch.zeros(4, dtype=torch.bool),
+    torch.zeros(0),
+    torch.tensor(0.0),
+    torch.eye(4).to_sparse(),
+    np.zeros(3),
+    np.arange(3),
+    np.float32(1),
+    np.float64(1),
+    *(0, 1, True, 2**70, 0.5, 1j, float("nan"), None),
+    *("a", "b", "\ud800", b"a", b"b", ""),
+    [1, 2],
+    [[1], 2],
+    {"a": (1, torch.ones(1))},
+    {"a": (1, torch.zeros(1))},
+    collections.UserDict(a=torch.ones(1)),
+    {("a", 1): 0},
+    {("a", 2): 0},
+    np.array([{"a": 1}], object),
+    np.array([{"a": 2}, None], object),
+]
 
 
-@pytest.mark.parametrize("kind", PARTS_OF_SAMPLES)
-def test_what_is_seen_in_a_sample_of_a_class_of_the_users_own(one, kind):
+def test_what_is_seen_in_a_sample_of_a_class_of_the_users_own(one):
     """Equal values are equal also in other objects; values that differ in any way are not."""
     pasts = []
-    for item in PARTS_OF_SAMPLES[kind]:
+    for item in SAMPLES_TOLD_APART:
         pasts.append(state_of(one, [item] * 8, 8)["past"])
         assert state_of(one, [copy.deepcopy(item)] * 8, 8)["past"] == pasts[-1]
         assert None not in json.loads(pasts[-1])["probes"].values()
@@ -5313,7 +5295,7 @@ WHEELS = {  # {why: (environment, the tag of the wheel; with C required, what an
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WHEELS)
-def test_wheels_of_the_sources_as_they_are_packed(tmp_path, case):
+def test_wheels_of_the_sources_as_they_are_packed(tmp_path, monkeypatch, case):
     """Without C a wheel is pure, or an error where C is wanted."""
     if not (HERE / "setup.py").exists():
         pytest.skip("setup.py is not beside this file")
@@ -5339,21 +5321,11 @@ def test_wheels_of_the_sources_as_they_are_packed(tmp_path, case):
     built = list((tmp_path / "installed").glob("_megatron_min.*"))
     assert len(built) == (case == "C")
     if built:
-        breaks_ties_as_a_loop_does(*built)
-
-
-def breaks_ties_as_a_loop_does(path):
-    """Weights of a few whole numbers have ties that a fused multiply-add would break otherwise."""
-    spec = importlib.util.spec_from_file_location("_megatron_min", path)
-    built = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(built)
-    for rng in cases(30):
-        n = int(rng.choice([rng.integers(2, 32), rng.integers(33, 99)]))  # C has loops for both
-        weights = rng.integers(1, 4, n).astype(float)
-        weights /= weights.sum()
-        outputs = np.zeros(1000, np.int16), np.zeros(1000, np.int64)
-        built.build_blend(*outputs, weights, np.full(n, np.inf), 1000)
-        assert list(zip(*lists(outputs), strict=True)) == blend_by_a_loop(weights.tolist(), 1000)
+        monkeypatch.syspath_prepend(tmp_path / "installed")
+        monkeypatch.delitem(sys.modules, "_megatron_min", raising=False)
+        module = runpy.run_path(str(tmp_path / "installed" / "megatron_min.py"))
+        assert module["IMPLEMENTATION"] == "c"
+        test_blends_by_a_loop(types.SimpleNamespace(**module))
 
 
 # ==============================================================================
