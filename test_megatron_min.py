@@ -5064,10 +5064,6 @@ def odd_calls(name):
     if name == "build_sample_idx":  # a document that is none, of a stream too long for memory
         too_long = {"sequence_length": 1, "tokens_per_epoch": 6 * 10**9}
         yield good | too_long | {"document_indices": int32(0, 3, 2)}, None
-    elif name != "shuffle":
-        names = ["dataset_index", "dataset_sample_index"]
-        arrays = overlapping(*[good[key] for key in names])
-        yield good | dict(zip(names, arrays, strict=True)), None
 
 
 def outcome(mm, name, call):
@@ -6440,8 +6436,12 @@ def test_files_of_rows_are_told_apart(one, tmp_path):
 
 
 def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
-    """Each of these lines, all but the first and the last, with a word of the error."""
-    good = json.dumps({"messages": ROW})
+    """Each of these lines, all but the first and the last, with a word of the error.
+
+    Keys that hold nothing, as Parquet files and converters write them, are no loss.
+    """
+    nothing = {"tool_calls": None, "name": "", "tools": [], "function_call": {}}
+    good = json.dumps({"messages": [message | nothing for message in ROW * 2]})
     bad = {
         "{oops": "wanted a JSON object on the line, which begins '{oops",
         "[" * 100_000: "wanted a JSON object",
@@ -6456,8 +6456,12 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
     }
     path = tmp_path / "chat.jsonl"
     path.write_text("\n\n".join([good, *bad, good]))  # with blank lines
-    ds = chat(one, path, tokenizer=one.ByteTokenizer())
+    ds = chat(one, path, tokenizer=one.ByteTokenizer(), sequence_length=64)
     assert len(ds) == len(bad) + 2
+    text = "user: 1\nassistant: 2$user: 1\nassistant: 2$"  # $ is eod
+    ids = [256 if letter == "$" else ord(letter) for letter in text]
+    assert ds[0]["tokens"].tolist() == ids + [256] * (64 - len(ids))
+    assert ds[0]["labels"][ds[0]["loss_mask"] == 1].tolist() == [ord("2"), 256] * 2
     for number, words in enumerate(bad.values(), 1):
         with pytest.raises(ValueError, match=rf"chat\.jsonl, line {2 * number + 1}: .*{words}"):
             ds[number]
@@ -6516,24 +6520,6 @@ def test_what_fine_tuning_refuses(one, tmp_path):
         with pytest.raises(ValueError, match=words):
             chat(one, path, **fields)[0]
     chat(one, path, tokenizer=Tok(tokenize=with_start, tokenize_conversation=print))
-
-
-def test_without_a_template_of_the_tokenizer_there_is_a_plain_one(one, tmp_path):
-    """Lines of role and content; what the assistant says, and the eod behind it, are learned.
-
-    Keys that hold nothing, as Parquet files and converters write them, are no loss.
-    """
-    nothing = {"tool_calls": None, "name": "", "tools": [], "function_call": {}}
-    turns = [("system", "be brief"), ("user", "2+2"), ("assistant", "4")]
-    turns += [("user", "3+3"), ("assistant", "six")]
-    messages = [{"role": role, "content": content} | nothing for role, content in turns]
-    text = "system: be brief\nuser: 2+2\nassistant: 4$user: 3+3\nassistant: six$"  # $ is eod
-    path = jsonl(tmp_path / "chat.jsonl", [messages], "messages")
-    sample = chat(one, path, sequence_length=len(text), tokenizer=one.ByteTokenizer())[0]
-    ids = [256 if letter == "$" else ord(letter) for letter in text]
-    assert sample["tokens"].tolist() == ids
-    learned = sample["labels"][sample["loss_mask"] == 1].tolist()
-    assert learned == [ord("4"), 256, *b"six", 256]
 
 
 @pytest.mark.filterwarnings("ignore:.* nothing is learned")
@@ -6889,31 +6875,14 @@ def programs():
         yield process
 
 
-def begin(programs, folder, lines):
-    """Run lines of Python in a process of their own -> its number, and that of its group."""
-    lines = f"os.chdir({os.fspath(folder)!r})\n{lines}"
-    programs.stdin.write(json.dumps(lines) + "\n")
-    programs.stdin.flush()
-    return int(programs.stdout.readline())
-
-
-def end_of(programs):
-    """The exit code of what was started, negative for the signal that ended it."""
-    return int(programs.stdout.readline())
-
-
 def wait_for_group(group):
-    """Until a group of processes has no process any more."""
-    with pytest.raises(ProcessLookupError):
-        in_a_minute(os.killpg, group, 0)
-
-
-def in_a_minute(happened, *arguments):
-    """Wait until happened(*arguments) is true, for a minute at most."""
+    """Until a group of processes has no process any more, for a minute at most."""
     end = time.monotonic() + 60
-    while not happened(*arguments):
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.01)
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.killpg(group, 0)
+            assert time.monotonic() < end, "a process is left"
+            time.sleep(0.01)
 
 
 PREPROCESS = """
@@ -6940,6 +6909,26 @@ def signal_once():
 os.register_at_fork(before=signal_once)
 threading.Thread(target=time.sleep, args=[60], daemon=True).start()
 """
+STOPPED_BY_A_WORKER = """
+class Stopping(mm.ByteTokenizer):
+    def tokenize_batch(self, texts):
+        stop()
+        return super().tokenize_batch(texts)
+words = f"preprocess --input a.jsonl --output-prefix {prefix} --no-verbose --workers 2"
+sys.exit(mm.main([*words.split(), "--tokenizer", "__main__:Stopping"]))
+"""
+CTRL_C = """
+prefix = "o"
+def stop():
+    os.killpg(0, signal.SIGINT)  # a terminal sends it to all processes
+    time.sleep(60)
+"""
+KILL = """
+os.mkdir("out")
+prefix = "out/o"
+def stop():
+    os.kill(os.getppid(), signal.SIGKILL)
+"""
 NO_ROOM = f"-c: [Errno 28] {os.strerror(errno.ENOSPC)}\n"
 MADE = ["o_text_document.bin", "o_text_document.idx", "o_text_document.record.json"]
 ENDS = {  # lines, the exit code, files, what stands on stderr
@@ -6949,6 +6938,8 @@ ENDS = {  # lines, the exit code, files, what stands on stderr
     "its reader has seen enough": (CLOSED_PIPE + PREPROCESS, 0, MADE, ""),
     # Python drops what is raised in a thread that forks.
     "a signal while a worker is started": (AT_A_FORK + PREPROCESS, 143, ["seen"], ""),
+    "Ctrl-C while a worker is busy": (CTRL_C + STOPPED_BY_A_WORKER, 130, [], ""),
+    "the command is killed, and not its workers": (KILL + STOPPED_BY_A_WORKER, -9, ["out"], ""),
 }
 
 
@@ -6958,49 +6949,15 @@ def test_how_a_program_ends(programs, tmp_path, case):
     """With its exit code, what it has made whole, and no other file or process."""
     lines, code, files, messages = ENDS[case]
     jsonl(tmp_path / "a.jsonl", ["abc"])
-    redirected = "os.dup2(os.open('messages', os.O_CREAT | os.O_WRONLY), 2)\n"
-    program = begin(programs, tmp_path, redirected + lines)
-    assert end_of(programs) == code
+    first = f"os.chdir({os.fspath(tmp_path)!r})\n"
+    first += "os.dup2(os.open('messages', os.O_CREAT | os.O_WRONLY), 2)\n"
+    programs.stdin.write(json.dumps(first + lines) + "\n")
+    programs.stdin.flush()
+    program = int(programs.stdout.readline())
+    assert int(programs.stdout.readline()) == code
     wait_for_group(program)
     assert sorted(os.listdir(tmp_path)) == sorted(["a.jsonl", "messages", *files])
     assert (tmp_path / "messages").read_text() == messages
-
-
-@linux
-@pytest.mark.parametrize("most", [2, pytest.param(40, marks=pytest.mark.slow)])
-def test_a_command_that_is_stopped_at_any_moment(one, programs, tmp_path, monkeypatch, most):
-    """Its pair is the old one or the new one, whole; there is no other file, and no process.
-
-    After a kill -9 there may be other files, and one of them may be the .idx of a .bin.
-    """
-    monkeypatch.chdir(tmp_path)
-    made = []
-    for generation in ("old", "new"):
-        jsonl(f"{generation}.jsonl", [generation, f"{generation} " * 40] * 5000)
-        began = time.monotonic()
-        os.mkdir("out")
-        one.preprocess(f"{generation}.jsonl", "out/p", workers=2)
-        duration = time.monotonic() - began
-        made.append(files_of("out"))
-        os.rename("out", f"out {generation}")
-    thread = "threading.Thread(target=time.sleep, args=[60], daemon=True).start()\n"
-    words = "preprocess --input new.jsonl --output-prefix out/p --workers 2 --no-verbose"
-    lines = f"sys.exit(mm.main({words.split()}))"
-    for rng in cases(most):
-        shutil.copytree("out old", "out")
-        program = begin(programs, tmp_path, str(rng.choice(["", thread])) + lines)
-        time.sleep(2 * rng.random() * duration)
-        number = rng.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-        # A terminal sends its signals to all processes.
-        send = os.killpg if number in (signal.SIGINT, signal.SIGHUP) else os.kill
-        with contextlib.suppress(ProcessLookupError):
-            send(program, number)
-        code = end_of(programs)
-        note = (number, code)
-        assert code in (0, 128 + number, -number), note  # -number: before main(), or behind it
-        wait_for_group(program)
-        check_what_is_left("out", made[-1:] if code == 0 else made, note, number != signal.SIGKILL)
-        shutil.rmtree("out")
 
 
 # ==============================================================================
