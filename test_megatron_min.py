@@ -4413,7 +4413,10 @@ def state_of(mm, dataset, consumed, **fields):
 
 
 def test_the_state_of_a_blend_by_hand(one, tmp_path):
-    """Of the corpora that gave no sample yet, here 1 and 3, it holds nothing."""
+    """Of the corpora that gave no sample yet, here 1 and 3, it holds nothing.
+
+    At last what it holds of a shuffled order.
+    """
     part = data_of_a_run(one, tmp_path)
     other = Bare(40, one.Split.train)  # which has no fingerprint
     phases = [(6, (1, 0, 1, 0)), (9, (1, 1, 1, 1))]
@@ -4437,6 +4440,10 @@ def test_the_state_of_a_blend_by_hand(one, tmp_path):
     assert past["mix"] is None
     assert past["corpora"] == [part.dataset.fingerprint()]
     assert "0 of corpus 0" in past["probes"]
+    shuffled = json.loads(state_of(one, Numbers(23), 24, **fields_of("sharded"))["past"])["sampler"]
+    settings = {"kind": "cyclic", "seed": 0, "data_sharding": True, "data_parallel_size": 1}
+    settings |= {"samples that are shuffled": 20, "turn": 1, "samples done in the turn": 4}
+    assert shuffled == settings
 
 
 @pytest.mark.parametrize("kind", ["single", *SHUFFLED])
@@ -4489,8 +4496,6 @@ CHOICES_OF_RUNS = {  # {what two runs may differ in: its values}
         [],
     ],
     "part": ["all", "all", "from 8 on", "every other"],  # by torch's Subset
-    "ranks": [(4, 1), (4, 1), (2, 2)],  # micro-batch size, ranks
-    "seed": [0, 0, 0, 1],  # of a shuffled order
     "random_seed": [1, 1, 1, 2],
     "sequence_length": [8, 8, 8, 9],
     "stable_order": [True, True, False],
@@ -4526,7 +4531,7 @@ def two_runs(rng):
 
 def data_of_run(mm, folder, run):
     """The dataset of a run."""
-    fields = {name: run[name] for name in list(run)[6:]}  # those of the config
+    fields = {name: run[name] for name in list(CHOICES_OF_RUNS)[4:]}  # those of the config
     prefixes = [str(folder / run["folder"] / name) for name in run["corpora"]]
     if run["mix"]:
         phases = [(samples, weights[: len(prefixes)]) for samples, weights in run["mix"]]
@@ -4538,27 +4543,13 @@ def data_of_run(mm, folder, run):
     return data
 
 
-def fields_of_run(run, kind):
-    """The arguments of build_pretraining_data_loader() for a run in an order of this kind."""
-    micro, ranks = run["ranks"]
-    fields = {"micro_batch_size": micro, "data_parallel_size": ranks, "seed": run["seed"]}
-    return fields_of(kind) | fields
-
-
-def past_of(dataset, run, consumed, kind):
-    """The order of the consumed samples, and these samples; if shuffled, all that are shuffled."""
+def past_of(dataset, consumed, kind):
+    """The samples that were consumed; if shuffled, all that are shuffled, in batches of 4."""
     count = min(consumed, len(dataset))
-    orders = [list(range(count))]
     if kind in SHUFFLED:
-        micro, ranks = run["ranks"]
-        per_round = micro * ranks
-        turns = 1 + consumed // (len(dataset) // per_round * per_round)
-        sizes = (len(dataset), micro, ranks, run["seed"])
-        orders = [order_of_turn(kind, *sizes, turn) for turn in range(turns)]
-        unit = micro if kind == "unsharded" else per_round
-        count = len(dataset) // unit * unit
+        count = len(dataset) // 4 * 4
     batch = torch.utils.data.default_collate([dataset[k] for k in range(count)])
-    return orders, {key: values.tolist() for key, values in batch.items()}
+    return {key: values.tolist() for key, values in batch.items()}
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
@@ -4575,10 +4566,9 @@ def test_of_random_pairs_of_runs_a_state_fits_where_the_samples_are_equal(
         if kind in SHUFFLED:
             rounds *= 2  # a second turn
         consumed = 4 * math.ceil(rounds * rng.random() ** 2)
-        state = state_of(one, before, consumed, **fields_of_run(runs[0], kind))
-        loader = loader_of(one, after, **fields_of_run(runs[1], kind))
-        past = past_of(before, runs[0], consumed, kind)
-        is_equal = past == past_of(after, runs[1], consumed, kind)
+        state = state_of(one, before, consumed, **fields_of(kind))
+        loader = loader_of(one, after, **fields_of(kind))
+        is_equal = past_of(before, consumed, kind) == past_of(after, consumed, kind)
         is_replaced = "other tokens" in (runs[0]["folder"], runs[1]["folder"])
         try:
             loader.load_state_dict(state)
@@ -4597,12 +4587,14 @@ def test_a_refusal_says_what_differs_and_what_to_do(one, corpora_of_runs):
     one_of_b = [(4, (1, 0)), (1, (0, 1)), (95, (1, 0))]
     b_grows = [*one_of_b, (300, (0, 1))]  # by epochs, so its sample 0 is another
     every_other = A_RUN | {"part": "every other"}
+    a_last = A_RUN | {"mix": [(40, (1, 2, 2)), (8, (1, 0, 0))]}
     few_of_b = A_RUN | {"mix": one_of_b, "stable_order": False}
     for kind, run, changes, words in (
         ("single", A_RUN, {"corpora": "ba"}, r"corpus 0 \(b\) is .*bin_size.* in the state, .*"),
         ("single", A_RUN, {"folder": "other tokens"}, r"corpus 0 \(a\) is another one here"),
         ("single", A_RUN, {"random_seed": 2}, "sample 0 of the 40 that were consumed is another"),
         ("sharded", A_RUN, {"random_seed": 2}, "sample 0 of the 40 that are shuffled is another"),
+        ("sharded", a_last, {"mix": [(40, (1, 2, 2)), (8, (0, 1, 1))]}, "which corpus gave which"),
         ("single", A_RUN, {"corpora": "a"}, "which corpus gave which sample is another"),
         ("single", A_RUN, {"corpora": "a", "mix": []}, "which corpus .* None here"),
         ("single", few_of_b, {"mix": b_grows}, "sample 0 of corpus 1 is another"),
@@ -4620,39 +4612,37 @@ def test_a_refusal_says_what_differs_and_what_to_do(one, corpora_of_runs):
 # -- The state: datasets of other classes ------------------------------------------------------
 
 
-PARTS_OF_SAMPLES = {  # {what a sample may hold: (values that a state tells apart)}
-    "tensors": (
-        torch.zeros(4),
-        torch.ones(4),
-        torch.zeros(2, 2),
-        torch.zeros(4, dtype=torch.bfloat16),
-        torch.zeros(4, dtype=torch.bool),
-        torch.zeros(0),
-        torch.tensor(0.0),
-        torch.eye(4).to_sparse(),
-    ),
-    "arrays": (np.zeros(3), np.arange(3), np.float32(1), np.float64(1), np.array(["a", None])),
-    "numbers": (0, 1, True, 2**70, 0.5, 1j, float("nan"), None),
-    "texts": ("a", "b", "\ud800", b"a", b"b", ""),
-    "nested": (
-        [1, 2],
-        [[1], 2],
-        {"a": (1, torch.ones(1))},
-        {"a": (1, torch.zeros(1))},
-        collections.UserDict(a=torch.ones(1)),
-        {("a", 1): 0},
-        {("a", 2): 0},
-        np.array([{"a": 1}], object),
-        np.array([{"a": 2}], object),
-    ),
-}
+SAMPLES_TOLD_APART = [
+    torch.zeros(4),
+    torch.ones(4),
+    torch.zeros(2, 2),
+    torch.zeros(4, dtype=torch.bfloat16),
+    torch.zeros(4, dtype=torch.bool),
+    torch.zeros(0),
+    torch.tensor(0.0),
+    torch.eye(4).to_sparse(),
+    np.zeros(3),
+    np.arange(3),
+    np.float32(1),
+    np.float64(1),
+    *(0, 1, True, 2**70, 0.5, 1j, float("nan"), None),
+    *("a", "b", "\ud800", b"a", b"b", ""),
+    [1, 2],
+    [[1], 2],
+    {"a": (1, torch.ones(1))},
+    {"a": (1, torch.zeros(1))},
+    collections.UserDict(a=torch.ones(1)),
+    {("a", 1): 0},
+    {("a", 2): 0},
+    np.array([{"a": 1}], object),
+    np.array([{"a": 2}, None], object),
+]
 
 
-@pytest.mark.parametrize("kind", PARTS_OF_SAMPLES)
-def test_what_is_seen_in_a_sample_of_a_class_of_the_users_own(one, kind):
+def test_what_is_seen_in_a_sample_of_a_class_of_the_users_own(one):
     """Equal values are equal also in other objects; values that differ in any way are not."""
     pasts = []
-    for item in PARTS_OF_SAMPLES[kind]:
+    for item in SAMPLES_TOLD_APART:
         pasts.append(state_of(one, [item] * 8, 8)["past"])
         assert state_of(one, [copy.deepcopy(item)] * 8, 8)["past"] == pasts[-1]
         assert None not in json.loads(pasts[-1])["probes"].values()
@@ -4819,7 +4809,7 @@ def consumed_samples_are_compared(job):
 
 
 def on_another_default_device(job):
-    """Nothing that the ranks send each other is made there."""
+    """Nothing that the ranks send each other is made there: two scenarios run in this way alone."""
     model = torch.nn.Linear(2, 1, bias=False)
     with torch.device("meta"):
         consumed_samples_are_compared(job)
@@ -4885,11 +4875,9 @@ def a_failed_build_is_raised_on_all(job):
 @two_or_four_ranks
 def test_errors_on_ranks(tmp_path, world):
     scenarios = [
-        an_error_on_one_rank_is_raised_on_all,
         a_class_that_other_ranks_do_not_have,
         what_ends_a_process_is_not_told,
         an_error_stays_in_its_group,
-        consumed_samples_are_compared,
         on_another_default_device,
         caches_are_shared_or_of_ones_own,
         a_failed_build_is_raised_on_all,
@@ -5320,7 +5308,7 @@ WHEELS = {  # {why: (environment, the tag of the wheel; with C required, what an
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WHEELS)
-def test_wheels_of_the_sources_as_they_are_packed(tmp_path, case):
+def test_wheels_of_the_sources_as_they_are_packed(tmp_path, monkeypatch, case):
     """Without C a wheel is pure, or an error where C is wanted."""
     if not (HERE / "setup.py").exists():
         pytest.skip("setup.py is not beside this file")
@@ -5346,21 +5334,11 @@ def test_wheels_of_the_sources_as_they_are_packed(tmp_path, case):
     built = list((tmp_path / "installed").glob("_megatron_min.*"))
     assert len(built) == (case == "C")
     if built:
-        breaks_ties_as_a_loop_does(*built)
-
-
-def breaks_ties_as_a_loop_does(path):
-    """Weights of a few whole numbers have ties that a fused multiply-add would break otherwise."""
-    spec = importlib.util.spec_from_file_location("_megatron_min", path)
-    built = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(built)
-    for rng in cases(30):
-        n = int(rng.choice([rng.integers(2, 32), rng.integers(33, 99)]))  # C has loops for both
-        weights = rng.integers(1, 4, n).astype(float)
-        weights /= weights.sum()
-        outputs = np.zeros(1000, np.int16), np.zeros(1000, np.int64)
-        built.build_blend(*outputs, weights, np.full(n, np.inf), 1000)
-        assert list(zip(*lists(outputs), strict=True)) == blend_by_a_loop(weights.tolist(), 1000)
+        monkeypatch.syspath_prepend(tmp_path / "installed")
+        monkeypatch.delitem(sys.modules, "_megatron_min", raising=False)
+        module = runpy.run_path(str(tmp_path / "installed" / "megatron_min.py"))
+        assert module["IMPLEMENTATION"] == "c"
+        test_blends_by_a_loop(types.SimpleNamespace(**module))
 
 
 # ==============================================================================
@@ -6436,8 +6414,12 @@ def test_files_of_rows_are_told_apart(one, tmp_path):
 
 
 def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
-    """Each of these lines, all but the first and the last, with a word of the error."""
-    good = json.dumps({"messages": ROW})
+    """Each of these lines, all but the first and the last, with a word of the error.
+
+    Keys that hold nothing, as Parquet files and converters write them, are no loss.
+    """
+    nothing = {"tool_calls": None, "name": "", "tools": [], "function_call": {}}
+    good = json.dumps({"messages": [message | nothing for message in ROW * 2]})
     bad = {
         "{oops": "wanted a JSON object on the line, which begins '{oops",
         "[" * 100_000: "wanted a JSON object",
@@ -6452,8 +6434,12 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
     }
     path = tmp_path / "chat.jsonl"
     path.write_text("\n\n".join([good, *bad, good]))  # with blank lines
-    ds = chat(one, path, tokenizer=one.ByteTokenizer())
+    ds = chat(one, path, tokenizer=one.ByteTokenizer(), sequence_length=64)
     assert len(ds) == len(bad) + 2
+    text = "user: 1\nassistant: 2$user: 1\nassistant: 2$"  # $ is eod
+    ids = [256 if letter == "$" else ord(letter) for letter in text]
+    assert ds[0]["tokens"].tolist() == ids + [256] * (64 - len(ids))
+    assert ds[0]["labels"][ds[0]["loss_mask"] == 1].tolist() == [ord("2"), 256] * 2
     for number, words in enumerate(bad.values(), 1):
         with pytest.raises(ValueError, match=rf"chat\.jsonl, line {2 * number + 1}: .*{words}"):
             ds[number]
@@ -6512,24 +6498,6 @@ def test_what_fine_tuning_refuses(one, tmp_path):
         with pytest.raises(ValueError, match=words):
             chat(one, path, **fields)[0]
     chat(one, path, tokenizer=Tok(tokenize=with_start, tokenize_conversation=print))
-
-
-def test_without_a_template_of_the_tokenizer_there_is_a_plain_one(one, tmp_path):
-    """Lines of role and content; what the assistant says, and the eod behind it, are learned.
-
-    Keys that hold nothing, as Parquet files and converters write them, are no loss.
-    """
-    nothing = {"tool_calls": None, "name": "", "tools": [], "function_call": {}}
-    turns = [("system", "be brief"), ("user", "2+2"), ("assistant", "4")]
-    turns += [("user", "3+3"), ("assistant", "six")]
-    messages = [{"role": role, "content": content} | nothing for role, content in turns]
-    text = "system: be brief\nuser: 2+2\nassistant: 4$user: 3+3\nassistant: six$"  # $ is eod
-    path = jsonl(tmp_path / "chat.jsonl", [messages], "messages")
-    sample = chat(one, path, sequence_length=len(text), tokenizer=one.ByteTokenizer())[0]
-    ids = [256 if letter == "$" else ord(letter) for letter in text]
-    assert sample["tokens"].tolist() == ids
-    learned = sample["labels"][sample["loss_mask"] == 1].tolist()
-    assert learned == [ord("4"), 256, *b"six", 256]
 
 
 @pytest.mark.filterwarnings("ignore:.* nothing is learned")
@@ -6885,31 +6853,14 @@ def programs():
         yield process
 
 
-def begin(programs, folder, lines):
-    """Run lines of Python in a process of their own -> its number, and that of its group."""
-    lines = f"os.chdir({os.fspath(folder)!r})\n{lines}"
-    programs.stdin.write(json.dumps(lines) + "\n")
-    programs.stdin.flush()
-    return int(programs.stdout.readline())
-
-
-def end_of(programs):
-    """The exit code of what was started, negative for the signal that ended it."""
-    return int(programs.stdout.readline())
-
-
 def wait_for_group(group):
-    """Until a group of processes has no process any more."""
-    with pytest.raises(ProcessLookupError):
-        in_a_minute(os.killpg, group, 0)
-
-
-def in_a_minute(happened, *arguments):
-    """Wait until happened(*arguments) is true, for a minute at most."""
+    """Until a group of processes has no process any more, for a minute at most."""
     end = time.monotonic() + 60
-    while not happened(*arguments):
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.01)
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.killpg(group, 0)
+            assert time.monotonic() < end, "a process is left"
+            time.sleep(0.01)
 
 
 PREPROCESS = """
@@ -6938,6 +6889,26 @@ def signal_once():
 os.register_at_fork(before=signal_once)
 threading.Thread(target=time.sleep, args=[60], daemon=True).start()
 """
+STOPPED_BY_A_WORKER = """
+class Stopping(mm.ByteTokenizer):
+    def tokenize_batch(self, texts):
+        stop()
+        return super().tokenize_batch(texts)
+words = f"preprocess --input a.jsonl --output-prefix {prefix} --no-verbose --workers 2"
+sys.exit(mm.main([*words.split(), "--tokenizer", "__main__:Stopping"]))
+"""
+CTRL_C = """
+prefix = "o"
+def stop():
+    os.killpg(0, signal.SIGINT)  # a terminal sends it to all processes
+    time.sleep(60)
+"""
+KILL = """
+os.mkdir("out")
+prefix = "out/o"
+def stop():
+    os.kill(os.getppid(), signal.SIGKILL)
+"""
 NO_ROOM = f"-c: [Errno 28] {os.strerror(errno.ENOSPC)}\n"
 MADE = ["o_text_document.bin", "o_text_document.idx", "o_text_document.record.json"]
 ENDS = {  # lines, the exit code, files, what stands on stderr
@@ -6947,6 +6918,8 @@ ENDS = {  # lines, the exit code, files, what stands on stderr
     "its reader has seen enough": (CLOSED_PIPE + PREPROCESS, 0, MADE, ""),
     # Python drops what is raised in a thread that forks.
     "a signal while a worker is started": (AT_A_FORK + PREPROCESS, 143, ["seen"], ""),
+    "Ctrl-C while a worker is busy": (CTRL_C + STOPPED_BY_A_WORKER, 130, [], ""),
+    "the command is killed, and not its workers": (KILL + STOPPED_BY_A_WORKER, -9, ["out"], ""),
 }
 
 
@@ -6956,49 +6929,15 @@ def test_how_a_program_ends(programs, tmp_path, case):
     """With its exit code, what it has made whole, and no other file or process."""
     lines, code, files, messages = ENDS[case]
     jsonl(tmp_path / "a.jsonl", ["abc"])
-    redirected = "os.dup2(os.open('messages', os.O_CREAT | os.O_WRONLY), 2)\n"
-    program = begin(programs, tmp_path, redirected + lines)
-    assert end_of(programs) == code
+    first = f"os.chdir({os.fspath(tmp_path)!r})\n"
+    first += "os.dup2(os.open('messages', os.O_CREAT | os.O_WRONLY), 2)\n"
+    programs.stdin.write(json.dumps(first + lines) + "\n")
+    programs.stdin.flush()
+    program = int(programs.stdout.readline())
+    assert int(programs.stdout.readline()) == code
     wait_for_group(program)
     assert sorted(os.listdir(tmp_path)) == sorted(["a.jsonl", "messages", *files])
     assert (tmp_path / "messages").read_text() == messages
-
-
-@linux
-@pytest.mark.parametrize("most", [2, pytest.param(40, marks=pytest.mark.slow)])
-def test_a_command_that_is_stopped_at_any_moment(one, programs, tmp_path, monkeypatch, most):
-    """Its pair is the old one or the new one, whole; there is no other file, and no process.
-
-    After a kill -9 there may be other files, and one of them may be the .idx of a .bin.
-    """
-    monkeypatch.chdir(tmp_path)
-    made = []
-    for generation in ("old", "new"):
-        jsonl(f"{generation}.jsonl", [generation, f"{generation} " * 40] * 5000)
-        began = time.monotonic()
-        os.mkdir("out")
-        one.preprocess(f"{generation}.jsonl", "out/p", workers=2)
-        duration = time.monotonic() - began
-        made.append(files_of("out"))
-        os.rename("out", f"out {generation}")
-    thread = "threading.Thread(target=time.sleep, args=[60], daemon=True).start()\n"
-    words = "preprocess --input new.jsonl --output-prefix out/p --workers 2 --no-verbose"
-    lines = f"sys.exit(mm.main({words.split()}))"
-    for rng in cases(most):
-        shutil.copytree("out old", "out")
-        program = begin(programs, tmp_path, str(rng.choice(["", thread])) + lines)
-        time.sleep(2 * rng.random() * duration)
-        number = rng.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-        # A terminal sends its signals to all processes.
-        send = os.killpg if number in (signal.SIGINT, signal.SIGHUP) else os.kill
-        with contextlib.suppress(ProcessLookupError):
-            send(program, number)
-        code = end_of(programs)
-        note = (number, code)
-        assert code in (0, 128 + number, -number), note  # -number: before main(), or behind it
-        wait_for_group(program)
-        check_what_is_left("out", made[-1:] if code == 0 else made, note, number != signal.SIGKILL)
-        shutil.rmtree("out")
 
 
 # ==============================================================================
