@@ -5721,7 +5721,9 @@ def test_the_way_back_to_the_inputs(one, tmp_path, monkeypatch):
         for prefix in (whole, *shards, merged, "all"):
             texts = [bytes(ids).decode() for ids in texts_of(one, prefix)]
             if texts:
-                assert texts == [document_of(*found) for found in inputs_of(one, prefix)]
+                found = inputs_of(one, prefix)
+                assert texts == [document_of(*place) for place in found]
+                assert not any(" byte 0 " in name for name, _ in found)
 
 
 def test_the_record_of_a_pair(one, tmp_path, monkeypatch):
