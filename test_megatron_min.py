@@ -1721,6 +1721,9 @@ BAD_BLENDS = [  # (weights of two datasets, size, phases), a word of the sentenc
     (([1], 4), "1 weights for 2"),
     (([1.5, 2.5], None), "numbers of samples"),
     (([1, 1], -1), "size"),
+    # more than there are, which in upstream is an IndexError in the run
+    (([1, 3], 14), "takes 10 samples of bare, which has 9$"),
+    (([12, 10], None), "takes 12 .* has 9; .* takes 10 .* has 9"),
     (([1, 1], 4, [(4, [1, 1])]), "None"),  # phases stand for weights and size
     ((None, None, []), "wanted"),
     ((None, None, [(4, [1])]), "phase 0"),
@@ -1732,15 +1735,6 @@ def test_refused_blends(one):
     for arguments, word in BAD_BLENDS:
         with pytest.raises(ValueError, match=word):
             blended(one, [9, 9], *arguments)
-
-
-def test_a_blend_that_asks_for_too_much(mm, tmp_path):
-    """New, and found in a cache.  Upstream: an IndexError in the run."""
-    for _ in range(2):
-        with pytest.raises(ValueError, match="takes 5 samples of bare, which has 4"):
-            blended(mm, [9, 4], [1, 1], 10, path_to_cache=str(tmp_path))
-        with pytest.raises(ValueError, match="takes 9 .* has 0; .* takes 3 .* has 2"):
-            blended(mm, [0, 2], [9, 3], None, path_to_cache=str(tmp_path))
 
 
 def pairs_of(ds):
