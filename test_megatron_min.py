@@ -3309,6 +3309,7 @@ def heard(function, *arguments, **options):
     """What a call returns, and the messages of its warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.simplefilter("ignore", ResourceWarning)  # of objects of other tests
         found = function(*arguments, **options)
     return found, [str(warning.message) for warning in caught]
 
