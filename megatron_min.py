@@ -5461,13 +5461,13 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         a pass of the sampler can start there.
         """
         try:
-            version = state_dict["version"]
+            version = operator.index(state_dict["version"])
             consumed = operator.index(state_dict["consumed_samples"])
-            past = dict(json.loads(state_dict["past"]))
-        except (LookupError, TypeError, ValueError):
+            past = dict(**json.loads(state_dict["past"]))
+        except (LookupError, TypeError, ValueError, RecursionError):
             raise ValueError(
-                "wanted a state of PretrainingDataLoader: version, consumed_samples (a whole "
-                f"number) and past (a dict, as JSON), got {str(state_dict)[:200]}"
+                "wanted a state of PretrainingDataLoader: version, consumed_samples (whole "
+                f"numbers) and past (a dict, as JSON), got {str(state_dict)[:200]}"
             ) from None
         self.batch_sampler.check_start(consumed)
         if strict:
@@ -5491,7 +5491,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             for key in {**was, **now}:
                 if was.get(key) == now.get(key):
                     continue
-                subject = _SUBJECTS.get(what, what).format(key=key)
+                subject = _SUBJECTS.get(what, what).replace("{key}", str(key))
                 if what == "corpora" and key in corpora:
                     subject += f" ({os.path.basename(_name(corpora[key]))})"
                 raise ValueError(

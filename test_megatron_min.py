@@ -4660,8 +4660,8 @@ def test_what_is_no_state_is_refused(one):
         None,
         {"consumed_samples": 16, "past": "{}"},
         state | {"consumed_samples": 1.5},
-        state | {"past": "{"},
-        state | {"past": "5"},
+        state | {"version": torch.tensor([6, 6])},
+        *(state | {"past": past} for past in ("{", "5", "[[1, 2]]", "[" * 10**5)),
     ):
         for strict in (True, False):
             with pytest.raises(ValueError, match="wanted a state of PretrainingDataLoader"):
@@ -4673,6 +4673,7 @@ def test_what_is_no_state_is_refused(one):
         (state | {"past": "{}"}, r"the kind of the order .* \(None in the state"),
         (state | {"past": json.dumps(longer)}, r"corpus 1 is .* \(5 in the state, None here"),
         (state | {"past": '{"sampler": 5}'}, r"of the order .* \(5 in the state"),
+        (state | {"past": '{"{x}": 5}'}, r"\{x\} is .* \(5 in the state"),
     ):
         with pytest.raises(ValueError, match=f"the state does not fit.*{word}"):
             loader.load_state_dict(changed)
