@@ -7025,6 +7025,8 @@ def test_arguments_are_those_of_upstreams_repository(one):
     for name, wanted in ARGUMENTS_BY_HAND.items():
         found = arguments_of(getattr(one, name), inspect.Parameter.KEYWORD_ONLY)
         assert list(found) == wanted.split(), name
+    options = arguments_of(one.build_pretraining_data_loader)
+    assert (options["data_sharding"], options["drop_last"]) == (True, True)  # as upstream's
 
 
 # -- Files -------------------------------------------------------------------------------------
