@@ -3137,7 +3137,19 @@ def calls_of_a_commit(one, folder):
 
 def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, old_and_new):
     """Both files of a pair; then their folder, which may be of a system that cannot sync one."""
-    names = calls_of_a_commit(one, new_folder(tmp_path, True)).names
+    folder = new_folder(tmp_path, True)
+    at_syncs = []  # the sizes of what has no name yet
+
+    def look():
+        if calls.names[-1] == "fsync":
+            sizes = {path.name.split(".")[1]: path.stat().st_size for path in folder.glob("*.tmp")}
+            at_syncs.append(sizes)
+
+    calls = Calls(one, look=look)
+    assert run_with(calls, one, folder) is None
+    whole = {end: (folder / f"p.{end}").stat().st_size for end in ("bin", "idx")}
+    assert (at_syncs[0]["bin"], at_syncs[1]) == (whole["bin"], whole)
+    names = calls.names
     found = [name for name in names if name in ("fsync", "replace")]
     assert found == ["fsync"] * 2 + ["replace"] * 3 + ["fsync"] + ["replace"]  # this is the record
 
@@ -5773,11 +5785,11 @@ def test_another_tokenizer_than_that_of_the_pair(one, tmp_path):
                 one.merge(chosen, merged)
             assert not os.path.exists(f"{merged}.idx")
     blend = [prefixes["tok"], merged, prefixes["bare"], prefixes["file"]]
-    fields = {"split": "1,1,0", "path_to_cache": str(tmp_path / "cache")}
+    fields = {"path_to_cache": str(tmp_path / "cache")}
     for name, told in (("tok", "f"), ("five", "tmf"), ("gigatoken", "tm")):
-        cfg = config(one, (blend, None), tokenizer=TOKENIZERS[name], **fields)
-        for _ in range(2):  # the second finds a cache
-            _, messages = heard(build, one, [1, 1, 0], cfg)
+        for split in ("1,1,0", "1,1,0", "1"):  # the second finds a cache
+            cfg = config(one, (blend, None), split=split, tokenizer=TOKENIZERS[name], **fields)
+            _, messages = heard(build, one, [1, 1, 0] if "," in split else [1, 0, 0], cfg)
             found = [pathlib.Path(message.partition(" was made")[0]).name for message in messages]
             assert [prefix[0] for prefix in found] == list(told), name
             assert all(re.search("Tok.*config is .*'eod'", words) for words in messages)
