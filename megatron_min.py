@@ -6095,11 +6095,11 @@ class NullTokenizer:
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids in a text; ValueError if a word is none."""
-        ids = [int(number) for number in text.split()]
-        for token in ids:
-            if not 0 <= token <= self.eod:
-                raise ValueError(f"{token} is no id up to {self.eod}, which is eod")
-        return ids
+        words = text.split()
+        for word in words:
+            if not word.isdecimal() or int(word) > self.eod:
+                raise ValueError(f"wanted ids up to {self.eod}, which is eod, got {word!r:.60}")
+        return [int(word) for word in words]
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
         """Return ids as numbers with spaces in between."""
@@ -7179,6 +7179,8 @@ class SFTDataset(MegatronDataset):
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> typing.Any:
         """Open a file of rows: Parquet if the name ends in .parquet, else JSON lines."""
+        if not os.path.isfile(dataset_path):  # such as the prefix of a pair
+            raise FileNotFoundError(f"{dataset_path}: no such file of conversations (.jsonl, ...)")
         if os.fspath(dataset_path).endswith(".parquet"):
             rows = _ParquetRows(dataset_path)
         else:

@@ -4978,8 +4978,8 @@ def test_what_c_cannot_read_is_left_to_the_definition(mm, toy):
     gaps = gpt(mm, toy, **fields)
     gaps.shuffle_index = np.repeat(gaps.shuffle_index, 2)[::2]
     large = gpt(mm, toy, tokenizer=Tok(eod=2**63), **fields)
-    for ds, wanted in ((own, b"cccd"), (gaps, b"bbbc"), (large, b"bbbc")):
-        for [sample] in read_in_all_ways(ds, [0]):
+    for ds, k, wanted in ((own, 0, b"cccd"), (gaps, 0, b"bbbc"), (large, 1, b"cccc")):
+        for [sample] in read_in_all_ways(ds, [k]):
             assert bytes(sample["tokens"].tolist()) == wanted
     short = gpt(mm, toy, **fields)
     short.shuffle_index = short.shuffle_index[:2]
@@ -6429,6 +6429,9 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
     os.remove(path)
     with pytest.raises(FileNotFoundError, match=r"chat\.jsonl"):  # which is not the row's fault
         ds[0]
+    os.mkdir(path)  # such as the index cache of a pair
+    with pytest.raises(FileNotFoundError, match=r"chat\.jsonl: no such file of conversations"):
+        chat(one, path)
 
 
 def test_a_file_of_no_rows_is_refused_when_it_is_opened(one, tmp_path):
