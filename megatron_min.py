@@ -7179,12 +7179,12 @@ class SFTDataset(MegatronDataset):
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> typing.Any:
         """Open a file of rows: Parquet if the name ends in .parquet, else JSON lines."""
-        if not os.path.isfile(dataset_path):  # such as the prefix of a pair
-            raise FileNotFoundError(f"{dataset_path}: no such file of conversations (.jsonl, ...)")
         if os.fspath(dataset_path).endswith(".parquet"):
             rows = _ParquetRows(dataset_path)
-        else:
+        elif os.path.isfile(dataset_path):
             rows = _JsonlRows(dataset_path)
+        else:  # such as the prefix of a pair, where its index cache is
+            raise FileNotFoundError(f"{dataset_path}: no such file of conversations (.jsonl, ...)")
         if len(rows) > 0:  # a file of another kind is found out now
             with _errors_that_name_row(dataset_path, rows, 0):
                 _split_conversations(rows[0]["messages"])
