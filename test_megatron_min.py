@@ -5500,7 +5500,8 @@ def test_what_is_no_tokenizer_makes_no_corpus(one, tmp_path):
 def test_two_eods_are_told(one, tmp_path, hf):
     """One by the file's post-processor, one by append_eod; a beginning of texts is none."""
     ends = json.loads(pathlib.Path(hf).read_bytes())
-    ends["post_processor"]["single"].reverse()  # so that </s> is put behind a text
+    template = ends["post_processor"]["single"]
+    template.append(template[0])  # so that </s> is put behind a text, too
     (tmp_path / "ends.json").write_text(json.dumps(ends))
     path = jsonl(tmp_path / "a.jsonl", ["ja", ""])
     for name, eod_token, adds_special_tokens, append_eod, count in (
