@@ -6887,7 +6887,9 @@ sys.exit(mm.main([*words.split(), "--tokenizer", "__main__:Stopping"]))
 CTRL_C = """
 prefix = "o"
 def stop():
-    os.killpg(0, signal.SIGINT)  # a terminal sends it to all processes
+    # A terminal sends it to all processes; but the other worker may not have begun yet.
+    for process in (os.getpid(), os.getppid()):
+        os.kill(process, signal.SIGINT)
     time.sleep(60)
 """
 KILL = """
