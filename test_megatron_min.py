@@ -2425,7 +2425,7 @@ def test_documents_are_cut_one_by_one_or_as_a_row(one):
     for rank, per_sequence in itertools.product(range(2), (False, True)):
         places = [whole[rank] if per_sequence else documents[rank], whole[rank]]
         part = one.get_batch_on_this_cp_rank(
-            batch | others, rank, 2, use_per_sequence_balancing=per_sequence
+            others | batch, rank, 2, use_per_sequence_balancing=per_sequence
         )
         for row in range(2):
             for key in ("tokens", "labels", "loss_mask", "position_ids", "scores"):
@@ -2676,6 +2676,8 @@ def test_gradients_live_in_one_buffer(one):
         param.grad.fill_(number)
     assert lists(ddp.grad_buffers) == [[3] * 1 + [2] * 3 + [1] * 3 + [0] * 6]
     assert [len(shard) for shard in ddp.grad_shards] == [4, 9]
+    with pytest.raises(ValueError, match="bucket_size must be at least 1"):
+        one.DistributedDataParallel(torch.nn.Linear(1, 1), bucket_size=0)
 
 
 def models_of_one_layer(mm, count, **options):
