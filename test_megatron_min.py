@@ -2242,6 +2242,7 @@ def test_samples_of_a_run_by_hand(one):
         ({"train_samples": 720}, (720, 4 * 16, 16)),
         ({"train_iters": 10, "full_validation": True}, (80, None, 16)),
         ({"train_iters": 100, "skip_train": True}, (800, 16, 16)),
+        ({"train_iters": 100, "eval_iters": 0}, (800, 0, 0)),
         ({"train_iters": 120, "train_samples": 719}, (719, 5 * 16, 16)),  # the batch size grew
     ):
         assert one.get_train_valid_test_num_samples(**run | arguments) == wanted
