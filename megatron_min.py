@@ -893,6 +893,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
             raise
 
     def _refuse_if_closed(self):
+        """ValueError if nothing can be added any more."""
         if self._bin.file.closed:
             reason = "finalize() was called, or a write failed"
             raise ValueError(f"{self._bin.path}: this builder is closed: {reason}")
@@ -4658,6 +4659,7 @@ class _FileNamedInErrors(io.FileIO):
     """A file whose name stands in the error of a write, as that of a full disk."""
 
     def write(self, content: bytes) -> int:
+        """Write bytes, and return how many; OSError, with the name of the file, if it fails."""
         try:
             return super().write(content)
         except OSError as error:
@@ -5665,7 +5667,8 @@ def build_pretraining_data_loader(
         return dataset
     if len(dataset) == 0:  # a split of which nothing is wanted
         return None
-    if isinstance(dataset, list) and isinstance(dataset[0], torch.utils.data.Dataset):
+    first = dataset[0] if isinstance(dataset, list) and len(dataset) > 0 else None
+    if isinstance(first, torch.utils.data.Dataset):
         raise ValueError("dataset is a list of datasets: a loader takes one of them")
     place = [data_parallel_rank, data_parallel_size]
     sizes = [len(dataset), consumed_samples, micro_batch_size, *place]

@@ -3053,7 +3053,11 @@ class Calls:
     """
 
     def __init__(self, one, act=None, at=(), works=False, look=None):
-        self.one, self.act, self.at, self.works, self.look = one, act, at, works, look
+        self.one = one
+        self.act = act
+        self.at = at
+        self.works = works
+        self.look = look
         self.names, self.threads = [], []
         self.patches = pytest.MonkeyPatch()
 
@@ -3091,7 +3095,9 @@ class Steps:
     """
 
     def __init__(self, one, kind, at):
-        self.path, self.kind, self.at = one.__file__, kind, at
+        self.path = one.__file__
+        self.kind = kind
+        self.at = at
         self.count = 0
 
     def __enter__(self):
