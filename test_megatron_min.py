@@ -28,7 +28,6 @@ import glob
 import gzip
 import hashlib
 import http.server
-import importlib.metadata
 import importlib.util
 import inspect
 import io
@@ -142,18 +141,14 @@ def one():
 @pytest.fixture(scope="session")
 def up():
     """megatron-core's names in one namespace; skips the test if it is not installed."""
-    try:
-        importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        if os.environ.get("MEGATRON_MIN_PARITY") == "1":
-            raise
-        pytest.skip("megatron-core is not installed: pip install megatron-core==0.16.1")
-    modules = ["blended_dataset", "blended_megatron_dataset_builder"]
-    modules += ["blended_megatron_dataset_config", "gpt_dataset", "helpers", "indexed_dataset"]
-    modules += ["megatron_tokenizer", "utils"]
+    modules = ["blended_megatron_dataset_builder", "blended_megatron_dataset_config"]
+    modules += ["gpt_dataset", "helpers", "indexed_dataset", "megatron_tokenizer", "utils"]
     names = types.SimpleNamespace()
-    with warnings.catch_warnings():
+    # What it would compile for GPUs is not used; to import the compiler takes half the time.
+    with warnings.catch_warnings(), mock.patch.object(torch, "compile"):
         warnings.simplefilter("ignore")
+        if os.environ.get("MEGATRON_MIN_PARITY") != "1":
+            pytest.importorskip("megatron.core", reason="needs pip install megatron-core==0.16.1")
         for module in modules:
             found = importlib.import_module(f"megatron.core.datasets.{module}")
             vars(names).update({k: v for k, v in vars(found).items() if not k.startswith("__")})
@@ -216,8 +211,7 @@ def cases(count):
 def same(found, wanted, note=""):
     """Equal in dtype, shape and every value."""
     found, wanted = np.asarray(found), np.asarray(wanted)
-    assert found.dtype == wanted.dtype, note
-    if found.shape == wanted.shape and (found == wanted).all():
+    if found.dtype == wanted.dtype and np.array_equal(found, wanted):
         return  # what follows takes ten times as long, and says what differs
     np.testing.assert_array_equal(found, wanted, err_msg=str(note), strict=True)
 
@@ -427,15 +421,13 @@ def test_c_is_the_default_where_it_is_built(one, c, monkeypatch):
     assert kinds == ["c", "c", "python"]
 
 
-def test_doctests_of_the_module(mm, monkeypatch, tmp_path):
-    monkeypatch.setattr(mm.tempfile, "tempdir", str(tmp_path))
+def test_doctests_of_the_module(mm):
     result = doctest.testmod(mm)
     assert result.failed == 0
     assert result.attempted > 40
 
 
-def test_doctests_of_the_readme(one, readme, monkeypatch, tmp_path):
-    monkeypatch.setattr(one.tempfile, "tempdir", str(tmp_path))
+def test_doctests_of_the_readme(one, readme, monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron_min", one)
     result = doctest.testfile(str(HERE / "README.md"), module_relative=False)
     assert result.failed == 0
@@ -564,10 +556,9 @@ def test_a_pair_of_more_than_2_32_tokens(mm, tmp_path):
         assert train[k]["tokens"][0] == 7
 
 
-@pytest.mark.parametrize("name", ["corpus", "cor[p]us"])
-def test_where_no_pair_is_the_error_says_what_there_is(one, tmp_path, name):
+def test_where_no_pair_is_the_error_says_what_there_is(one, tmp_path):
     """Three pairs that begin so, and none that begins otherwise; or that this is a file."""
-    missing = str(tmp_path / name)
+    missing = str(tmp_path / "cor[p]us")
     mk(one, tmp_path / "other_text_document", [[1]])
     with pytest.raises(FileNotFoundError) as caught:
         one.IndexedDataset(missing)
@@ -610,13 +601,14 @@ def test_a_damaged_index_is_refused_or_read_in_bounds(one, tmp_path, modes):
     tokens = bytes(range(36))
     (tmp_path / "p.bin").write_bytes(tokens)
     whole = idx_bytes([3, 2, 0, 4], [0, 1, 3, 3, 4], modes=modes)
-    damages = [whole + whole[-1:]]
-    pieces = [struct.pack("<q", number) for number in FORGED] + [b"\x01", b"\x04", b"\x80"]
-    for at in range(len(whole)):
-        damages.append(whole[:at])
-        for piece in pieces:
-            damaged = whole[:at] + piece + whole[at + len(piece) :]
-            damages.append(damaged[: len(whole)])
+    damages = [whole + whole[-1:], whole[:-1], whole[:34], whole[:33], b""]
+    single = [b"\x01", b"\x04", b"\x80"]
+    forged = [struct.pack("<q", number) for number in FORGED]
+    for end in range(1, len(whole), 4):  # words end there; but at 17 there is the dtype
+        for at, pieces in ((end, single), (end + 1, single + forged)):
+            for piece in pieces:
+                damaged = whole[:at] + piece + whole[at + len(piece) :]
+                damages.append(damaged[: len(whole)])
     opened = 0
     for damaged in damages:
         (tmp_path / "p.idx").write_bytes(damaged)
@@ -648,22 +640,17 @@ def test_the_whole_check_sees_each_entry_of_a_long_index(one, tmp_path):
     n = 40_000
     whole = idx_bytes([0] * n, [*range(n), *[n] * n])
     (tmp_path / "p.bin").touch()
-    for name, begin, kind, last, wrong in (
-        ("sequence_lengths", 34, "<i", n - 2, [-1, -1, -1, -1]),
-        ("sequence_pointers", 34 + 4 * n, "<q", n - 2, [4, 4, 4, 4]),
-        ("document_indices", 34 + 12 * n, "<q", 2 * n - 2, [-1, 2**15 - 3, 2**15 - 2, n - 1]),
+    for name, begin, kind, first, last, wrong in (
+        ("sequence_lengths", 34, "<i", 0, n - 2, [-1, -1, -1, -1]),
+        ("sequence_pointers", 34 + 4 * n, "<q", 0, n - 2, [4, 4, 4, 4]),
+        ("document_indices", 34 + 12 * n, "<q", 1, 2 * n - 2, [-1, 2**15 - 3, 2**15 - 2, n - 1]),
     ):
-        for place, value in zip((1, 2**15 - 1, 2**15, last), wrong, strict=True):
+        for place, value in zip((first, 2**15 - 1, 2**15, last), wrong, strict=True):
             (tmp_path / "p.idx").write_bytes(whole)
             entry = struct.pack(kind, value)
             patch(tmp_path / "p.idx", begin + len(entry) * place, entry)
             with pytest.raises(one.DatasetFormatError, match=rf"p\.idx: {name}\[{place}\]: "):
                 one.IndexedDataset(tmp_path / "p", check=True)
-    (tmp_path / "p.idx").write_bytes(idx_bytes([0], [0, 1]))
-    patch(tmp_path / "p.idx", 34 + 4, struct.pack("<q", 4))
-    (tmp_path / "p.bin").write_bytes(bytes(4))
-    with pytest.raises(one.DatasetFormatError, match=r"sequence_pointers\[0\]"):
-        one.IndexedDataset(tmp_path / "p", check=True)
 
 
 # -- Is a pair the one that it was? ------------------------------------------------------------
@@ -686,32 +673,30 @@ def test_a_pair_that_is_replaced_while_it_is_opened_is_refused(one, pair, monkey
         one.IndexedDataset(pair)
 
 
-def test_a_fingerprint_is_of_the_data_alone(one, tmp_path):
-    """A flat dict, equal for copies and after a touch; not with other lengths, sizes or ends."""
+def test_a_fingerprint_is_of_the_data_alone(one, tmp_path, monkeypatch):
+    """A flat dict, equal for copies and after a touch; not with other lengths, sizes or ends.
+
+    A noted one of an .idx of the same time is believed: no lengths are read for it.
+    """
     docs = [[1] * 10] * 2000
     prefix = mk(one, tmp_path / "p", docs)
-    first = one.IndexedDataset(prefix).fingerprint()
+    note = one.IndexedDataset(prefix).note()
+    first = note["fingerprint"]
     assert {type(value) for value in first.values()} == {int}
     shutil.copytree(tmp_path, tmp_path / "copy")
+    crc32 = mock.Mock(wraps=zlib.crc32)
+    monkeypatch.setattr(one.zlib, "crc32", crc32)
+    assert one.IndexedDataset(prefix).is_noted(note)
+    assert crc32.call_count == 0
     os.utime(f"{prefix}.idx", (1, 1))
     os.utime(f"{prefix}.bin", (1, 1))
+    assert one.IndexedDataset(prefix).is_noted(note)
+    assert crc32.call_count > 0
     for place, mmap in ((prefix, True), (prefix, False), (tmp_path / "copy" / "p", True)):
         assert one.IndexedDataset(place, mmap=mmap).fingerprint() == first
     others = [docs[:-1], [*docs[:900], [1] * 9, [1] * 11, *docs[902:]], [], [[]], [[1]], [[1, 2]]]
     for other in (*others, [[2] * 10, *docs[1:]], [*docs[:-1], [2] * 10]):
         assert one.IndexedDataset(mk(one, tmp_path / "q", other)).fingerprint() != first
-
-
-def test_what_was_noted_of_an_index_of_the_same_time_is_believed(one, pair, monkeypatch):
-    """Its lengths are not read again; those of another time are."""
-    note = one.IndexedDataset(pair).note()
-    crc32 = mock.Mock(wraps=zlib.crc32)
-    monkeypatch.setattr(one.zlib, "crc32", crc32)
-    assert one.IndexedDataset(pair).is_noted(note)
-    assert crc32.call_count == 0
-    os.utime(f"{pair}.idx", (1, 1))
-    assert one.IndexedDataset(pair).is_noted(note)
-    assert crc32.call_count > 0
 
 
 @pytest.mark.parametrize("mmap", [True, False])
@@ -781,7 +766,6 @@ def test_a_pair_is_made_in_many_ways_once(one, pair, tmp_path):
 REFUSED_BY_BUILDER = [  # dtype, method, arguments, the word that matters
     # upstream: such ids are wrapped, and written as others
     (np.uint16, "add_item", [torch.tensor([1, 70000, -1])], "70000 at 1"),
-    (np.int64, "add_item", [[1, 2**70]], str(2**70)),
     (np.int32, "add_item", [np.array([1.5])], "[1.5]"),
     (np.int32, "add_item", [["1", "b"]], "'b'"),
     (np.int32, "add_item", [b"aaaa"], "b'aaaa'"),
@@ -858,7 +842,7 @@ def files_of_64_kib():
 
 def test_pairs_are_appended_in_parts(one, tmp_path):
     """Of 16 MiB; sequences without tokens, too.  Modes are tested beside upstream's."""
-    tokens = (np.arange(20 << 20, dtype=np.int32) % 251).astype(np.uint8)
+    tokens = np.resize(np.arange(251, dtype=np.uint8), 17 << 20)
     prefix = mk(one, tmp_path / "p", [[], tokens], np.uint8)
     one.merge([mk(one, tmp_path / "none", [], np.uint8), prefix], tmp_path / "o")
     assert bytes_of_pair(tmp_path / "o") == bytes_of_pair(prefix)
@@ -910,41 +894,36 @@ def test_bytes_are_tokens(one):
         assert tokenizer.detokenize([97, no_text]) == "a\N{REPLACEMENT CHARACTER}"
 
 
-LINES_OF_TEXT = (
-    b'\n{"text": "1 2", "other": 3}\n'
-    b' \t\r\n{"text": "4"}\r\n'  # line ends of Windows
-    b'{"text":\r"5"}\n\n'  # a return within a line
-    b'{"text": ""}\n'
-    b'{"text": " "}\n'  # a text, but no token
-    b'{"text": ["1", "", "2 3", " "]}\n'
-    b'{"text": ["", " "]}\n'
-    b'{"text": "0"}'  # no newline at the end
-)
-
-
 def test_a_line_becomes_a_document(one, tmp_path):
-    """Of one sequence, or one for each of a list of sentences.  preprocess() writes the same."""
+    """Of one sequence, or one for each of a list of sentences.  preprocess() writes the same.
+
+    A line without the key leaves no pair; an encoding is not guessed.
+    """
     path = tmp_path / "a.jsonl"
-    path.write_bytes(LINES_OF_TEXT)
+    path.write_bytes(
+        b'\n{"text": "1 2", "other": 3}\n'
+        b' \t\r\n{"text": "4"}\r\n'  # line ends of Windows
+        b'{"text":\r"5"}\n\n'  # a return within a line
+        b'{"text": ""}\n'
+        b'{"text": " "}\n'  # a text, but no token
+        b'{"text": ["1", "", "2 3", " "]}\n'
+        b'{"text": ["", " "]}\n'
+        b'{"text": "0"}'  # no newline at the end
+    )
     one.encode_jsonl(path, tmp_path / "plain", Tok(), append_eod=True)
     ds = one.IndexedDataset(tmp_path / "plain")
     assert lists(ds) == [[1, 2, 0], [4, 0], [5, 0], [1], [2, 3, 0], [0, 0]]  # 0 is the eod
     assert ds.document_indices.tolist() == [0, 1, 2, 3, 3, 3, 5, 5, 6]
     made = quiet(one.preprocess, path, tmp_path / "fast", Tok(), append_eod=True)
     assert bytes_of_pair(made["text"]) == bytes_of_pair(tmp_path / "plain")
-
-
-def test_without_append_eod_and_with_a_key(one, tmp_path):
-    """A line without the key leaves no pair; an encoding is not guessed."""
-    path = jsonl(tmp_path / "a.jsonl", ["1 2", "70000"], key="other")
-    one.encode_jsonl(path, tmp_path / "out", Tok(vocab_size=70001), json_key="other")
-    assert texts_of(one, tmp_path / "out") == [[1, 2], [70000]]
-    with pytest.raises(KeyError):
-        one.encode_jsonl(path, tmp_path / "none", Tok())
-    (tmp_path / "a.jsonl").write_text('{"text": "1"}', "utf-16")
-    with pytest.raises(UnicodeDecodeError):
-        one.encode_jsonl(path, tmp_path / "none", Tok())
-    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "out.bin", "out.idx"]
+    of_key = jsonl(tmp_path / "b.jsonl", ["1 2", "70000"], key="other")
+    one.encode_jsonl(of_key, tmp_path / "other", Tok(vocab_size=70001), json_key="other")
+    assert texts_of(one, tmp_path / "other") == [[1, 2], [70000]]
+    path.write_text('{"text": "1"}', "utf-16")
+    for bad, error in ((of_key, KeyError), (path, UnicodeDecodeError)):
+        with pytest.raises(error):
+            one.encode_jsonl(bad, tmp_path / "none", Tok())
+    assert not list(tmp_path.glob("none*"))
 
 
 # ==============================================================================
@@ -1037,7 +1016,6 @@ BAD_CONFIGS = [  # what is changed in a good config, a word of the sentence
     ({"split": None}, "needs a split"),
     ({"blend": ([], None)}, "a blend is"),
     ({"blend": ("p", None)}, "a blend is"),
-    ({"blend": ({"p": 1}, None)}, "a blend is"),
     ({"blend": (HIDDEN, None)}, "a blend is"),
     ({"blend": 5}, "a blend is"),
     ({"blend": (["p"], [-2])}, "weight of p"),
