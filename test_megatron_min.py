@@ -360,46 +360,8 @@ def toy(mm, tmp_path):
 
 
 # ==============================================================================
-# The toy corpus by hand, and the module itself
+# The module itself
 # ==============================================================================
-
-
-def test_the_toy_example_by_hand(mm, tmp_path):
-    """The path of a token, from the pair to the batches: aaaa bbb cccccc, S = 4."""
-    prefix = mm.toy_corpus(tmp_path)
-
-    # the pair: 13 tokens of one byte; three sequences, each of them a document
-    assert pathlib.Path(f"{prefix}.bin").read_bytes() == b"aaaabbbcccccc"
-    corpus = mm.IndexedDataset(prefix)
-    same(corpus.sequence_lengths, np.array([4, 3, 6], np.int32))
-    same(corpus.sequence_pointers, np.array([0, 4, 7], np.int64))
-    same(corpus.document_indices, np.array([0, 1, 2, 3], np.int64))
-
-    # the orders: three samples of 4 + 1 tokens; each starts at the last token of the one before
-    #   stream     a a a a b b b c c c c c c
-    #   sample 0   0 . . . 4
-    #   sample 1           4 . . . 8
-    #   sample 2                   8 . . . 12
-    ds = gpt(mm, prefix, 3, sequence_length=4)
-    same(ds.document_index, np.array([0, 1, 2], np.int32))
-    same(ds.sample_index, np.array([[0, 0], [1, 0], [2, 1], [2, 5]], np.int32))
-    same(ds.shuffle_index, np.array([1, 2, 0], np.uint32))
-
-    # the samples, in the shuffled order 1, 2, 0
-    pieces = [[(1, 0, 3), (2, 0, 2)], [(2, 1, 5)], [(0, 0, 4), (1, 0, 1)]]
-    assert [ds.pieces(k) for k in range(3)] == pieces
-    text = {"tokens": [b"bbbc", b"cccc", b"aaaa"], "labels": [b"bbcc", b"cccc", b"aaab"]}
-    for k in range(3):
-        wanted = {key: torch.tensor(list(rows[k])) for key, rows in text.items()}
-        wanted |= {"loss_mask": torch.ones(4), "position_ids": torch.arange(4)}
-        same_samples(ds[k], wanted, k)
-
-    # the batches of two ranks: rank 0 gets samples 0 and 2; rank 1 sample 1 and padding, no loss
-    for rank, rows in ((0, [b"bbbc", b"aaaa"]), (1, [b"cccc", b"bbbc"])):
-        fields = {"micro_batch_size": 1, "data_parallel_rank": rank, "data_parallel_size": 2}
-        batches = list(mm.build_pretraining_data_loader(ds, 0, **fields, drop_last=False))
-        assert [bytes(batch["tokens"][0].tolist()) for batch in batches] == rows
-        assert [batch["loss_mask"].sum().item() for batch in batches] == [4, 4 - 4 * rank]
 
 
 def test_contents_match_banners(one):
@@ -1261,7 +1223,7 @@ def test_orders_by_numpys_shuffle(mm, tmp_path):
 # ==============================================================================
 # 5. GPTDataset
 # ==============================================================================
-# The toy corpus by hand stands in front of section 1; the three orders are tested in section 4.
+# The three orders are tested in section 4.
 
 
 INTEGERS = [np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16]  # dtypes of token ids
