@@ -558,8 +558,7 @@ class IndexedDataset(torch.utils.data.Dataset):
             return self.get(idx)
         if idx.step not in (None, 1):
             raise ValueError(f"slices of a dataset are contiguous, got step {idx.step}")
-        spans = [self._span(i, 0, None) for i in range(len(self))[idx]]
-        sequences = self._tokens.read_many(spans)
+        sequences = self.get_many((i, 0, None) for i in range(len(self))[idx])
         if self.multimodal:
             return sequences, self.sequence_modes[idx]
         return sequences
@@ -577,7 +576,7 @@ class IndexedDataset(torch.utils.data.Dataset):
             return tokens, self.sequence_modes[i]
         return tokens
 
-    def get_many(self, pieces: typing.Iterable[tuple[int, int, int]]) -> list[np.ndarray]:
+    def get_many(self, pieces: typing.Iterable[tuple[int, int, int | None]]) -> list[np.ndarray]:
         """Return what get() returns for each (sequence, offset, length), without modes.
 
         Pieces of a pair on object storage are fetched at the same time.
