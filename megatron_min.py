@@ -604,11 +604,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         return start + offset, length
 
     def verify(self) -> None:
-        """Check every entry of the .idx, once, in O(n); DatasetFormatError for a wrong one.
-
-        Lengths are >= 0, each pointer is the bytes of the sequences before it, and documents never
-        go back.
-        """
+        """Check every entry of the .idx, once, in O(n); DatasetFormatError for a wrong one."""
         if self._verified:
             return
         wanted = "the end of the sequence before it"
