@@ -126,6 +126,21 @@ def do_not_wait(descriptor):
     """In place of os.fsync()."""
 
 
+@pytest.fixture(scope="session", autouse=True)
+def files_in_memory(pytestconfig):
+    """A new file takes ten times as long on a disk.  Those of tests that are not slow are 100 MB.
+
+    pytest makes every tmp_path in this folder, unless it is told --basetemp.
+    """
+    place = None  # the usual one
+    if pytestconfig.option.markexpr == "not slow" and os.path.isdir("/dev/shm"):
+        if shutil.disk_usage("/dev/shm").free > (1 + CASES) * (1 << 30):
+            place = "/dev/shm"
+    with tempfile.TemporaryDirectory(dir=place) as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTEST_DEBUG_TEMPROOT", folder)
+        yield
+
+
 @pytest.fixture(params=IMPLEMENTATIONS)
 def mm(request):
     """The module, once with each implementation of the kernels."""
