@@ -3312,9 +3312,6 @@ def test_a_commit_that_begins_too_late_changes_nothing(one, tmp_path, given_up):
 # ==============================================================================
 
 
-INDEX_ARRAYS = ["document_index", "sample_index", "shuffle_index"]
-
-
 @pytest.fixture
 def wanted(one, pair):
     """The three arrays of 50 samples of the pair."""
@@ -3355,13 +3352,6 @@ def stamps(folder):
     return found
 
 
-def replace_file(path, content):
-    """Put another file in its place; None: no file."""
-    path.unlink()
-    if content is not None:
-        path.write_bytes(content)
-
-
 # -- what is in the files ----------------------------------------------------------------------
 
 
@@ -3379,7 +3369,7 @@ def test_a_cache_is_built_once_then_found(one, pair, wanted, cache, monkeypatch)
         same_arrays(arrays(ds), wanted)
         with pytest.raises(ValueError, match="read-only"):
             ds.shuffle_index[0] = 1
-    for name, values in zip(INDEX_ARRAYS, wanted, strict=True):
+    for name, values in zip(one.GPTDataset.index_names, wanted, strict=True):
         same(np.load(file_of(cache, f"-{name}.npy")), values)
     assert build.call_count == 1
     assert stamps(cache) == before
@@ -3440,7 +3430,10 @@ def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache):
         ("sample_index.npy", pickle.dumps(LeavesATrace()).ljust(len(array)), ["another CRC"]),
         ("document_index.npy", None, ["document_index.npy"]),
     ):
-        replace_file(file_of(cache, file), content)
+        path = file_of(cache, file)
+        path.unlink()
+        if content is not None:
+            path.write_bytes(content)
         found, messages = cached(one, pair, cache)
         for word, message in zip(words, messages, strict=True):
             assert re.search(f"is rebuilt: .*{word}", message)
@@ -3475,7 +3468,7 @@ def test_an_array_is_read_up_to_64_kib_and_checked_up_to_1_mib(
     before = path.read_bytes()
     assert size < len(before) < 1.3 * size
     assert len(synced) == ("document_index" in "".join(synced)) == (size > 1 << 20)
-    replace_file(path, before[:-8] + bytes(8))
+    patch(path, len(before) - 8, bytes(8))
     ds, messages = start(one, corpus, cache, n)
     assert len(messages) == (size < 1 << 20)
     assert is_mapped(path) == (size > 1 << 16)
@@ -3535,8 +3528,7 @@ def test_regenerated_data_make_a_cache_stale(one, tmp_path, cache):
 
 
 @linux
-@pytest.mark.parametrize("size", [1000, 20_000])
-def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache, size):
+def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache):
     """Who unpickles it finds them, or builds and saves them.  Upstream: all travel to each worker.
 
     An array that a user has set travels.  A dataset that nobody uses any more lets go of its files
@@ -3545,11 +3537,11 @@ def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache, size):
     corpus = mk(one, tmp_path / "p", [[1] * 8] * 3000)
     cfg = config(one, ([corpus, corpus], [1, 2]), path_to_cache=cache)
     ks = [0, 77, -1, None]
-    built = build(one, [size, 0, 0], cfg)[0]
+    built = build(one, [20_000, 0, 0], cfg)[0]
     wanted = batch_of(built, ks)
     text = pickle.dumps(built)
     assert len(text) < 10_000 < built.datasets[0].indices.nbytes
-    assert is_mapped(cache) == (size > 10_000)
+    assert is_mapped(cache)
     part = built.datasets[1]
     part.shuffle_index = part.shuffle_index[::-1].copy()
     same_arrays(arrays(pickle.loads(pickle.dumps(part))), arrays(part))
@@ -3631,26 +3623,22 @@ def test_a_job_that_dies_or_whose_disk_is_full_in_the_middle(
         assert cached(one, pair, folder)[1] == []
 
 
-@linux
-def test_jobs_may_build_at_once(one, pair, cache):
-    """Over a cache of other data: all get right arrays; the files are whole."""
-    cached(one, pair, cache)
-    mk(one, pair, [[1] * 20] * 40)
-    barrier = FORK.Barrier(4)
+def test_another_job_writes_the_cache_while_it_is_found(one, pair, cache, monkeypatch):
+    """Where its arrays have the sizes of the old ones, and no CRC, a mix would not be seen."""
+    monkeypatch.setattr(one, "_CHECKED_BYTES", 0)
+    wanted, _ = cached(one, pair, cache)
+    open_array = one._open_array
 
-    def build_together(n, wanted):
-        barrier.wait(60)
-        ds, _ = start(one, pair, cache, n)
-        same_arrays(arrays(ds), wanted)
-        assert ds._in_files
+    def open_one_and_write(path, noted):
+        monkeypatch.setattr(one, "_open_array", open_array)
+        values = open_array(path, noted)
+        start(one, pair, cache, documents=[3, 2, 1, 0])
+        return values
 
-    jobs = []
-    for n in (50, 50, 50, None):
-        wanted, _ = cached(one, pair, f"{cache} {n}", n)
-        jobs.append(functools.partial(build_together, n, wanted))
-    assert in_children(*jobs) == [0, 0, 0, 0]
-    assert len(os.listdir(cache)) == 10, "nothing temporary"
-    assert cached(one, pair, cache)[1] == []
+    monkeypatch.setattr(one, "_open_array", open_one_and_write)
+    found, [message] = cached(one, pair, cache)
+    assert "another job" in message
+    same_arrays(found, wanted)
 
 
 # ==============================================================================
@@ -3773,8 +3761,12 @@ def numbers(one, web, tmp_path):
 # -- Reading -----------------------------------------------------------------------------------
 
 
+@linux
 def test_a_remote_pair_equals_the_local_one(one, web, some_pair, no_pauses):
-    """One by one or many at once; places may overlap, repeat and be empty."""
+    """One by one or many at once; places may overlap, repeat and be empty.
+
+    Also in other threads, and in processes that fork and unpickle it.
+    """
     prefix, docs = some_pair
     with pytest.raises(FileNotFoundError, match=re.escape(f"{web.root}/pair.idx")):
         one.IndexedDataset(f"{web.root}/pair")
@@ -3790,8 +3782,15 @@ def test_a_remote_pair_equals_the_local_one(one, web, some_pair, no_pauses):
     assert ds.get_many([]) == ds[5:5] == []
     with pytest.raises(IndexError):
         ds.get_many([(1, 0, 0), (0, 0, len(docs[0]) + 1)])
+    for pool in (
+        concurrent.futures.ThreadPoolExecutor(4),
+        concurrent.futures.ProcessPoolExecutor(2, FORK),
+    ):
+        with pool:
+            assert lists(pool.map(ds.get, range(60))) == lists(docs)
 
 
+@pytest.mark.slow
 def test_s3(one, no_pauses, some_pair, tmp_path, monkeypatch):
     """A pair is read; a listing that fsspec keeps is not taken for the state of an object."""
     s3fs = pytest.importorskip("s3fs", reason="pip install s3fs")
@@ -3860,25 +3859,6 @@ def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
     same_samples(batch_of(remote, [*range(40), None]), batch_of(local, [*range(40), None]))
 
 
-def read_remote(ds, k):
-    """What another thread or process does with a dataset."""
-    return ds[k]["tokens"].tolist()
-
-
-@linux
-def test_remote_datasets_in_other_threads_and_processes(one, web, some_pair, tmp_path):
-    fields = {"path_to_cache": str(tmp_path / "cache"), "sequence_length": 16}
-    ds = build(one, [24, 0, 0], config(one, ([web.put(some_pair[0])], None), **fields))[0]
-    wanted = [ds[k]["tokens"].tolist() for k in range(24)]
-    for pool in (
-        concurrent.futures.ThreadPoolExecutor(4),
-        concurrent.futures.ProcessPoolExecutor(2, FORK),
-    ):
-        with pool:
-            assert list(pool.map(read_remote, [ds] * 24, range(24))) == wanted
-    assert read_remote(pickle.loads(pickle.dumps(ds)), 5) == wanted[5]
-
-
 # -- Copies of .idx files ----------------------------------------------------------------------
 
 
@@ -3916,48 +3896,45 @@ def open_remote(one, place, folder):
     return one.IndexedDataset(place, object_storage_config=one.ObjectStorageConfig(folder))
 
 
-@linux
-def test_an_index_is_copied_once_for_each_state(one, web, some_pair, tmp_path):
-    """And for each prefix, even where the storage says the same of both; by jobs at once, too."""
+@pytest.mark.parametrize("name", ["ETag", "blob_id", "sha", "LastModified", "modificationTime"])
+def test_an_index_is_copied_once_for_each_state(one, bucket, some_pair, tmp_path, name):
+    """And for each prefix, even where the storage says the same of both.
+
+    Case: hf:// tells a blob_id alone; another index of the same size was not noticed.  What fsspec
+    keeps of an older answer is not believed.
+    """
     prefix, docs = some_pair
     folder = tmp_path / "idx"
-    place = web.put(prefix)
-    barrier = FORK.Barrier(4)
-
-    def job():
-        barrier.wait(60)
-        open_remote(one, place, folder)
-
-    assert in_children(job, job, job, job) == [0] * 4
-    [copied] = folder.iterdir()
-    assert copied.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
-    before = stamps(folder)
-    pickled = pickle.dumps(open_remote(one, place, folder))
-    assert stamps(folder) == before
-    web.put(mk(one, tmp_path / "changed" / "pair", docs[::-1], np.uint16))  # as long
-    with pytest.raises(one.DatasetFormatError, match="replaced"):
-        pickle.loads(pickled)
-    assert lists(open_remote(one, place, folder)[:]) == lists(docs[::-1])
-    assert len(os.listdir(folder)) == 2
-    open_remote(one, f"{web.root}/other/pair", folder)  # the server looks at the last name alone
-    assert len(os.listdir(folder)) == 3
-
-
-@pytest.mark.parametrize("name", ["ETag", "blob_id", "sha", "LastModified", "modificationTime"])
-def test_an_index_that_changed_is_copied_again(one, bucket, some_pair, tmp_path, name):
-    """Case: hf:// tells a blob_id alone; another index of the same size was not noticed."""
-    prefix, docs = some_pair
     memory = fsspec.get_filesystem_class("memory")
+    kept = {}
 
     def info(self, path, **options):
-        content = self.store[self._strip_protocol(path)].getvalue()
-        return {"type": "file", "size": len(content), name: hashlib.md5(content).hexdigest()}
+        path = self._strip_protocol(path)
+        if path not in kept:
+            content = self.store[path].getvalue()
+            changed = hashlib.md5(content).hexdigest()
+            kept[path] = {"type": "file", "size": len(content), name: changed}
+        return kept[path]
 
-    with mock.patch.object(memory, "info", info):
+    def invalidate_cache(self, path):
+        kept.pop(self._strip_protocol(path), None)
+
+    with mock.patch.multiple(memory, info=info, invalidate_cache=invalidate_cache):
         place = bucket.put(prefix)
-        open_remote(one, place, tmp_path / "idx")
-        bucket.put(mk(one, tmp_path / "changed" / "pair", docs[::-1], np.uint16))
-        assert lists(open_remote(one, place, tmp_path / "idx")[:]) == lists(docs[::-1])
+        pickled = pickle.dumps(open_remote(one, place, folder))
+        [copied] = folder.iterdir()
+        assert copied.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
+        before = stamps(folder)
+        open_remote(one, place, folder)
+        assert stamps(folder) == before
+        changed = mk(one, tmp_path / "changed" / "pair", docs[::-1], np.uint16)  # as long
+        bucket.put(changed)
+        with pytest.raises(one.DatasetFormatError, match="replaced"):
+            pickle.loads(pickled)
+        assert lists(open_remote(one, place, folder)[:]) == lists(docs[::-1])
+        assert len(os.listdir(folder)) == 2
+        open_remote(one, Storage("memory://other").put(changed), folder)
+        assert len(os.listdir(folder)) == 3
 
 
 def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_path):
@@ -4026,7 +4003,6 @@ class HttpError(Exception):
         (FileNotFoundError("bucket/pair.bin"), FileNotFoundError, 1),
         (PermissionError("Forbidden"), PermissionError, 1),
         (ConnectionResetError("by the other side"), OSError, 5),
-        (EOFError(), OSError, 5),
     ],
 )
 def test_only_what_may_pass_is_tried_again(one, bucket, some_pair, no_pauses, failure, kind, tries):
@@ -4073,14 +4049,11 @@ def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
         ("zip://a.jsonl::filecache::http://user@host/x.zip", True),
         ("s3://bucket/a:b@c", False),
         ("http://host:8080/a@b", False),
-        ("https://host/x?sig=a:b@c", False),
         ("http://[2001:db8::1]:80/x", False),
         ("abfs://container@account.dfs.core.windows.net/x", False),
         ("hdfs://user@host:8020/c", False),
         ("zip://a.jsonl::filecache::s3://bucket/x.zip", False),
-        ("memory:///c", False),
         ("data/a:b@c", False),
-        ("C:\\x", False),
     ],
 )
 def test_what_a_url_with_a_password_is(one, url, is_refused):
@@ -4094,27 +4067,21 @@ def test_a_url_with_a_password_is_refused_at_every_door(one, some_pair, tmp_path
     """
     url = f"memory://k:{SECRET}/{SECRET}@b/c"
     local, _ = some_pair
-    blend = ([local, url], [1, 2])
-    per_split = {"blend_per_split": [None, blend, None], "tokenizer": Tok()}
+    per_split = {"blend_per_split": [None, ([local, url], [1, 2]), None], "tokenizer": Tok()}
     builder = one.IndexedDatasetBuilder(f"{local}.new.bin")
     lines = jsonl(f"{local}.jsonl", ["1"])
     for function, arguments in (
-        (config, [one, blend]),
         (config, [one, (local, url)]),  # no blend: the sentence that says so would show it
         (functools.partial(one.GPTDatasetConfig, 1, 8, **per_split), []),
-        (one.get_blend_from_list, [["30", local, "70", url]]),
         (one.get_blend_from_list, [[local, url, "70"]]),
-        (one.get_blend_from_list, [url]),
         (one.IndexedDataset, [url]),
         (one.IndexedDataset.exists, [url]),
         (one.IndexedDatasetBuilder, [f"{url}.bin"]),
         (builder.finalize, [f"{url}.idx"]),
         (builder.add_index, [url]),
-        (one.toy_corpus, [url]),
         (one.preprocess, [iter([lines, f"{url}*.jsonl"]), f"{local}.o"]),
         (one.preprocess, [lines, url]),
-        (one.merge, [iter([local, url]), f"{local}.o"]),
-        (one.merge, [[f"{url}_00000_of_00002"], f"{local}.o"]),
+        (one.merge, [iter([local, f"{url}_00000_of_00002"]), f"{local}.o"]),
         (one.merge, [[local], url]),
     ):
         with pytest.raises(ValueError, match="holds a password") as caught:
@@ -4143,17 +4110,18 @@ def test_a_url_with_a_password_is_refused_at_every_door(one, some_pair, tmp_path
 
 # -- The batches of a loader, and the place that its state counts ------------------------------
 
-KINDS_OF_DATASET = {  # do threads make its batches, where C does?
-    "plain": True,
-    "not mapped": True,
-    "blend": True,
-    "blend of another config": False,
-    "numbers": False,
-}
+LOADERS_OF = [  # the module, a dataset, an order; do threads make its batches?
+    ("c", "plain", "unsharded", True),
+    ("c", "not mapped", "single", True),
+    ("c", "blend", "single", True),
+    ("c", "blend of another config", "single", False),
+    ("one", "plain", "single", False),
+    ("one", "numbers", "sharded", False),
+]
 
 
 def dataset_of(mm, folder, kind):
-    """A dataset of one of KINDS_OF_DATASET, of 23 samples."""
+    """A dataset of a kind of LOADERS_OF, of 23 samples."""
     if kind == "numbers":
         return Numbers(23)
     docs = [np.arange(n) for n in range(1, 20)]
@@ -4173,35 +4141,45 @@ def same_batches(found, wanted, note=""):
         same_samples(ours, theirs, (note, number))
 
 
-KINDS_AND_ORDERS = [(kind, "single") for kind in KINDS_OF_DATASET]
-KINDS_AND_ORDERS += [("plain", "unsharded"), ("numbers", "sharded")]
+def states_of_generators():
+    """Those of the global generators of torch, numpy and Python."""
+    return [torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()]
 
 
-@pytest.mark.parametrize("kind, order", KINDS_AND_ORDERS)
-def test_a_loader_yields_the_batches_of_the_plain_loader(mm, tmp_path, kind, order):
+@pytest.mark.parametrize("module, kind, order, by_threads", LOADERS_OF)
+def test_a_loader_yields_the_batches_of_the_plain_loader(
+    request, tmp_path, module, kind, order, by_threads
+):
     """Whoever makes them: C in threads, or torch's DataLoader in processes.
 
-    What was made ahead and not used is made again.  No thread is left in the end.
+    What was made ahead and not used is made again.  No thread is left in the end.  All this on any
+    default device, here one without values, which stays that of the caller; and no global generator
+    is drawn from.  Upstream: torch's DataLoader draws, on some ranks, and their dropout differs
+    from then on.
     """
+    mm = request.getfixturevalue(module)
     others = set(threading.enumerate())
-    by_threads = KINDS_OF_DATASET[kind] and mm.IMPLEMENTATION == "c"
     dataset = dataset_of(mm, tmp_path, kind)
     fields = fields_of(order)
     sampler = sampler_of(mm, order, 23, 0, 4, 0, 1, drop_last=False)
     wanted = list(mm.batches_of(dataset, sampler))
-    for num_workers in (0, 1):
-        loader = loader_of(mm, dataset, num_workers=num_workers, **fields)
-        assert loader.makes_own_batches == by_threads
-        assert loader.num_workers == (0 if by_threads else num_workers)
-        iterator = iter(loader)
-        found = [next(iterator), next(iterator)]
-        del iterator
-        state = loader.state_dict()
-        assert state["consumed_samples"] == 8
-        for resumed in (loader_of(mm, dataset, **fields), loader):
-            resumed.load_state_dict(state)
-            same_batches(found + list(resumed), wanted, num_workers)
-            assert resumed.state_dict()["consumed_samples"] == min(23, 4 * len(wanted))
+    generators = states_of_generators()
+    with torch.device("meta"):
+        for num_workers in (0, 1):
+            loader = loader_of(mm, dataset, num_workers=num_workers, **fields)
+            assert loader.makes_own_batches == by_threads
+            assert loader.num_workers == (0 if by_threads else num_workers)
+            iterator = iter(loader)
+            found = [next(iterator), next(iterator)]
+            assert torch.empty(1).device.type == "meta"
+            del iterator
+            state = loader.state_dict()
+            assert state["consumed_samples"] == 8
+            for resumed in (loader_of(mm, dataset, **fields), loader):
+                resumed.load_state_dict(state)
+                same_batches(found + list(resumed), wanted, num_workers)
+                assert resumed.state_dict()["consumed_samples"] == min(23, 4 * len(wanted))
+    assert states_of_generators() == generators
     for thread in set(threading.enumerate()) - others:
         thread.join(20)
         assert not thread.is_alive()
@@ -4310,56 +4288,32 @@ def test_of_two_iterators_the_newest_counts(one, kind):
 # -- The generators and the default device of the process --------------------------------------
 
 
-def all_kinds_of_samples(mm, folder):
-    """Yield (what was done, samples or batches of it), for all that this module does with data."""
+def samples_of_all_kinds(mm, folder):
+    """Samples of a corpus that is made in this folder: with masks, of a blend, and of chats."""
     folder.mkdir()
     texts = [" ".join(str(n) for n in range(k, k + 9)) for k in range(12)]
     made = mm.preprocess(jsonl(folder / "texts", texts), folder / "corpus", Tok(), append_eod=True)
-    prefix = made["text"]
     chat = jsonl(folder / "chat.jsonl", [ROW] * 12, "messages")
-    datasets = {"own": Numbers(16)}
-    for kind, cls, prefixes, fields in (
-        ("plain", mm.GPTDataset, [prefix], {}),
-        ("mask", mm.GPTDataset, [prefix], WITH_MASK | RESETS),
-        ("blend", mm.GPTDataset, [prefix, prefix], DOCUMENTS),
-        ("chat", mm.SFTDataset, [chat], {}),
+    samples = []
+    for cls, prefixes, fields in (
+        (mm.GPTDataset, [made["text"]], WITH_MASK | RESETS),
+        (mm.GPTDataset, [made["text"]] * 2, DOCUMENTS),
+        (mm.SFTDataset, [chat], {}),
     ):
-        fields = {"tokenizer": ChatTokenizer(), "stable_order": True} | fields
-        cfg = config(mm, (prefixes, None), path_to_cache=str(folder / "cache"), **fields)
-        datasets[kind] = build(mm, [12, 0, 0], cfg, cls)[0]
-        yield kind, [datasets[kind][k] for k in (0, 3, None)]
-    runs = [(kind, "single", 0) for kind in datasets]
-    runs += [("plain", "unsharded", 0), ("blend", "sharded", 2), ("own", "unsharded", 2)]
-    for kind, order, num_workers in runs:
-        fields = {"num_workers": num_workers} | fields_of(order)
-        run = f"{kind}, {order}, {num_workers} workers"
-        loader = loader_of(mm, datasets[kind], **fields)
-        yield run, list(itertools.islice(loader, 2))
-        again = loader_of(mm, datasets[kind], **fields)
-        again.load_state_dict(loader.state_dict())
-        yield f"{run}, gone on", list(again)
+        cfg = config(mm, (prefixes, None), tokenizer=ChatTokenizer(), **fields)
+        dataset = build(mm, [12, 0, 0], cfg, cls)[0]
+        samples += [dataset[k] for k in (0, 3, None)]
+    return samples
 
 
-def states_of_generators():
-    """Those of the global generators of torch, numpy and Python."""
-    return [torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()]
-
-
-def test_no_global_generator_is_drawn_from_and_all_is_on_the_cpu(mm, tmp_path):
-    """Whatever the default device is, here one without values; it stays that of the caller.
-
-    Upstream: torch's DataLoader draws, on some ranks, and their dropout differs from then on.
-    """
-    before = states_of_generators()
-    wanted = {}
-    for done, found in all_kinds_of_samples(mm, tmp_path / "a"):
-        assert states_of_generators() == before, done
-        wanted[done] = found
+def test_samples_are_on_the_cpu_and_no_global_generator_is_drawn_from(mm, tmp_path):
+    """Whatever the default device is, here one without values."""
+    generators = states_of_generators()
+    wanted = samples_of_all_kinds(mm, tmp_path / "a")
     with torch.device("meta"):
-        for done, found in all_kinds_of_samples(mm, tmp_path / "b"):
-            assert torch.empty(1).device.type == "meta", done
-            same_batches(found, wanted.pop(done), done)
-    assert wanted == {}
+        found = samples_of_all_kinds(mm, tmp_path / "b")
+    assert states_of_generators() == generators
+    same_batches(found, wanted)
 
 
 class Drawn(Numbers):
@@ -4372,7 +4326,7 @@ class Drawn(Numbers):
 
 
 def test_what_worker_processes_draw_depends_on_the_seed_the_rank_and_the_place(one):
-    """And on nothing else, unless a generator is given."""
+    """And on nothing else, a state too, unless a generator is given."""
 
     def drawn(consumed=0, rank=0, seed=1, state=None, **arguments):
         torch.manual_seed(seed)
@@ -4385,7 +4339,6 @@ def test_what_worker_processes_draw_depends_on_the_seed_the_rank_and_the_place(o
     others = [drawn(), drawn(4), drawn(rank=1), drawn(seed=2)]
     others.append(drawn(generator=torch.Generator().manual_seed(3)))
     assert len(set(map(tuple, others))) == 5
-    assert drawn() == others[0]
     assert drawn(state={"version": 6, "consumed_samples": 4, "past": "{}"}) == others[1]
 
 
@@ -4577,15 +4530,12 @@ def test_a_refusal_says_what_differs_and_what_to_do(one, corpora_of_runs):
     one_of_b = [(4, (1, 0)), (1, (0, 1)), (95, (1, 0))]
     b_grows = [*one_of_b, (300, (0, 1))]  # by epochs, so its sample 0 is another
     every_other = A_RUN | {"part": "every other"}
-    a_last = A_RUN | {"mix": [(40, (1, 2, 2)), (8, (1, 0, 0))]}
     few_of_b = A_RUN | {"mix": one_of_b, "stable_order": False}
     for kind, run, changes, words in (
         ("single", A_RUN, {"corpora": "ba"}, r"corpus 0 \(b\) is .*bin_size.* in the state, .*"),
         ("single", A_RUN, {"folder": "other tokens"}, r"corpus 0 \(a\) is another one here"),
         ("single", A_RUN, {"random_seed": 2}, "sample 0 of the 40 that were consumed is another"),
         ("sharded", A_RUN, {"random_seed": 2}, "sample 0 of the 40 that are shuffled is another"),
-        ("sharded", a_last, {"mix": [(40, (1, 2, 2)), (8, (0, 1, 1))]}, "which corpus gave which"),
-        ("single", A_RUN, {"corpora": "a"}, "which corpus gave which sample is another"),
         ("single", A_RUN, {"corpora": "a", "mix": []}, "which corpus .* None here"),
         ("single", few_of_b, {"mix": b_grows}, "sample 0 of corpus 1 is another"),
         ("single", every_other, {"part": "from 8 on"}, "sample 0 of the 20 that were consumed"),
@@ -4613,19 +4563,16 @@ SAMPLES_TOLD_APART = [
     torch.eye(4).to_sparse(),
     np.zeros(3),
     np.arange(3),
-    np.float32(1),
-    np.float64(1),
-    *(0, 1, True, 2**70, 0.5, 1j, float("nan"), None),
-    *("a", "b", "\ud800", b"a", b"b", ""),
+    *(np.float32(1), np.float64(1)),
+    *(0, True, 2**70, 1j, float("nan"), None),
+    *("a", "\ud800", b"a", b"b"),
     [1, 2],
-    [[1], 2],
     {"a": (1, torch.ones(1))},
     {"a": (1, torch.zeros(1))},
     collections.UserDict(a=torch.ones(1)),
     {("a", 1): 0},
     {("a", 2): 0},
     np.array([{"a": 1}], object),
-    np.array([{"a": 2}, None], object),
 ]
 
 
