@@ -5667,9 +5667,6 @@ def build_pretraining_data_loader(
         return dataset
     if len(dataset) == 0:  # a split of which nothing is wanted
         return None
-    first = dataset[0] if isinstance(dataset, list) and len(dataset) > 0 else None
-    if isinstance(first, torch.utils.data.Dataset):
-        raise ValueError("dataset is a list of datasets: a loader takes one of them")
     place = [data_parallel_rank, data_parallel_size]
     sizes = [len(dataset), consumed_samples, micro_batch_size, *place]
     if full_validation:

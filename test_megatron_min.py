@@ -4208,8 +4208,6 @@ def test_which_loader(one):
     ranks = {"data_parallel_rank": 1, "data_parallel_size": 2}
     padded = loader_of(one, some, full_validation=True, **ranks)
     assert [batch["k"].tolist() for batch in padded] == [[6], [-1]]
-    with pytest.raises(ValueError, match="dataset is a list of datasets"):
-        loader_of(one, [Numbers(2), None])
     for field, value in (("dataloader_type", "odd"), ("num_workers", -1)):
         with pytest.raises(ValueError, match=field):
             loader_of(one, data, **{field: value})
