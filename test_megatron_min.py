@@ -4114,7 +4114,9 @@ def dataset_of(mm, folder, kind):
         return Numbers(23)
     docs = [np.arange(n) for n in range(1, 20)]
     prefix = mk(mm, folder / "p", docs, np.uint16)
-    dataset = gpt(mm, prefix, 23, mmap_bin_files=kind != "not mapped")
+    dataset = gpt(mm, prefix, 23)
+    if kind == "not mapped":
+        dataset.dataset = mm.IndexedDataset(prefix, mmap=False)
     if kind.startswith("blend"):
         cfg = dataset.config
         if kind == "blend of another config":
