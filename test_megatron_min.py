@@ -3534,7 +3534,7 @@ def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache):
     corpus = mk(one, tmp_path / "p", [[1] * 8] * 3000)
     cfg = config(one, ([corpus, corpus], [1, 2]), path_to_cache=cache)
     ks = [0, 77, -1, None]
-    built = build(one, [20_000, 0, 0], cfg)[0]
+    built = build(one, [13_000, 0, 0], cfg)[0]
     wanted = batch_of(built, ks)
     text = pickle.dumps(built)
     assert len(text) < 10_000 < built.datasets[0].indices.nbytes
@@ -3784,7 +3784,7 @@ def test_a_remote_pair_equals_the_local_one(one, web, some_pair, no_pauses):
         concurrent.futures.ProcessPoolExecutor(2, FORK),
     ):
         with pool:
-            assert lists(pool.map(ds.get, range(60))) == lists(docs)
+            assert lists(pool.map(ds.get, range(20))) == lists(docs[:20])
 
 
 @pytest.mark.slow
