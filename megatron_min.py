@@ -449,6 +449,8 @@ class IndexedDataset(torch.utils.data.Dataset):
         check: bool = False,
     ) -> None:
         _refuse_passwords(path_prefix)
+        if object_storage_config is None:
+            object_storage_config = ObjectStorageConfig()
         self.path_prefix = os.fspath(path_prefix)
         self.multimodal = multimodal
         self.mmap = mmap
@@ -2244,8 +2246,7 @@ class GPTDataset(MegatronDataset):
         prefix = getattr(self.dataset, "path_prefix", self.dataset_path)
         folder = os.path.abspath(f"{prefix}/cache")
         if _is_remote(prefix):
-            storage = self.dataset.object_storage_config
-            folder = ObjectStorageConfig().folder if storage is None else storage.folder
+            folder = self.dataset.object_storage_config.path_to_idx_cache
         return f"{folder}/{type(self).__name__}_indices"
 
     def __getstate__(self):
@@ -4986,8 +4987,8 @@ def _find_left_out(dataset, find_or_build):
 class ObjectStorageConfig:
     """How pairs on object storage are read.  Upstream: ObjectStorageConfig.
 
-    path_to_idx_cache   folder for copies of .idx files, made absolute; None: megatron_min in the
-                        folder of the user's caches, $XDG_CACHE_HOME or ~/.cache
+    path_to_idx_cache   folder for copies of .idx files, made absolute; None becomes megatron_min in
+                        the folder of the user's caches, $XDG_CACHE_HOME or ~/.cache
     bin_chunk_nbytes    accepted, without effect: the .bin is read in exact ranges, where upstream
                         reads blocks of 256 MiB by default
 
@@ -4998,18 +4999,12 @@ class ObjectStorageConfig:
     bin_chunk_nbytes: int = 0
 
     def __post_init__(self) -> None:
-        if self.path_to_idx_cache is not None:
-            self.path_to_idx_cache = _absolute(self.path_to_idx_cache)
-        if _is_remote(self.folder):
+        if self.path_to_idx_cache is None:
+            caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+            self.path_to_idx_cache = os.path.join(caches, "megatron_min")
+        if _is_remote(self.path_to_idx_cache):
             raise ValueError("path_to_idx_cache must be a local folder, got a URL")
-
-    @property
-    def folder(self) -> str:
-        """The folder for copies of .idx files."""
-        if self.path_to_idx_cache is not None:
-            return os.fspath(self.path_to_idx_cache)
-        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        return os.path.join(caches, "megatron_min")
+        self.path_to_idx_cache = os.path.abspath(self.path_to_idx_cache)
 
 
 class _FileTokens:
@@ -5153,19 +5148,17 @@ class _RemoteFile:
         return kind(f"{self.url}: {type(error).__name__}: {error}")
 
 
-def _fetch_index(url: str, stamp: dict, config: ObjectStorageConfig | None) -> str:
+def _fetch_index(url: str, stamp: dict, config: ObjectStorageConfig) -> str:
     """Return the path of a local copy of an .idx file, which is made where there is none.
 
     Its name says which object it is of, and which state of it.  Processes that start together may
     copy it at the same time: each copy appears whole, and they are equal.
     """
-    if config is None:
-        config = ObjectStorageConfig()
     name = _md5(f"{url} {stamp['size']} {stamp['changed']}")
-    copied = os.path.join(config.folder, f"{name}.idx")
+    copied = os.path.join(config.path_to_idx_cache, f"{name}.idx")
     if os.path.exists(copied):
         return copied
-    os.makedirs(config.folder, exist_ok=True)
+    os.makedirs(config.path_to_idx_cache, exist_ok=True)
     remote = _RemoteFile(url)
     at_a_time = 64 << 20  # bytes
     with _NewFile(copied) as file:
@@ -5662,9 +5655,6 @@ def build_pretraining_data_loader(
         return dataset
     if len(dataset) == 0:  # a split of which nothing is wanted
         return None
-    first = dataset[0] if isinstance(dataset, list) and len(dataset) > 0 else None
-    if isinstance(first, torch.utils.data.Dataset):
-        raise ValueError("dataset is a list of datasets: a loader takes one of them")
     place = [data_parallel_rank, data_parallel_size]
     sizes = [len(dataset), consumed_samples, micro_batch_size, *place]
     if full_validation:

@@ -3251,9 +3251,6 @@ def test_a_commit_that_begins_too_late_changes_nothing(one, tmp_path, given_up):
 # ==============================================================================
 
 
-INDEX_ARRAYS = ["document_index", "sample_index", "shuffle_index"]
-
-
 @pytest.fixture
 def wanted(one, pair):
     """The three arrays of 50 samples of the pair."""
@@ -3294,13 +3291,6 @@ def stamps(folder):
     return found
 
 
-def replace_file(path, content):
-    """Put another file in its place; None: no file."""
-    path.unlink()
-    if content is not None:
-        path.write_bytes(content)
-
-
 # -- what is in the files ----------------------------------------------------------------------
 
 
@@ -3318,7 +3308,7 @@ def test_a_cache_is_built_once_then_found(one, pair, wanted, cache, monkeypatch)
         same_arrays(arrays(ds), wanted)
         with pytest.raises(ValueError, match="read-only"):
             ds.shuffle_index[0] = 1
-    for name, values in zip(INDEX_ARRAYS, wanted, strict=True):
+    for name, values in zip(one.GPTDataset.index_names, wanted, strict=True):
         same(np.load(file_of(cache, f"-{name}.npy")), values)
     assert build.call_count == 1
     assert stamps(cache) == before
@@ -3334,10 +3324,7 @@ def test_other_samples_have_another_key(one, pair, cache):
         {"stable_order": True},
     ]
     for number, fields in enumerate(kinds):
-        found, of_first = cached(one, pair, cache, **fields)
-        again, of_second = cached(one, pair, cache, **fields)
-        same_arrays(again, found)
-        assert of_first + of_second == []
+        assert start(one, pair, cache, **fields)[1] == []
         assert len(os.listdir(cache)) == 5 * (number + 1), fields
 
 
@@ -3379,7 +3366,10 @@ def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache):
         ("sample_index.npy", pickle.dumps(LeavesATrace()).ljust(len(array)), ["another CRC"]),
         ("document_index.npy", None, ["document_index.npy"]),
     ):
-        replace_file(file_of(cache, file), content)
+        path = file_of(cache, file)
+        path.unlink()
+        if content is not None:
+            path.write_bytes(content)
         found, messages = cached(one, pair, cache)
         for word, message in zip(words, messages, strict=True):
             assert re.search(f"is rebuilt: .*{word}", message)
@@ -3414,7 +3404,7 @@ def test_an_array_is_read_up_to_64_kib_and_checked_up_to_1_mib(
     before = path.read_bytes()
     assert size < len(before) < 1.3 * size
     assert len(synced) == ("document_index" in "".join(synced)) == (size > 1 << 20)
-    replace_file(path, before[:-8] + bytes(8))
+    patch(path, len(before) - 8, bytes(8))
     ds, messages = start(one, corpus, cache, n)
     assert len(messages) == (size < 1 << 20)
     assert is_mapped(path) == (size > 1 << 16)
@@ -3474,8 +3464,7 @@ def test_regenerated_data_make_a_cache_stale(one, tmp_path, cache):
 
 
 @linux
-@pytest.mark.parametrize("size", [1000, 20_000])
-def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache, size):
+def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache):
     """Who unpickles it finds them, or builds and saves them.  Upstream: all travel to each worker.
 
     An array that a user has set travels.  A dataset that nobody uses any more lets go of its files
@@ -3484,11 +3473,11 @@ def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache, size):
     corpus = mk(one, tmp_path / "p", [[1] * 8] * 3000)
     cfg = config(one, ([corpus, corpus], [1, 2]), path_to_cache=cache)
     ks = [0, 77, -1, None]
-    built = build(one, [size, 0, 0], cfg)[0]
+    built = build(one, [13_000, 0, 0], cfg)[0]
     wanted = batch_of(built, ks)
     text = pickle.dumps(built)
     assert len(text) < 10_000 < built.datasets[0].indices.nbytes
-    assert is_mapped(cache) == (size > 10_000)
+    assert is_mapped(cache)
     part = built.datasets[1]
     part.shuffle_index = part.shuffle_index[::-1].copy()
     same_arrays(arrays(pickle.loads(pickle.dumps(part))), arrays(part))
@@ -3570,26 +3559,22 @@ def test_a_job_that_dies_or_whose_disk_is_full_in_the_middle(
         assert cached(one, pair, folder)[1] == []
 
 
-@linux
-def test_jobs_may_build_at_once(one, pair, cache):
-    """Over a cache of other data: all get right arrays; the files are whole."""
-    cached(one, pair, cache)
-    mk(one, pair, [[1] * 20] * 40)
-    barrier = FORK.Barrier(4)
+def test_another_job_writes_the_cache_while_it_is_found(one, pair, cache, monkeypatch):
+    """Where its arrays have the sizes of the old ones, and no CRC, a mix would not be seen."""
+    monkeypatch.setattr(one, "_CHECKED_BYTES", 0)
+    wanted, _ = cached(one, pair, cache)
+    open_array = one._open_array
 
-    def build_together(n, wanted):
-        barrier.wait(60)
-        ds, _ = start(one, pair, cache, n)
-        same_arrays(arrays(ds), wanted)
-        assert ds._in_files
+    def open_one_and_write(path, noted):
+        monkeypatch.setattr(one, "_open_array", open_array)
+        values = open_array(path, noted)
+        start(one, pair, cache, documents=[3, 2, 1, 0])
+        return values
 
-    jobs = []
-    for n in (50, 50, 50, None):
-        wanted, _ = cached(one, pair, f"{cache} {n}", n)
-        jobs.append(functools.partial(build_together, n, wanted))
-    assert in_children(*jobs) == [0, 0, 0, 0]
-    assert len(os.listdir(cache)) == 10, "nothing temporary"
-    assert cached(one, pair, cache)[1] == []
+    monkeypatch.setattr(one, "_open_array", open_one_and_write)
+    found, [message] = cached(one, pair, cache)
+    assert "another job" in message
+    same_arrays(found, wanted)
 
 
 # ==============================================================================
@@ -3712,8 +3697,12 @@ def numbers(one, web, tmp_path):
 # -- Reading -----------------------------------------------------------------------------------
 
 
+@linux
 def test_a_remote_pair_equals_the_local_one(one, web, some_pair, no_pauses):
-    """One by one or many at once; places may overlap, repeat and be empty."""
+    """One by one or many at once; places may overlap, repeat and be empty.
+
+    Also in other threads, and in processes that fork and unpickle it.
+    """
     prefix, docs = some_pair
     with pytest.raises(FileNotFoundError, match=re.escape(f"{web.root}/pair.idx")):
         one.IndexedDataset(f"{web.root}/pair")
@@ -3729,8 +3718,15 @@ def test_a_remote_pair_equals_the_local_one(one, web, some_pair, no_pauses):
     assert ds.get_many([]) == ds[5:5] == []
     with pytest.raises(IndexError):
         ds.get_many([(1, 0, 0), (0, 0, len(docs[0]) + 1)])
+    for pool in (
+        concurrent.futures.ThreadPoolExecutor(4),
+        concurrent.futures.ProcessPoolExecutor(2, FORK),
+    ):
+        with pool:
+            assert lists(pool.map(ds.get, range(20))) == lists(docs[:20])
 
 
+@pytest.mark.slow
 def test_s3(one, no_pauses, some_pair, tmp_path, monkeypatch):
     """A pair is read; a listing that fsspec keeps is not taken for the state of an object."""
     s3fs = pytest.importorskip("s3fs", reason="pip install s3fs")
@@ -3759,23 +3755,6 @@ def test_s3(one, no_pauses, some_pair, tmp_path, monkeypatch):
     server.stop()
 
 
-def new_ranges(web):
-    """The ranges that the web server was asked for since the last call, sorted."""
-    places = sorted(place for _, _, place in web.server.requests if place)
-    web.server.requests.clear()
-    return places
-
-
-def test_ranges_are_exact(web, numbers):
-    """The bytes that are asked for, each once, and none for what is empty."""
-    new_ranges(web)
-    numbers.get_many([(0, 2, 2), (0, 9, 1), (0, 2, 2), (0, 3, 0)])
-    assert new_ranges(web) == ["bytes=18-19", "bytes=4-7"]
-    numbers.get_many([])
-    numbers.get(0, 2, 0)
-    assert web.server.requests == []
-
-
 def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
     """All pieces of a batch, also of padding; of a blend one for each of its corpora."""
     prefix, docs = some_pair
@@ -3797,25 +3776,6 @@ def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
             read(argument)
         assert calls.call_count == wanted, (read, argument)
     same_samples(batch_of(remote, [*range(40), None]), batch_of(local, [*range(40), None]))
-
-
-def read_remote(ds, k):
-    """What another thread or process does with a dataset."""
-    return ds[k]["tokens"].tolist()
-
-
-@linux
-def test_remote_datasets_in_other_threads_and_processes(one, web, some_pair, tmp_path):
-    fields = {"path_to_cache": str(tmp_path / "cache"), "sequence_length": 16}
-    ds = build(one, [24, 0, 0], config(one, ([web.put(some_pair[0])], None), **fields))[0]
-    wanted = [ds[k]["tokens"].tolist() for k in range(24)]
-    for pool in (
-        concurrent.futures.ThreadPoolExecutor(4),
-        concurrent.futures.ProcessPoolExecutor(2, FORK),
-    ):
-        with pool:
-            assert list(pool.map(read_remote, [ds] * 24, range(24))) == wanted
-    assert read_remote(pickle.loads(pickle.dumps(ds)), 5) == wanted[5]
 
 
 # -- Copies of .idx files ----------------------------------------------------------------------
@@ -3855,48 +3815,45 @@ def open_remote(one, place, folder):
     return one.IndexedDataset(place, object_storage_config=one.ObjectStorageConfig(folder))
 
 
-@linux
-def test_an_index_is_copied_once_for_each_state(one, web, some_pair, tmp_path):
-    """And for each prefix, even where the storage says the same of both; by jobs at once, too."""
+@pytest.mark.parametrize("name", ["ETag", "blob_id", "sha", "LastModified", "modificationTime"])
+def test_an_index_is_copied_once_for_each_state(one, bucket, some_pair, tmp_path, name):
+    """And for each prefix, even where the storage says the same of both.
+
+    Case: hf:// tells a blob_id alone; another index of the same size was not noticed.  What fsspec
+    keeps of an older answer is not believed.
+    """
     prefix, docs = some_pair
     folder = tmp_path / "idx"
-    place = web.put(prefix)
-    barrier = FORK.Barrier(4)
-
-    def job():
-        barrier.wait(60)
-        open_remote(one, place, folder)
-
-    assert in_children(job, job, job, job) == [0] * 4
-    [copied] = folder.iterdir()
-    assert copied.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
-    before = stamps(folder)
-    pickled = pickle.dumps(open_remote(one, place, folder))
-    assert stamps(folder) == before
-    web.put(mk(one, tmp_path / "changed" / "pair", docs[::-1], np.uint16))  # as long
-    with pytest.raises(one.DatasetFormatError, match="replaced"):
-        pickle.loads(pickled)
-    assert lists(open_remote(one, place, folder)[:]) == lists(docs[::-1])
-    assert len(os.listdir(folder)) == 2
-    open_remote(one, f"{web.root}/other/pair", folder)  # the server looks at the last name alone
-    assert len(os.listdir(folder)) == 3
-
-
-@pytest.mark.parametrize("name", ["ETag", "blob_id", "sha", "LastModified", "modificationTime"])
-def test_an_index_that_changed_is_copied_again(one, bucket, some_pair, tmp_path, name):
-    """Case: hf:// tells a blob_id alone; another index of the same size was not noticed."""
-    prefix, docs = some_pair
     memory = fsspec.get_filesystem_class("memory")
+    kept = {}
 
     def info(self, path, **options):
-        content = self.store[self._strip_protocol(path)].getvalue()
-        return {"type": "file", "size": len(content), name: hashlib.md5(content).hexdigest()}
+        path = self._strip_protocol(path)
+        if path not in kept:
+            content = self.store[path].getvalue()
+            changed = hashlib.md5(content).hexdigest()
+            kept[path] = {"type": "file", "size": len(content), name: changed}
+        return kept[path]
 
-    with mock.patch.object(memory, "info", info):
+    def invalidate_cache(self, path):
+        kept.pop(self._strip_protocol(path), None)
+
+    with mock.patch.multiple(memory, info=info, invalidate_cache=invalidate_cache):
         place = bucket.put(prefix)
-        open_remote(one, place, tmp_path / "idx")
-        bucket.put(mk(one, tmp_path / "changed" / "pair", docs[::-1], np.uint16))
-        assert lists(open_remote(one, place, tmp_path / "idx")[:]) == lists(docs[::-1])
+        pickled = pickle.dumps(open_remote(one, place, folder))
+        [copied] = folder.iterdir()
+        assert copied.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
+        before = stamps(folder)
+        open_remote(one, place, folder)
+        assert stamps(folder) == before
+        changed = mk(one, tmp_path / "changed" / "pair", docs[::-1], np.uint16)  # as long
+        bucket.put(changed)
+        with pytest.raises(one.DatasetFormatError, match="replaced"):
+            pickle.loads(pickled)
+        assert lists(open_remote(one, place, folder)[:]) == lists(docs[::-1])
+        assert len(os.listdir(folder)) == 2
+        open_remote(one, Storage("memory://other").put(changed), folder)
+        assert len(os.listdir(folder)) == 3
 
 
 def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_path):
@@ -3920,13 +3877,21 @@ def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_pa
 # -- Faults ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["short", 500])
-def test_only_what_failed_is_asked_for_again(web, numbers, fault):
-    web.server.faults = iter([fault])
-    new_ranges(web)
-    assert lists(numbers.get_many([(0, 0, 1), (0, 5, 2)])) == [[100], [105, 106]]
-    found = new_ranges(web)
-    assert found in (["bytes=0-1"] * 2 + ["bytes=10-13"], ["bytes=0-1"] + ["bytes=10-13"] * 2)
+def test_ranges_are_exact_and_only_what_failed_is_asked_for_again(web, numbers):
+    """The bytes that are asked for, each once, and none for what is empty."""
+    for pieces, fault, wanted in (
+        ([(0, 2, 2), (0, 9, 1), (0, 2, 2), (0, 3, 0)], None, [["18-19", "4-7"]]),
+        ([], None, [[]]),
+        ([(0, 2, 0)], None, [[]]),
+        ([(0, 0, 1), (0, 5, 2)], "short", [["0-1", "0-1", "10-13"], ["0-1", "10-13", "10-13"]]),
+        ([(0, 0, 1), (0, 5, 2)], 500, [["0-1", "0-1", "10-13"], ["0-1", "10-13", "10-13"]]),
+    ):
+        web.server.requests.clear()
+        web.server.faults = iter([fault])
+        found = numbers.get_many(pieces)
+        assert lists(found) == [list(range(100 + i, 100 + i + n)) for _, i, n in pieces]
+        ranges = sorted(place.removeprefix("bytes=") for _, _, place in web.server.requests)
+        assert ranges in wanted
 
 
 def test_an_opening_is_tried_again(one, web, numbers, no_pauses):
@@ -3965,7 +3930,6 @@ class HttpError(Exception):
         (FileNotFoundError("bucket/pair.bin"), FileNotFoundError, 1),
         (PermissionError("Forbidden"), PermissionError, 1),
         (ConnectionResetError("by the other side"), OSError, 5),
-        (EOFError(), OSError, 5),
     ],
 )
 def test_only_what_may_pass_is_tried_again(one, bucket, some_pair, no_pauses, failure, kind, tries):
@@ -4012,14 +3976,11 @@ def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
         ("zip://a.jsonl::filecache::http://user@host/x.zip", True),
         ("s3://bucket/a:b@c", False),
         ("http://host:8080/a@b", False),
-        ("https://host/x?sig=a:b@c", False),
         ("http://[2001:db8::1]:80/x", False),
         ("abfs://container@account.dfs.core.windows.net/x", False),
         ("hdfs://user@host:8020/c", False),
         ("zip://a.jsonl::filecache::s3://bucket/x.zip", False),
-        ("memory:///c", False),
         ("data/a:b@c", False),
-        ("C:\\x", False),
     ],
 )
 def test_what_a_url_with_a_password_is(one, url, is_refused):
@@ -4033,27 +3994,21 @@ def test_a_url_with_a_password_is_refused_at_every_door(one, some_pair, tmp_path
     """
     url = f"memory://k:{SECRET}/{SECRET}@b/c"
     local, _ = some_pair
-    blend = ([local, url], [1, 2])
-    per_split = {"blend_per_split": [None, blend, None], "tokenizer": Tok()}
+    per_split = {"blend_per_split": [None, ([local, url], [1, 2]), None], "tokenizer": Tok()}
     builder = one.IndexedDatasetBuilder(f"{local}.new.bin")
     lines = jsonl(f"{local}.jsonl", ["1"])
     for function, arguments in (
-        (config, [one, blend]),
         (config, [one, (local, url)]),  # no blend: the sentence that says so would show it
         (functools.partial(one.GPTDatasetConfig, 1, 8, **per_split), []),
-        (one.get_blend_from_list, [["30", local, "70", url]]),
         (one.get_blend_from_list, [[local, url, "70"]]),
-        (one.get_blend_from_list, [url]),
         (one.IndexedDataset, [url]),
         (one.IndexedDataset.exists, [url]),
         (one.IndexedDatasetBuilder, [f"{url}.bin"]),
         (builder.finalize, [f"{url}.idx"]),
         (builder.add_index, [url]),
-        (one.toy_corpus, [url]),
         (one.preprocess, [iter([lines, f"{url}*.jsonl"]), f"{local}.o"]),
         (one.preprocess, [lines, url]),
-        (one.merge, [iter([local, url]), f"{local}.o"]),
-        (one.merge, [[f"{url}_00000_of_00002"], f"{local}.o"]),
+        (one.merge, [iter([local, f"{url}_00000_of_00002"]), f"{local}.o"]),
         (one.merge, [[local], url]),
     ):
         with pytest.raises(ValueError, match="holds a password") as caught:
@@ -4082,22 +4037,25 @@ def test_a_url_with_a_password_is_refused_at_every_door(one, some_pair, tmp_path
 
 # -- The batches of a loader, and the place that its state counts ------------------------------
 
-KINDS_OF_DATASET = {  # do threads make its batches, where C does?
-    "plain": True,
-    "not mapped": True,
-    "blend": True,
-    "blend of another config": False,
-    "numbers": False,
-}
+LOADERS_OF = [  # the module, a dataset, an order; do threads make its batches?
+    ("c", "plain", "unsharded", True),
+    ("c", "not mapped", "single", True),
+    ("c", "blend", "single", True),
+    ("c", "blend of another config", "single", False),
+    ("one", "plain", "single", False),
+    ("one", "numbers", "sharded", False),
+]
 
 
 def dataset_of(mm, folder, kind):
-    """A dataset of one of KINDS_OF_DATASET, of 23 samples."""
+    """A dataset of a kind of LOADERS_OF, of 23 samples."""
     if kind == "numbers":
         return Numbers(23)
     docs = [np.arange(n) for n in range(1, 20)]
     prefix = mk(mm, folder / "p", docs, np.uint16)
-    dataset = gpt(mm, prefix, 23, mmap_bin_files=kind != "not mapped")
+    dataset = gpt(mm, prefix, 23)
+    if kind == "not mapped":
+        dataset.dataset = mm.IndexedDataset(prefix, mmap=False)
     if kind.startswith("blend"):
         cfg = dataset.config
         if kind == "blend of another config":
@@ -4112,35 +4070,45 @@ def same_batches(found, wanted, note=""):
         same_samples(ours, theirs, (note, number))
 
 
-KINDS_AND_ORDERS = [(kind, "single") for kind in KINDS_OF_DATASET]
-KINDS_AND_ORDERS += [("plain", "unsharded"), ("numbers", "sharded")]
+def states_of_generators():
+    """Those of the global generators of torch, numpy and Python."""
+    return [torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()]
 
 
-@pytest.mark.parametrize("kind, order", KINDS_AND_ORDERS)
-def test_a_loader_yields_the_batches_of_the_plain_loader(mm, tmp_path, kind, order):
+@pytest.mark.parametrize("module, kind, order, by_threads", LOADERS_OF)
+def test_a_loader_yields_the_batches_of_the_plain_loader(
+    request, tmp_path, module, kind, order, by_threads
+):
     """Whoever makes them: C in threads, or torch's DataLoader in processes.
 
-    What was made ahead and not used is made again.  No thread is left in the end.
+    What was made ahead and not used is made again.  No thread is left in the end.  All this on any
+    default device, here one without values, which stays that of the caller; and no global generator
+    is drawn from.  Upstream: torch's DataLoader draws, on some ranks, and their dropout differs
+    from then on.
     """
+    mm = request.getfixturevalue(module)
     others = set(threading.enumerate())
-    by_threads = KINDS_OF_DATASET[kind] and mm.IMPLEMENTATION == "c"
     dataset = dataset_of(mm, tmp_path, kind)
     fields = fields_of(order)
     sampler = sampler_of(mm, order, 23, 0, 4, 0, 1, drop_last=False)
     wanted = list(mm.batches_of(dataset, sampler))
-    for num_workers in (0, 1):
-        loader = loader_of(mm, dataset, num_workers=num_workers, **fields)
-        assert loader.makes_own_batches == by_threads
-        assert loader.num_workers == (0 if by_threads else num_workers)
-        iterator = iter(loader)
-        found = [next(iterator), next(iterator)]
-        del iterator
-        state = loader.state_dict()
-        assert state["consumed_samples"] == 8
-        for resumed in (loader_of(mm, dataset, **fields), loader):
-            resumed.load_state_dict(state)
-            same_batches(found + list(resumed), wanted, num_workers)
-            assert resumed.state_dict()["consumed_samples"] == min(23, 4 * len(wanted))
+    generators = states_of_generators()
+    with torch.device("meta"):
+        for num_workers in (0, 1):
+            loader = loader_of(mm, dataset, num_workers=num_workers, **fields)
+            assert loader.makes_own_batches == by_threads
+            assert loader.num_workers == (0 if by_threads else num_workers)
+            iterator = iter(loader)
+            found = [next(iterator), next(iterator)]
+            assert torch.empty(1).device.type == "meta"
+            del iterator
+            state = loader.state_dict()
+            assert state["consumed_samples"] == 8
+            for resumed in (loader_of(mm, dataset, **fields), loader):
+                resumed.load_state_dict(state)
+                same_batches(found + list(resumed), wanted, num_workers)
+                assert resumed.state_dict()["consumed_samples"] == min(23, 4 * len(wanted))
+    assert states_of_generators() == generators
     for thread in set(threading.enumerate()) - others:
         thread.join(20)
         assert not thread.is_alive()
@@ -4169,8 +4137,6 @@ def test_which_loader(one):
     ranks = {"data_parallel_rank": 1, "data_parallel_size": 2}
     padded = loader_of(one, some, full_validation=True, **ranks)
     assert [batch["k"].tolist() for batch in padded] == [[6], [-1]]
-    with pytest.raises(ValueError, match="dataset is a list of datasets"):
-        loader_of(one, [Numbers(2), None])
     for field, value in (("dataloader_type", "odd"), ("num_workers", -1)):
         with pytest.raises(ValueError, match=field):
             loader_of(one, data, **{field: value})
@@ -4249,56 +4215,32 @@ def test_of_two_iterators_the_newest_counts(one, kind):
 # -- The generators and the default device of the process --------------------------------------
 
 
-def all_kinds_of_samples(mm, folder):
-    """Yield (what was done, samples or batches of it), for all that this module does with data."""
+def samples_of_all_kinds(mm, folder):
+    """Samples of a corpus that is made in this folder: with masks, of a blend, and of chats."""
     folder.mkdir()
     texts = [" ".join(str(n) for n in range(k, k + 9)) for k in range(12)]
     made = mm.preprocess(jsonl(folder / "texts", texts), folder / "corpus", Tok(), append_eod=True)
-    prefix = made["text"]
     chat = jsonl(folder / "chat.jsonl", [ROW] * 12, "messages")
-    datasets = {"own": Numbers(16)}
-    for kind, cls, prefixes, fields in (
-        ("plain", mm.GPTDataset, [prefix], {}),
-        ("mask", mm.GPTDataset, [prefix], WITH_MASK | RESETS),
-        ("blend", mm.GPTDataset, [prefix, prefix], DOCUMENTS),
-        ("chat", mm.SFTDataset, [chat], {}),
+    samples = []
+    for cls, prefixes, fields in (
+        (mm.GPTDataset, [made["text"]], WITH_MASK | RESETS),
+        (mm.GPTDataset, [made["text"]] * 2, DOCUMENTS),
+        (mm.SFTDataset, [chat], {}),
     ):
-        fields = {"tokenizer": ChatTokenizer(), "stable_order": True} | fields
-        cfg = config(mm, (prefixes, None), path_to_cache=str(folder / "cache"), **fields)
-        datasets[kind] = build(mm, [12, 0, 0], cfg, cls)[0]
-        yield kind, [datasets[kind][k] for k in (0, 3, None)]
-    runs = [(kind, "single", 0) for kind in datasets]
-    runs += [("plain", "unsharded", 0), ("blend", "sharded", 2), ("own", "unsharded", 2)]
-    for kind, order, num_workers in runs:
-        fields = {"num_workers": num_workers} | fields_of(order)
-        run = f"{kind}, {order}, {num_workers} workers"
-        loader = loader_of(mm, datasets[kind], **fields)
-        yield run, list(itertools.islice(loader, 2))
-        again = loader_of(mm, datasets[kind], **fields)
-        again.load_state_dict(loader.state_dict())
-        yield f"{run}, gone on", list(again)
+        cfg = config(mm, (prefixes, None), tokenizer=ChatTokenizer(), **fields)
+        dataset = build(mm, [12, 0, 0], cfg, cls)[0]
+        samples += [dataset[k] for k in (0, 3, None)]
+    return samples
 
 
-def states_of_generators():
-    """Those of the global generators of torch, numpy and Python."""
-    return [torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()]
-
-
-def test_no_global_generator_is_drawn_from_and_all_is_on_the_cpu(mm, tmp_path):
-    """Whatever the default device is, here one without values; it stays that of the caller.
-
-    Upstream: torch's DataLoader draws, on some ranks, and their dropout differs from then on.
-    """
-    before = states_of_generators()
-    wanted = {}
-    for done, found in all_kinds_of_samples(mm, tmp_path / "a"):
-        assert states_of_generators() == before, done
-        wanted[done] = found
+def test_samples_are_on_the_cpu_and_no_global_generator_is_drawn_from(mm, tmp_path):
+    """Whatever the default device is, here one without values."""
+    generators = states_of_generators()
+    wanted = samples_of_all_kinds(mm, tmp_path / "a")
     with torch.device("meta"):
-        for done, found in all_kinds_of_samples(mm, tmp_path / "b"):
-            assert torch.empty(1).device.type == "meta", done
-            same_batches(found, wanted.pop(done), done)
-    assert wanted == {}
+        found = samples_of_all_kinds(mm, tmp_path / "b")
+    assert states_of_generators() == generators
+    same_batches(found, wanted)
 
 
 class Drawn(Numbers):
@@ -4311,7 +4253,7 @@ class Drawn(Numbers):
 
 
 def test_what_worker_processes_draw_depends_on_the_seed_the_rank_and_the_place(one):
-    """And on nothing else, unless a generator is given."""
+    """And on nothing else, a state too, unless a generator is given."""
 
     def drawn(consumed=0, rank=0, seed=1, state=None, **arguments):
         torch.manual_seed(seed)
@@ -4324,16 +4266,15 @@ def test_what_worker_processes_draw_depends_on_the_seed_the_rank_and_the_place(o
     others = [drawn(), drawn(4), drawn(rank=1), drawn(seed=2)]
     others.append(drawn(generator=torch.Generator().manual_seed(3)))
     assert len(set(map(tuple, others))) == 5
-    assert drawn() == others[0]
     assert drawn(state={"version": 6, "consumed_samples": 4, "past": "{}"}) == others[1]
 
 
 # -- The state: what it holds ------------------------------------------------------------------
 
 
-def data_of_a_run(mm, folder, size=40):
+def data_of_a_run(mm, folder):
     """A GPTDataset over three documents."""
-    return gpt(mm, mk(mm, folder / "p", [[1] * 17, [2] * 9, [3] * 30]), size)
+    return gpt(mm, mk(mm, folder / "p", [[1] * 17, [2] * 9, [3] * 30]), 40)
 
 
 def state_of(mm, dataset, consumed, **fields):
@@ -4365,10 +4306,6 @@ def test_the_state_of_a_blend_by_hand(one, tmp_path):
     wanted = {"version": 6, "consumed_samples": 6, "past": json.dumps(past)}
     assert state_of(one, blend, 6, micro_batch_size=2) == wanted
     assert state_of(one, blend, 0)["past"] == "{}", "nothing was consumed"
-    past = json.loads(state_of(one, part, 4)["past"])
-    assert past["mix"] is None
-    assert past["corpora"] == [part.dataset.fingerprint()]
-    assert "0 of corpus 0" in past["probes"]
     shuffled = json.loads(state_of(one, Numbers(23), 24, **fields_of("sharded"))["past"])["sampler"]
     settings = {"kind": "cyclic", "seed": 0, "data_sharding": True, "data_parallel_size": 1}
     settings |= {"samples that are shuffled": 20, "turn": 1, "samples done in the turn": 4}
@@ -4404,138 +4341,65 @@ def test_a_state_reads_a_mix_on_from_the_last_one(one, tmp_path):
     assert read == [8, 0, 12, 0, 12, 0, 28, 0, 4, 0]
 
 
-# -- The state: of two random runs -------------------------------------------------------------
-# The judge knows nothing of states: it reads the samples of both runs.
-
-TWO_PHASES = [(24, (1, 2, 0)), (24, (2, 1, 0))]
-CHOICES_OF_RUNS = {  # {what two runs may differ in: its values}
-    "folder": ["here", "copies", "copies", "other tokens"],
-    "corpora": ["ab", "ab", "abc", "abc", "ba", "a"],
-    "mix": [  # (samples, weights) of each phase; without any: the corpora end to end
-        [(40, (1, 2, 2))],
-        [(41, (1, 2, 2))],
-        [(96, (1, 2, 2))],
-        [(48, (2, 4, 4))],
-        [(40, (1, 3, 0))],
-        TWO_PHASES,
-        TWO_PHASES[::-1],
-        [TWO_PHASES[0], (99, (1, 1, 1))],
-        [(24, (1, 0, 2)), (24, (1, 1, 1))],
-        [(24, (1, 0, 2)), (12, (1, 1, 1)), (99, (3, 1, 1))],
-        [],
-    ],
-    "part": ["all", "all", "from 8 on", "every other"],  # by torch's Subset
-    "random_seed": [1, 1, 1, 2],
-    "sequence_length": [8, 8, 8, 9],
-    "stable_order": [True, True, False],
-    "add_extra_token_to_sequence": [True, True, True, False],
-    "split": ["1,0,0", "8,2,0", "80,20,0"],
-}
-A_RUN = {key: values[0] for key, values in CHOICES_OF_RUNS.items()}
+# -- The state: of two runs --------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
-def corpora_of_runs(one, tmp_path_factory):
-    """A folder of corpora, of copies of them, and of some of the same lengths."""
-    folder = tmp_path_factory.mktemp("runs")
+def data_of_run(mm, folder, corpora=("a", "b"), mix=((40, (1, 2)),), samples=None, **fields):
+    """Corpora that are mixed by phases, or laid end to end; or the given samples of them."""
+    prefixes = [str(folder / name) for name in corpora]
+    fields = {"stable_order": True, "blend_phases": mix} | fields
+    data = build(mm, [None, 0, 0], config(mm, (prefixes, None), **fields))[0]
+    return data if samples is None else torch.utils.data.Subset(data, samples)
+
+
+U, V, W = (1, 2), (2, 1), (1, 1)  # weights of phases
+PHASES = {"mix": [(24, U), (24, V)]}
+UNSTABLE = {"stable_order": False}
+FEW_OF_B = UNSTABLE | {"mix": [(4, (1, 0)), (1, (0, 1)), (95, (1, 0))]}
+B_GROWS = {"mix": [*FEW_OF_B["mix"], (300, (0, 1))]}  # by epochs, so its sample 0 is another
+RUNS = [  # order; a run, what is another in the next one; what is said of it, or None: it fits
+    ("single", {}, {"corpora": ["copies/a", "copies/b"]}, None),
+    ("single", {}, {"mix": [(99, U)]}, None),
+    ("single", {}, {"corpora": "abc", "mix": [(40, (1, 2, 0)), (9, (1, 1, 1))]}, None),
+    ("single", PHASES, {"mix": [(24, U), (99, V), (9, W)]}, None),
+    ("single", PHASES, {"mix": [(24, U), (16, V), (9, W)]}, None),
+    ("single", PHASES, {"mix": [(48, U)]}, "which corpus gave which sample is another"),
+    ("single", PHASES, {"mix": [(24, U), (24, W)]}, "which corpus gave which sample is another"),
+    ("single", {}, {"corpora": "a", "mix": None}, "which corpus .* None here"),
+    ("single", {}, {"corpora": "ba"}, r"corpus 0 \(b\) is .*bin_size.* in the state, .*"),
+    ("single", {}, {"corpora": ["other tokens/a", "b"]}, r"corpus 0 \(a\) is another one here"),
+    ("single", {}, {"random_seed": 2}, "sample 0 of the 40 that were consumed is another"),
+    ("sharded", {}, {"random_seed": 2}, "sample 0 of the 40 that are shuffled is another"),
+    ("single", {}, {"sequence_length": 9}, "sample 0 of the 40 that were consumed is another"),
+    ("single", {}, {"split": "8,2,0"}, "sample . of the 40 that were consumed is another"),
+    ("single", UNSTABLE, {"mix": [(400, U)]}, "sample 0 of the 40 that were consumed"),
+    ("single", FEW_OF_B, B_GROWS, "sample 0 of corpus 1 is another"),
+    ("single", {"samples": range(0, 40, 2)}, {"samples": range(8, 40)}, "sample 0 of the 20 that"),
+]
+
+
+def test_a_state_fits_where_the_samples_are_equal(one, tmp_path):
+    """Where they are not, the error says what differs, and what to do."""
     for number, name in enumerate("abc"):
         rng = np.random.default_rng(number)
         docs = [rng.integers(0, 2**30, length) for length in rng.integers(0, 30, 40)]
-        mk(one, folder / "here" / name, docs)
-        mk(one, folder / "other tokens" / name, [doc + 1 for doc in docs])
-    shutil.copytree(folder / "here", folder / "copies")
-    return folder
-
-
-def two_runs(rng):
-    """Two runs that differ in one or two things, at most."""
-    runs = [{}, {}]
-    others = rng.choice(list(CHOICES_OF_RUNS), rng.choice([1, 1, 2]), replace=False)
-    for key, values in CHOICES_OF_RUNS.items():
-        before, after = rng.choice(len(values), 2, replace=False)
-        runs[0][key] = values[before]
-        runs[1][key] = values[after if key in others else before]
-    return runs
-
-
-def data_of_run(mm, folder, run):
-    """The dataset of a run."""
-    fields = {name: run[name] for name in list(CHOICES_OF_RUNS)[4:]}  # those of the config
-    prefixes = [str(folder / run["folder"] / name) for name in run["corpora"]]
-    if run["mix"]:
-        phases = [(samples, weights[: len(prefixes)]) for samples, weights in run["mix"]]
-        fields["blend_phases"] = phases
-    data = build(mm, [None, 0, 0], config(mm, (prefixes, None), **fields))[0]
-    numbers = {"from 8 on": range(8, len(data)), "every other": range(0, len(data), 2)}
-    if run["part"] in numbers:
-        return torch.utils.data.Subset(data, numbers[run["part"]])
-    return data
-
-
-def past_of(dataset, consumed, kind):
-    """The samples that were consumed; if shuffled, all that are shuffled, in batches of 4."""
-    count = min(consumed, len(dataset))
-    if kind in SHUFFLED:
-        count = len(dataset) // 4 * 4
-    batch = torch.utils.data.default_collate([dataset[k] for k in range(count)])
-    return {key: values.tolist() for key, values in batch.items()}
-
-
-@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
-def test_of_random_pairs_of_runs_a_state_fits_where_the_samples_are_equal(
-    one, corpora_of_runs, count
-):
-    """What is accepted is equal.  What is refused is not, or a pair was replaced."""
-    found = collections.Counter()
-    for rng in cases(count):
-        runs = two_runs(rng)
-        kind = rng.choice(["single", "single", *SHUFFLED])
-        before, after = [data_of_run(one, corpora_of_runs, run) for run in runs]
-        rounds = len(before) // 4
-        if kind in SHUFFLED:
-            rounds *= 2  # a second turn
-        consumed = 4 * math.ceil(rounds * rng.random() ** 2)
+        for folder, plus in ((".", 0), ("copies", 0), ("other tokens", 1)):
+            mk(one, tmp_path / folder / name, [doc + plus for doc in docs])
+    for kind, run, changes, words in RUNS:
+        before = data_of_run(one, tmp_path, **run)
+        after = data_of_run(one, tmp_path, **run | changes)
+        consumed = min(40, len(before))
         state = state_of(one, before, consumed, **fields_of(kind))
         loader = loader_of(one, after, **fields_of(kind))
-        is_equal = past_of(before, consumed, kind) == past_of(after, consumed, kind)
-        is_replaced = "other tokens" in (runs[0]["folder"], runs[1]["folder"])
-        try:
+        texts = [[data[k]["tokens"].tolist() for k in range(consumed)] for data in (before, after)]
+        assert (texts[0] == texts[1]) == (words is None), changes
+        if words is None:
             loader.load_state_dict(state)
-        except ValueError as error:
-            assert re.match("the state does not fit|consumed_samples", str(error))
-            assert is_replaced or not is_equal, (runs, kind, consumed)
-            found["refused"] += 1
-        else:
-            assert is_equal, (runs, kind, consumed)
             assert loader.state_dict() == state
-            found["fits"] += 1
-    assert min(found["fits"], found["refused"]) > 0.2 * count * CASES
-
-
-def test_a_refusal_says_what_differs_and_what_to_do(one, corpora_of_runs):
-    one_of_b = [(4, (1, 0)), (1, (0, 1)), (95, (1, 0))]
-    b_grows = [*one_of_b, (300, (0, 1))]  # by epochs, so its sample 0 is another
-    every_other = A_RUN | {"part": "every other"}
-    a_last = A_RUN | {"mix": [(40, (1, 2, 2)), (8, (1, 0, 0))]}
-    few_of_b = A_RUN | {"mix": one_of_b, "stable_order": False}
-    for kind, run, changes, words in (
-        ("single", A_RUN, {"corpora": "ba"}, r"corpus 0 \(b\) is .*bin_size.* in the state, .*"),
-        ("single", A_RUN, {"folder": "other tokens"}, r"corpus 0 \(a\) is another one here"),
-        ("single", A_RUN, {"random_seed": 2}, "sample 0 of the 40 that were consumed is another"),
-        ("sharded", A_RUN, {"random_seed": 2}, "sample 0 of the 40 that are shuffled is another"),
-        ("sharded", a_last, {"mix": [(40, (1, 2, 2)), (8, (0, 1, 1))]}, "which corpus gave which"),
-        ("single", A_RUN, {"corpora": "a"}, "which corpus gave which sample is another"),
-        ("single", A_RUN, {"corpora": "a", "mix": []}, "which corpus .* None here"),
-        ("single", few_of_b, {"mix": b_grows}, "sample 0 of corpus 1 is another"),
-        ("single", every_other, {"part": "from 8 on"}, "sample 0 of the 20 that were consumed"),
-    ):
-        before = data_of_run(one, corpora_of_runs, run)
-        state = state_of(one, before, min(40, len(before)), **fields_of(kind))
-        other = data_of_run(one, corpora_of_runs, run | changes)
-        loader = loader_of(one, other, **fields_of(kind))
-        words = f"^the state does not fit: {words}.*stable_order=True.*strict=False"
-        with pytest.raises(ValueError, match=words):
-            loader.load_state_dict(state)
+        else:
+            words = f"^the state does not fit: {words}.*stable_order=True.*strict=False"
+            with pytest.raises(ValueError, match=words):
+                loader.load_state_dict(state)
 
 
 # -- The state: datasets of other classes ------------------------------------------------------
@@ -4552,19 +4416,16 @@ SAMPLES_TOLD_APART = [
     torch.eye(4).to_sparse(),
     np.zeros(3),
     np.arange(3),
-    np.float32(1),
-    np.float64(1),
-    *(0, 1, True, 2**70, 0.5, 1j, float("nan"), None),
-    *("a", "b", "\ud800", b"a", b"b", ""),
+    *(np.float32(1), np.float64(1)),
+    *(0, True, 2**70, 1j, float("nan"), None),
+    *("a", "\ud800", b"a", b"b"),
     [1, 2],
-    [[1], 2],
     {"a": (1, torch.ones(1))},
     {"a": (1, torch.zeros(1))},
     collections.UserDict(a=torch.ones(1)),
     {("a", 1): 0},
     {("a", 2): 0},
     np.array([{"a": 1}], object),
-    np.array([{"a": 2}, None], object),
 ]
 
 
@@ -4579,9 +4440,13 @@ def test_what_is_seen_in_a_sample_of_a_class_of_the_users_own(one):
 
 
 def test_samples_that_are_drawn_are_looked_at_with_seeds(one):
-    """With the three global generators, which are as before then.  None: it cannot be read."""
+    """With the three global generators, which are as before then, and on the CPU.
+
+    None: it cannot be read.
+    """
     before = states_of_generators()
-    state = state_of(one, Drawn(8), 8)
+    with torch.device("meta"):
+        state = state_of(one, Drawn(8), 8)
     assert states_of_generators() == before
     probes = json.loads(state["past"])["probes"]
     assert [key for key in probes if probes[key] is None] == ["7 of the 8 that were consumed"]
