@@ -4930,13 +4930,6 @@ def test_without_a_build_that_can_be_used(monkeypatch, tmp_path, build, setting,
 # -- C gives what the definitions give ---------------------------------------------------------
 
 
-def test_rows_of_64_bits(c):
-    """As a stream of 2**31 documents has them."""
-    call = toy_call("build_sample_idx") | {"sample_index": np.zeros((4, 2), np.int64)}
-    call_c(c, "build_sample_idx", call)
-    assert call["sample_index"].tolist() == [[0, 0], [1, 0], [2, 1], [2, 5]]
-
-
 @linux
 def test_shuffles_beyond_2_32_items_are_numpys(c, tmp_path):
     """There a draw is two words.  The file has a hole of this size."""
@@ -5086,6 +5079,8 @@ def outcome(mm, name, call):
 def test_what_c_takes_is_what_python_takes(c, one, name, monkeypatch):
     """The same result, or the same error with the same sentence."""
     monkeypatch.setattr(c, "_FEW_ITEMS", 0)
+    for module in (c, one):  # rows of 64 bits, as a stream of 2**31 documents has them
+        monkeypatch.setattr(module, "_sample_index_dtype", mock.Mock(return_value=np.int64))
     for (ours, is_refused), (plain, _) in zip(odd_calls(name), odd_calls(name), strict=True):
         found = outcome(c, name, ours)
         assert found == outcome(one, name, plain), plain
@@ -5260,19 +5255,17 @@ def test_c_refuses_bad_calls(c, name):
 def test_c_releases_the_gil(c, name):
     """Another thread ends while this one does nothing but call."""
     thread = threading.Thread(target=time.sleep, args=[0.001])
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000)  # only a lock that is released lets the other thread in
     call = toy_call(name)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(thread.join)
+        stack.callback(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(1000)  # only a lock that is released lets the other thread in
         thread.start()
         for _ in range(1_000_000):  # a call is short, and the system may wake the thread late
             call_c(c, name, call)
             if not thread.is_alive():
                 break
         assert not thread.is_alive()
-    finally:
-        sys.setswitchinterval(interval)
-        thread.join()
 
 
 # -- what setup.py builds and packs ------------------------------------------------------------
@@ -5376,7 +5369,7 @@ def hf(tmp_path):
     return path
 
 
-def test_hugging_face_tokenizer(one, tmp_path, hf):
+def test_hugging_face_tokenizer(one, hf):
     """Its identifiers tell apart what makes other tokens.
 
     Upstream counts the ids, 6 here, so that the file would get two bytes for an id of 70,000.
@@ -5399,8 +5392,6 @@ def test_hugging_face_tokenizer(one, tmp_path, hf):
     of_file = {"tokenizer.json": hashlib.md5(pathlib.Path(hf).read_bytes()).hexdigest(), "eod": 3}
     of_class = {"class": "HuggingFaceTokenizer", "package": "tokenizers"}
     assert plain.unique_identifiers == of_class | of_file
-    made = one.preprocess(texts=texts, output_prefix=tmp_path / "o", tokenizer=plain, workers=2)
-    assert texts_of(one, made["text"]) == [[2, 1, 1], [], [0], [70_000]]
 
 
 def test_the_eod_of_a_folder(one, tmp_path, hf):
@@ -5505,22 +5496,17 @@ def test_what_is_no_tokenizer_makes_no_corpus(one, tmp_path):
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
-def test_two_eods_are_told(one, tmp_path, hf):
-    """One by the file's post-processor, one by append_eod; a beginning of texts is none."""
-    ends = json.loads(pathlib.Path(hf).read_bytes())
-    template = ends["post_processor"]["single"]
-    template.append(template[0])  # so that </s> is put behind a text, too
-    (tmp_path / "ends.json").write_text(json.dumps(ends))
-    path = jsonl(tmp_path / "a.jsonl", ["ja", ""])
-    for name, eod_token, adds_special_tokens, append_eod, count in (
-        ("tokenizer.json", "</s>", True, True, 0),
-        ("ends.json", "</s>", True, True, 1),
-        ("ends.json", "</s>", True, False, 0),
-        ("ends.json", None, True, True, 0),  # it ends texts in another token
-        ("ends.json", "</s>", False, True, 0),
-        ("ends.json", "[UNK]", False, True, 0),  # as a letter that is not known
+def test_two_eods_are_told(one, tmp_path):
+    """One by the tokenizer, as by a file's post-processor, and one by append_eod."""
+    path = jsonl(tmp_path / "a.jsonl", ["a", ""])
+    for of_letter, of_nothing, append_eod, count in (
+        ([1, 0], [0], True, 1),
+        ([1, 0], [0], False, 0),
+        ([0, 1], [0], True, 0),  # it begins texts so
+        ([1, 2], [2], True, 0),  # it ends texts in another token
+        ([0], [], True, 0),  # a letter that is not known
     ):
-        tokenizer = one.build_tokenizer(tmp_path / name, eod_token, adds_special_tokens)
+        tokenizer = Tok(tokenize={"a": of_letter, "": of_nothing}.get)
         for make in (one.preprocess, one.encode_jsonl):
             _, messages = heard(make, path, tmp_path / "o", tokenizer, append_eod=append_eod)
             assert ["ends texts in eod by itself" in text for text in messages] == [True] * count
@@ -5545,14 +5531,10 @@ def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path):
     """
     pytest.importorskip("gigatoken")
     tokenizers = pytest.importorskip("tokenizers")
-    of_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained = tokenizers.ByteLevelBPETokenizer()
     special = ["<|endoftext|>", "<|im_end|>"]
-    words = [*special, *sorted(of_bytes.alphabet()), "th", "the", "12"]
-    vocab = {word: number for number, word in enumerate(words)}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("t", "h"), ("th", "e"), ("1", "2")]))
-    made.pre_tokenizer = of_bytes
-    made.add_special_tokens(special)
-    made.save(str(tmp_path / "tokenizer.json"))
+    trained.train_from_iterator(["the 12"], 261, min_frequency=1, special_tokens=special)
+    trained.save(str(tmp_path / "tokenizer.json"))
     texts = odd_texts(np.random.default_rng(0), 300)
     slow = one.build_tokenizer(tmp_path, "<|im_end|>")
     fast = one.build_tokenizer(f"gigatoken:{tmp_path}", "<|im_end|>")
@@ -5810,11 +5792,12 @@ def test_a_compressed_file_that_is_cut_or_changed_is_named(one, tmp_path, extens
     assert texts_of(one, made) == [list(b"%d" % k**2) for k in range(300)]
 
 
-@pytest.mark.parametrize("count", [1, 3, 40])
+@pytest.mark.parametrize("count", [1, 3])
 def test_inputs_of_all_kinds_from_all_places(one, tmp_path, count):
     """URLs with queries, patterns of URLs, and files, in any order; sharded, too.
 
     Arguments keep their order, and a pattern is sorted.  Upstream: as the file system has them.
+    A list tells sizes: what matches a pattern is asked for its own once, when it has been read.
     """
     memory = fsspec.filesystem("memory")
     lines = b'{"text": "a"}\n\n{"text": "bcdefg"}\n \n{"text": ""}\r\n{"text": "h"}\n'
@@ -5827,7 +5810,10 @@ def test_inputs_of_all_kinds_from_all_places(one, tmp_path, count):
     memory.pipe_file(f"{compressed}?sig=1", compressed.read_bytes())
     inputs = [f"memory://{compressed}?sig=1", compressed, f"memory://{tmp_path}/b*.jsonl"]
     inputs += [tmp_path / "d*.json", f"{tmp_path}/[de]*.json"]
-    merged = make_shards(one, inputs, tmp_path, count)
+    with mock.patch.object(type(memory), "info", side_effect=memory.info) as info:
+        merged = make_shards(one, inputs, tmp_path, count)
+    asked = [call.args[0] for call in info.call_args_list]
+    assert asked.count(f"{tmp_path}/b1.jsonl") == 1
     texts = [*["1"] * 18, "a", "bcdefg", "", "h", "x", "1", "1", "1", "d1"]
     texts += ["d1.json::d", "d10", "d2", "[de]*"]
     assert texts_of(one, merged) == [list(text.encode()) for text in texts]
@@ -5928,17 +5914,6 @@ def test_what_a_server_answers(one, web, no_pauses, tmp_path):
             with pytest.raises(OSError, match=r"a\.jsonl: cannot be read: .*503"):
                 one.preprocess(url, tmp_path / "o")
         assert len(no_pauses) == pauses
-
-
-def test_what_matches_a_pattern_is_not_asked_for_its_size(one, bucket, tmp_path):
-    """It comes with the list; so each is asked once, when it has been read."""
-    memory = fsspec.filesystem("memory")
-    for k in range(20):
-        memory.pipe_file(f"/bucket/{k}.jsonl", GOOD)
-    with mock.patch.object(type(memory), "info", side_effect=memory.info) as asked:
-        made = one.preprocess("memory://bucket/*.jsonl", tmp_path / "o")["text"]
-    assert len(one.IndexedDataset(made)) == 20
-    assert asked.call_count < 20 + 10
 
 
 # -- Documents ---------------------------------------------------------------------------------
@@ -6164,13 +6139,13 @@ def test_workers_of_a_process_with_threads(one, tmp_path, hf, monkeypatch):
 
     monkeypatch.setattr(os, "fork", fork_of_3_12)
     tokenizer = one.build_tokenizer(hf)
-    texts = ["ja nein"] * 1000
+    texts = ["ja nein", "weit"] * 500
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     tokenizer.tokenize_batch(texts)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         made = one.preprocess(None, tmp_path / "o", tokenizer, texts=texts, workers=2)
-    assert texts_of(one, made["text"]) == [[1, 2]] * 1000
+    assert texts_of(one, made["text"]) == [[1, 2], [70_000]] * 500
 
 
 def test_an_input_that_changes_while_it_is_read(one, tmp_path, monkeypatch):
