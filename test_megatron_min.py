@@ -5330,13 +5330,8 @@ def test_wheels_of_the_sources_as_they_are_packed(tmp_path, monkeypatch, case):
 
 def test_tokenizer_by_module_and_attribute(one, tmp_path, monkeypatch):
     """A class, an object or a function; the module lies in the current folder."""
-    lines = [
-        f"from {__name__} import Tok",
-        "object = Tok()",
-        "def make(): return object",
-        "text = ''",
-    ]
-    (tmp_path / "my_tokens.py").write_text("\n".join(lines))
+    lines = "object = Tok()\ndef make(): return object\ntext = ''\n"
+    (tmp_path / "my_tokens.py").write_text(f"from {__name__} import Tok\n{lines}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "my_tokens", raising=False)
     before = list(sys.path)
@@ -5375,23 +5370,18 @@ def test_hugging_face_tokenizer(one, hf):
     Upstream counts the ids, 6 here, so that the file would get two bytes for an id of 70,000.
     """
     texts = ["nein ja ja", "", "was", "weit"]
-    identifiers = set()
-    for eod_text, start, eod in (
-        (None, [], 3),
-        ("</s>", [], 4),
-        (None, [4], 3),  # with special tokens, as Llama's file has them, for those who ask
-    ):
-        tokenizer = one.build_tokenizer(hf, eod_text, bool(start))
-        identifiers.add(json.dumps(tokenizer.unique_identifiers))
-        assert tokenizer.eod == eod
+    plain = one.build_tokenizer(os.path.dirname(hf))  # the folder that holds tokenizer.json
+    other_eod = one.build_tokenizer(hf, "</s>")
+    with_start = one.build_tokenizer(hf, None, True)  # as Llama's file has it, for those who ask
+    for tokenizer, start in ((plain, []), (other_eod, []), (with_start, [4])):
         wanted = [[*start, 2, 1, 1], start, [*start, 0], [*start, 70_000]]
         assert [tokenizer.tokenize(text) for text in texts] == wanted
         assert lists(tokenizer.tokenize_batch(texts)) == wanted
-    assert len(identifiers) == 3
-    plain = one.build_tokenizer(os.path.dirname(hf))  # the folder that holds tokenizer.json
-    of_file = {"tokenizer.json": hashlib.md5(pathlib.Path(hf).read_bytes()).hexdigest(), "eod": 3}
-    of_class = {"class": "HuggingFaceTokenizer", "package": "tokenizers"}
-    assert plain.unique_identifiers == of_class | of_file
+    of_file = {"class": "HuggingFaceTokenizer", "package": "tokenizers"}
+    of_file["tokenizer.json"] = hashlib.md5(pathlib.Path(hf).read_bytes()).hexdigest()
+    assert plain.unique_identifiers == of_file | {"eod": 3}
+    assert other_eod.unique_identifiers == of_file | {"eod": 4}
+    assert with_start.unique_identifiers == of_file | {"eod": 3, "add_special_tokens": True}
 
 
 def test_the_eod_of_a_folder(one, tmp_path, hf):
@@ -5569,14 +5559,6 @@ def compress(content, extension):
     return module.compress(content[:half]) + module.compress(content[half:])
 
 
-def test_what_verbose_shows(one, tmp_path, capsys):
-    """A line at the end."""
-    one.preprocess(texts=["a", "b"], output_prefix=tmp_path / "o")
-    assert capsys.readouterr().err == ""
-    one.preprocess(texts=["a", "b"], output_prefix=tmp_path / "o", verbose=True)
-    assert re.fullmatch(r"2 documents, 26 bytes, [\d.,]+ MB/s\n", capsys.readouterr().err)
-
-
 # -- Shards ------------------------------------------------------------------------------------
 
 
@@ -5612,21 +5594,19 @@ def test_random_corpora_equal_the_plain_loop(one, tmp_path, monkeypatch):
     """By 1 to 3 workers, and as 2 to 5 shards, which are merged; with blocks of all sizes."""
     for case, rng in enumerate(cases(3)):
         monkeypatch.setattr(one, "_BLOCK_BYTES", int(rng.choice([1, 100, 5000, 1 << 19])))
-        folder = tmp_path / str(case)
-        folder.mkdir()
         contents = [random_input(rng) for _ in range(rng.integers(1, 6))]
         paths = []
         for number, content in enumerate(contents):
             extension = str(rng.choice(["", "", "", ".gz", ".bz2", ".xz"]))
-            paths.append(folder / f"{number}.jsonl{extension}")
+            paths.append(tmp_path / f"{number}.jsonl{extension}")
             paths[-1].write_bytes(compress(content, extension))
-        (folder / "all").write_bytes(b"\n".join(contents))
-        one.encode_jsonl(folder / "all", folder / "plain", append_eod=True)
-        plain = bytes_of_pair(folder / "plain")
+        (tmp_path / "all").write_bytes(b"\n".join(contents))
+        one.encode_jsonl(tmp_path / "all", tmp_path / "plain", append_eod=True)
+        plain = bytes_of_pair(tmp_path / "plain")
         job = {"append_eod": True, "workers": case % 3 + 1}
-        whole = quiet(one.preprocess, paths, folder / "o", **job)["text"]
+        whole = quiet(one.preprocess, paths, tmp_path / "o", **job)["text"]
         count = int(rng.integers(2, 6))
-        merged = quiet(make_shards, one, paths, folder, count, append_eod=True)
+        merged = quiet(make_shards, one, paths, tmp_path, count, append_eod=True)
         assert bytes_of_pair(whole) == bytes_of_pair(merged) == plain
 
 
@@ -5894,7 +5874,7 @@ def test_what_a_server_answers(one, web, no_pauses, tmp_path):
     What comes without a size is a stream.
     """
     for extension in ("", ".gz"):
-        content = compress(GOOD * 9999, extension)
+        content = compress(GOOD * 5000, extension)
         pathlib.Path(web.server.folder, f"a.jsonl{extension}").write_bytes(content)
     for extension, faults, pauses, is_read in (
         ("", [503] * 3, 1, True),
@@ -5909,7 +5889,7 @@ def test_what_a_server_answers(one, web, no_pauses, tmp_path):
         url = f"{web.root}/a.jsonl{extension}"
         if is_read:
             made = one.preprocess(url, tmp_path / "o")["text"]
-            assert texts_of(one, made) == [[49]] * 9999
+            assert texts_of(one, made) == [[49]] * 5000
         else:
             with pytest.raises(OSError, match=r"a\.jsonl: cannot be read: .*503"):
                 one.preprocess(url, tmp_path / "o")
@@ -5919,16 +5899,23 @@ def test_what_a_server_answers(one, web, no_pauses, tmp_path):
 # -- Documents ---------------------------------------------------------------------------------
 
 
-def test_each_key_makes_a_pair(one, tmp_path, monkeypatch):
-    """Of a file, and of texts by workers that get several blocks; a line that is bad is in none."""
+def test_each_key_makes_a_pair(one, tmp_path, monkeypatch, capsys):
+    """Of a file, and of texts by workers that get several blocks; a line that is bad is in none.
+
+    What has been done is said to those who ask for words.
+    """
     monkeypatch.setattr(one, "_BLOCK_BYTES", 1000)
     rows = [{"x": "a" * 3 * k, "n": k, "y": ["b", "c" * k]} for k in range(100)]
     good = [row for row in rows if row["n"] != 9]
     rows[9]["y"] = 9
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = {"json_keys": ["y", "x"], "on_error": "skip"}
-    made = quiet(one.preprocess, tmp_path / "a.jsonl", tmp_path / "o", **keys)
+    made = quiet(one.preprocess, path, tmp_path / "o", verbose=True, **keys)
+    words = rf"99 documents, {path.stat().st_size:,} bytes, [\d.,]+ MB/s\n"
+    assert re.fullmatch(words, capsys.readouterr().err)
     of_texts = quiet(one.preprocess, None, tmp_path / "t", texts=iter(rows), workers=3, **keys)
+    assert capsys.readouterr().err == ""
     assert made == {key: f"{tmp_path}/o_{key}_document" for key in ("y", "x")}
     for key, prefix in made.items():
         assert texts_of(one, prefix) == [list("".join(row[key]).encode()) for row in good]
@@ -5957,21 +5944,19 @@ def test_ids_may_be_of_any_kind(one, tmp_path, append_eod):
         assert texts_of(one, made) == [[3, 3] + [70_000] * append_eod] * 2
 
 
-OOPS = GOOD * 9 + b"oops\n"
 FORGETFUL = {"tokenizer": Tok(tokenize_batch=mock.Mock(return_value=[]))}
 TEXTS = {"input": None, "texts": ["a"]}
 TABLE = types.SimpleNamespace(columns=["text"])  # as pandas, pyarrow and polars have them
 REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the error says
     "lost texts": (GOOD * 2, FORGETFUL, "tokenize_batch"),
     "an id that does not fit": (b'{"text": "70000"}', {"tokenizer": Tok()}, "line 1: .*70000"),
-    "in a shard": (OOPS, {"shard": (1, 2)}, r"a\.jsonl from byte 65 on: line 5: "),
+    "in a shard": (GOOD * 9 + b"oops\n", {"shard": (1, 2)}, "jsonl from byte 65 on: line 5: "),
     "no file of a pattern": (GOOD, {"input": ["a.jsonl", "*.none"]}, r"\*\.none"),
     "no object of a pattern": (GOOD, {"input": "memory://none*.jsonl"}, "matches none"),
     "two kinds of input": (GOOD, {"texts": ["a"]}, "one of input, which are paths, and texts"),
     "no input": (GOOD, {"input": []}, "input"),
     "no prefix": (GOOD, {"output_prefix": None}, "wants an output_prefix"),
     "no keys": (GOOD, {"json_keys": []}, "at least one of json_keys"),
-    "a key": (GOOD, TEXTS | {"texts": [{"x": 1}]}, r"keys \('text',\), got \{'x': 1\}"),
     "bad lines alone": (b"oops\n\n{}\n", {"on_error": "skip"}, r"all 2 lines .*a\.jsonl: line 1: "),
     "one text": (GOOD, TEXTS | {"texts": "abc"}, "an iterable of texts or dicts"),
     "bytes": (GOOD, TEXTS | {"texts": b"abc"}, "an iterable of texts or dicts"),
