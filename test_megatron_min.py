@@ -5424,7 +5424,6 @@ def test_a_tokenizer_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
         (f"gigatoken:{hf}", None, True, "special tokens"),
         ("null:9", "</s>", False, "eod and special tokens can be chosen"),
         ("null:x", None, False, "unknown tokenizer 'null:x'"),
-        ("null:-1", None, False, "unknown tokenizer 'null:-1'"),
     ):
         with pytest.raises(ValueError, match=words):
             one.build_tokenizer(name, eod_text, adds_special_tokens)
@@ -5475,10 +5474,8 @@ def test_what_is_no_tokenizer_makes_no_corpus(one, tmp_path):
         # as in the package transformers:
         (Tok(tokenize=str.split), {}, r"got Tok, whose tokenize.* makes \['a'\] of"),
         (Tok(tokenize=str.upper), {}, "got Tok, whose tokenize.* makes 'A' of 'a'"),
-        (Tok, {}, "make an object of Tok"),
         (Tok(vocab_size=None), {}, "got Tok, which lacks vocab_size"),
         (Tok(eod=None), {"append_eod": True}, "got Tok, which lacks eod"),
-        ({}, {}, "got dict, which lacks vocab_size"),
     ):
         for make in (one.preprocess, one.encode_jsonl):
             with pytest.raises(ValueError, match=words):
@@ -5568,8 +5565,7 @@ def make_shards(one, inputs, folder, count, **arguments):
     for index in range(count):
         made = one.preprocess(inputs, folder / "s", shard=(index, count), **arguments)
         shards += made.values()
-    assert len(set(shards)) == count
-    assert shards == sorted(shards)
+    assert shards == sorted(set(shards))
     one.merge(shards, folder / "merged")
     return folder / "merged"
 
@@ -5633,13 +5629,10 @@ def test_all_shards_are_merged_or_none(one, tmp_path, monkeypatch):
 
 
 def inputs_of(one, prefix):
-    """[(name of the input, number in there)] of the documents of a pair that have tokens."""
-    found = {}
-    ds = gpt(one, prefix, sequence_length=1, tokenizer=one.ByteTokenizer())
-    for k in range(len(ds)):
-        for span in one.trace(ds, k):
-            found[span.document] = (span.input, span.input_document)
-    return [found[document] for document in sorted(found)]
+    """[(name of the input, number in there)] of the documents of a pair, which all have tokens."""
+    tokens = int(one.IndexedDataset(prefix).sequence_lengths.sum())
+    ds = gpt(one, prefix, sequence_length=tokens - 1, tokenizer=one.ByteTokenizer())
+    return [(span.input, span.input_document) for span in sorted(one.trace(ds, 0))]
 
 
 def document_of(name, number):
