@@ -4897,12 +4897,11 @@ def c():
 
 
 NO_BUILD = "raise ModuleNotFoundError('no build')"
-OTHER_VERSION = r"wanted version 1, got {} of .*_megatron_min\.py.*: build it again"
 BUILDS = [  # what lies in the place of the C module, MEGATRON_MIN_C, what is said
     (NO_BUILD, "1", "no build"),
     (NO_BUILD, "", None),
-    ("shuffle = None", "", OTHER_VERSION.format(None)),
-    ("VERSION = 2", "1", OTHER_VERSION.format(2)),
+    ("shuffle = None", "", "wanted version 1, got None of "),
+    ("VERSION = 2", "1", r"wanted version 1, got 2 of .*_megatron_min\.py.*: build it again"),
     ("VERSION = 2", "0", None),
 ]
 
@@ -5570,19 +5569,11 @@ def make_shards(one, inputs, folder, count, **arguments):
 
 
 def random_input(rng):
-    """JSON lines of all kinds that are good: with blank lines, sentences, CRLF, a BOM."""
-    lines = []
-    for text in odd_texts(rng, rng.integers(0, 30)):
-        line = json.dumps({"text": text, "n": 1}, ensure_ascii=bool(rng.integers(2))).encode()
-        if rng.random() < 0.1:
-            line = json.dumps({"text": [text, "", "b"]}).encode()
-        if rng.random() < 0.1:
-            line = rng.choice([b"", b"  ", b"\xef\xbb\xbf" + line])
-        lines.append(line + rng.choice([b"\n", b"\r\n"]))
-    content = b"".join(lines)
-    if rng.random() < 0.5:
-        return content.removesuffix(b"\n")
-    return content
+    """Up to 30 lines that are good: of odd texts, of all forms, or blank."""
+    lines = LINES_OF_TEXT.split(b"\n")
+    for text in odd_texts(rng, 15):
+        lines.append(json.dumps({"text": text}, ensure_ascii=False).encode())
+    return b"\n".join(rng.choice(lines, rng.integers(31)))
 
 
 def test_random_corpora_equal_the_plain_loop(one, tmp_path, monkeypatch):
@@ -5611,7 +5602,6 @@ def test_all_shards_are_merged_or_none(one, tmp_path, monkeypatch):
     for name in ("a_00000_of_00002", "a_00001_of_00002", "n0/a_00000_of_00002", "n0/b"):
         mk(one, tmp_path / name, [[1]])
     for prefixes, missing in (
-        ("a_00000_of_00002", "a_00001_of_00002"),
         ("n0/a_00000_of_00002", "a_00001_of_00002"),
         ("a_00001_of_00002 a_00000_of_00002", "a_00000_of_00002"),
         ("a_00000_of_00002 b", "a_00001_of_00002"),
@@ -5988,7 +5978,7 @@ def test_bad_lines_anywhere_are_named_or_skipped(one, tmp_path, monkeypatch):
     for k in range(5):
         (tmp_path / f"b{k}.jsonl").touch()
     path = tmp_path / "a.jsonl"
-    first = b"\n" + GOOD * 9 + b"\n"
+    first = b"\n\xef\xbb\xbf" + GOOD * 9 + b"\n"  # with a BOM
     job = {"input": tmp_path / "*.jsonl", "output_prefix": tmp_path / "o"}
     bad = []
     for line, words in BAD_LINES.items():
