@@ -6056,16 +6056,16 @@ def test_what_a_tokenizer_raises_at_a_line(one, tmp_path):
 
         return acting(fail)
 
-    job = {"texts": ["1", "13", "2"], "output_prefix": tmp_path / "o", "workers": 2}
+    job = {"texts": ["1", "13", "2"], "output_prefix": tmp_path / "o"}
     panics = failing(Panic("an index is out of bounds"), "13", "a", "")  # it is tried by the others
     with pytest.raises(ValueError, match="texts: line 2: Panic: an index is out of bounds"):
-        one.preprocess(tokenizer=panics, **job)
+        one.preprocess(tokenizer=panics, workers=2, **job)
     with pytest.warns(UserWarning, match="left out 1 bad lines; the first: .*line 2: Panic: "):
         made = one.preprocess(tokenizer=panics, append_eod=True, on_error="skip", **job)
     assert texts_of(one, made["text"]) == [[1, 0], [2, 0]]
     for error in (MemoryError("no room"), FileNotFoundError(2, "no room"), SystemExit("no room")):
         with pytest.raises(ChildProcessError, match="no room"):
-            one.preprocess(tokenizer=failing(error, "13"), on_error="skip", **job)
+            one.preprocess(tokenizer=failing(error, "13"), on_error="skip", workers=2, **job)
 
 
 def test_a_process_that_may_have_no_children(one, tmp_path, monkeypatch):
