@@ -13,7 +13,6 @@ twice.  "Upstream: ..." in a test says what megatron-core does instead.
 """
 
 import array
-import bz2
 import collections
 import concurrent.futures
 import contextlib
@@ -34,7 +33,6 @@ import io
 import itertools
 import json
 import logging
-import lzma
 import math
 import multiprocessing
 import os
@@ -4702,45 +4700,36 @@ def c():
     return copy_of_module("c")
 
 
-BUILDS = {  # what lies in the place of the C module -> what is said of it
-    "raise ModuleNotFoundError('no build')": "no build",
-    "raise ImportError('of another Python')": "of another Python",
-    "shuffle = None": r"wanted version 1, got None of .*_megatron_min\.py.*: build it again",
-    "VERSION = 2": r"wanted version 1, got 2 of .*_megatron_min\.py.*: build it again",
-}
+NO_BUILD = "raise ModuleNotFoundError('no build')"
+BUILDS = [  # what lies in the place of the C module, MEGATRON_MIN_C, what is said
+    (NO_BUILD, "1", "no build"),
+    (NO_BUILD, "", None),
+    ("shuffle = None", "", "wanted version 1, got None of "),
+    ("VERSION = 2", "1", r"wanted version 1, got 2 of .*_megatron_min\.py.*: build it again"),
+    ("VERSION = 2", "0", None),
+]
 
 
-@pytest.mark.parametrize("setting", ["1", "0", ""])
-@pytest.mark.parametrize("build", BUILDS)
-def test_without_a_build_that_can_be_used(monkeypatch, tmp_path, build, setting):
+@pytest.mark.parametrize("build, setting, words", BUILDS)
+def test_without_a_build_that_can_be_used(monkeypatch, tmp_path, build, setting, words):
     """=1 asks for C, so it is an error; others go without, with a warning of what is there."""
     (tmp_path / "_megatron_min.py").write_text(build)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "_megatron_min", raising=False)
     monkeypatch.setenv("MEGATRON_MIN_C", setting)
     path = str(HERE / "megatron_min.py")
-    words = BUILDS[build]
     if setting == "1":
         with pytest.raises(ImportError, match=f"{words}.*pip install"):
             runpy.run_path(path)
         return
     module, messages = heard(runpy.run_path, path)
     assert module["IMPLEMENTATION"] == "python"
-    if setting == "0" or words == "no build":
-        assert messages == []
-    else:
-        [message] = messages
+    assert len(messages) == (words is not None)
+    for message in messages:
         assert re.search(words, message)
 
 
 # -- C gives what the definitions give ---------------------------------------------------------
-
-
-def test_rows_of_64_bits(c):
-    """As a stream of 2**31 documents has them."""
-    call = toy_call("build_sample_idx") | {"sample_index": np.zeros((4, 2), np.int64)}
-    call_c(c, "build_sample_idx", call)
-    assert call["sample_index"].tolist() == [[0, 0], [1, 0], [2, 1], [2, 5]]
 
 
 @linux
@@ -4892,6 +4881,8 @@ def outcome(mm, name, call):
 def test_what_c_takes_is_what_python_takes(c, one, name, monkeypatch):
     """The same result, or the same error with the same sentence."""
     monkeypatch.setattr(c, "_FEW_ITEMS", 0)
+    for module in (c, one):  # rows of 64 bits, as a stream of 2**31 documents has them
+        monkeypatch.setattr(module, "_sample_index_dtype", mock.Mock(return_value=np.int64))
     for (ours, is_refused), (plain, _) in zip(odd_calls(name), odd_calls(name), strict=True):
         found = outcome(c, name, ours)
         assert found == outcome(one, name, plain), plain
@@ -5066,19 +5057,17 @@ def test_c_refuses_bad_calls(c, name):
 def test_c_releases_the_gil(c, name):
     """Another thread ends while this one does nothing but call."""
     thread = threading.Thread(target=time.sleep, args=[0.001])
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000)  # only a lock that is released lets the other thread in
     call = toy_call(name)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(thread.join)
+        stack.callback(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(1000)  # only a lock that is released lets the other thread in
         thread.start()
         for _ in range(1_000_000):  # a call is short, and the system may wake the thread late
             call_c(c, name, call)
             if not thread.is_alive():
                 break
         assert not thread.is_alive()
-    finally:
-        sys.setswitchinterval(interval)
-        thread.join()
 
 
 # -- what setup.py builds and packs ------------------------------------------------------------
@@ -5143,13 +5132,8 @@ def test_wheels_of_the_sources_as_they_are_packed(tmp_path, monkeypatch, case):
 
 def test_tokenizer_by_module_and_attribute(one, tmp_path, monkeypatch):
     """A class, an object or a function; the module lies in the current folder."""
-    lines = [
-        f"from {__name__} import Tok",
-        "object = Tok()",
-        "def make(): return object",
-        "text = ''",
-    ]
-    (tmp_path / "my_tokens.py").write_text("\n".join(lines))
+    lines = "object = Tok()\ndef make(): return object\ntext = ''\n"
+    (tmp_path / "my_tokens.py").write_text(f"from {__name__} import Tok\n{lines}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "my_tokens", raising=False)
     before = list(sys.path)
@@ -5182,31 +5166,24 @@ def hf(tmp_path):
     return path
 
 
-def test_hugging_face_tokenizer(one, tmp_path, hf):
+def test_hugging_face_tokenizer(one, hf):
     """Its identifiers tell apart what makes other tokens.
 
     Upstream counts the ids, 6 here, so that the file would get two bytes for an id of 70,000.
     """
     texts = ["nein ja ja", "", "was", "weit"]
-    identifiers = set()
-    for eod_text, start, eod in (
-        (None, [], 3),
-        ("</s>", [], 4),
-        (None, [4], 3),  # with special tokens, as Llama's file has them, for those who ask
-    ):
-        tokenizer = one.build_tokenizer(hf, eod_text, bool(start))
-        identifiers.add(json.dumps(tokenizer.unique_identifiers))
-        assert tokenizer.eod == eod
+    plain = one.build_tokenizer(os.path.dirname(hf))  # the folder that holds tokenizer.json
+    other_eod = one.build_tokenizer(hf, "</s>")
+    with_start = one.build_tokenizer(hf, None, True)  # as Llama's file has it, for those who ask
+    for tokenizer, start in ((plain, []), (other_eod, []), (with_start, [4])):
         wanted = [[*start, 2, 1, 1], start, [*start, 0], [*start, 70_000]]
         assert [tokenizer.tokenize(text) for text in texts] == wanted
         assert lists(tokenizer.tokenize_batch(texts)) == wanted
-    assert len(identifiers) == 3
-    plain = one.build_tokenizer(os.path.dirname(hf))  # the folder that holds tokenizer.json
-    of_file = {"tokenizer.json": hashlib.md5(pathlib.Path(hf).read_bytes()).hexdigest(), "eod": 3}
-    of_class = {"class": "HuggingFaceTokenizer", "package": "tokenizers"}
-    assert plain.unique_identifiers == of_class | of_file
-    made = one.preprocess(texts=texts, output_prefix=tmp_path / "o", tokenizer=plain, workers=2)
-    assert texts_of(one, made["text"]) == [[2, 1, 1], [], [0], [70_000]]
+    of_file = {"class": "HuggingFaceTokenizer", "package": "tokenizers"}
+    of_file["tokenizer.json"] = hashlib.md5(pathlib.Path(hf).read_bytes()).hexdigest()
+    assert plain.unique_identifiers == of_file | {"eod": 3}
+    assert other_eod.unique_identifiers == of_file | {"eod": 4}
+    assert with_start.unique_identifiers == of_file | {"eod": 3, "add_special_tokens": True}
 
 
 def test_the_eod_of_a_folder(one, tmp_path, hf):
@@ -5249,7 +5226,6 @@ def test_a_tokenizer_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
         (f"gigatoken:{hf}", None, True, "special tokens"),
         ("null:9", "</s>", False, "eod and special tokens can be chosen"),
         ("null:x", None, False, "unknown tokenizer 'null:x'"),
-        ("null:-1", None, False, "unknown tokenizer 'null:-1'"),
     ):
         with pytest.raises(ValueError, match=words):
             one.build_tokenizer(name, eod_text, adds_special_tokens)
@@ -5300,10 +5276,8 @@ def test_what_is_no_tokenizer_makes_no_corpus(one, tmp_path):
         # as in the package transformers:
         (Tok(tokenize=str.split), {}, r"got Tok, whose tokenize.* makes \['a'\] of"),
         (Tok(tokenize=str.upper), {}, "got Tok, whose tokenize.* makes 'A' of 'a'"),
-        (Tok, {}, "make an object of Tok"),
         (Tok(vocab_size=None), {}, "got Tok, which lacks vocab_size"),
         (Tok(eod=None), {"append_eod": True}, "got Tok, which lacks eod"),
-        ({}, {}, "got dict, which lacks vocab_size"),
     ):
         for make in (one.preprocess, one.encode_jsonl):
             with pytest.raises(ValueError, match=words):
@@ -5311,22 +5285,17 @@ def test_what_is_no_tokenizer_makes_no_corpus(one, tmp_path):
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
-def test_two_eods_are_told(one, tmp_path, hf):
-    """One by the file's post-processor, one by append_eod; a beginning of texts is none."""
-    ends = json.loads(pathlib.Path(hf).read_bytes())
-    template = ends["post_processor"]["single"]
-    template.append(template[0])  # so that </s> is put behind a text, too
-    (tmp_path / "ends.json").write_text(json.dumps(ends))
-    path = jsonl(tmp_path / "a.jsonl", ["ja", ""])
-    for name, eod_token, adds_special_tokens, append_eod, count in (
-        ("tokenizer.json", "</s>", True, True, 0),
-        ("ends.json", "</s>", True, True, 1),
-        ("ends.json", "</s>", True, False, 0),
-        ("ends.json", None, True, True, 0),  # it ends texts in another token
-        ("ends.json", "</s>", False, True, 0),
-        ("ends.json", "[UNK]", False, True, 0),  # as a letter that is not known
+def test_two_eods_are_told(one, tmp_path):
+    """One by the tokenizer, as by a file's post-processor, and one by append_eod."""
+    path = jsonl(tmp_path / "a.jsonl", ["a", ""])
+    for of_letter, of_nothing, append_eod, count in (
+        ([1, 0], [0], True, 1),
+        ([1, 0], [0], False, 0),
+        ([0, 1], [0], True, 0),  # it begins texts so
+        ([1, 2], [2], True, 0),  # it ends texts in another token
+        ([0], [], True, 0),  # a letter that is not known
     ):
-        tokenizer = one.build_tokenizer(tmp_path / name, eod_token, adds_special_tokens)
+        tokenizer = Tok(tokenize={"a": of_letter, "": of_nothing}.get)
         for make in (one.preprocess, one.encode_jsonl):
             _, messages = heard(make, path, tmp_path / "o", tokenizer, append_eod=append_eod)
             assert ["ends texts in eod by itself" in text for text in messages] == [True] * count
@@ -5351,14 +5320,10 @@ def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path):
     """
     pytest.importorskip("gigatoken")
     tokenizers = pytest.importorskip("tokenizers")
-    of_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained = tokenizers.ByteLevelBPETokenizer()
     special = ["<|endoftext|>", "<|im_end|>"]
-    words = [*special, *sorted(of_bytes.alphabet()), "th", "the", "12"]
-    vocab = {word: number for number, word in enumerate(words)}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("t", "h"), ("th", "e"), ("1", "2")]))
-    made.pre_tokenizer = of_bytes
-    made.add_special_tokens(special)
-    made.save(str(tmp_path / "tokenizer.json"))
+    trained.train_from_iterator(["the 12"], 261, min_frequency=1, special_tokens=special)
+    trained.save(str(tmp_path / "tokenizer.json"))
     texts = odd_texts(np.random.default_rng(0), 300)
     slow = one.build_tokenizer(tmp_path, "<|im_end|>")
     fast = one.build_tokenizer(f"gigatoken:{tmp_path}", "<|im_end|>")
@@ -5387,20 +5352,10 @@ def compress(content, extension):
     """Content as two whole compressed files, laid end to end."""
     if extension == "":
         return content
-    if extension == ".zst":
-        module = pytest.importorskip(ZSTD)
-    else:
-        module = {".gz": gzip, ".bz2": bz2, ".xz": lzma}[extension]
+    modules = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": ZSTD}
+    module = pytest.importorskip(modules[extension])
     half = len(content) // 2
     return module.compress(content[:half]) + module.compress(content[half:])
-
-
-def test_what_verbose_shows(one, tmp_path, capsys):
-    """A line at the end."""
-    one.preprocess(texts=["a", "b"], output_prefix=tmp_path / "o")
-    assert capsys.readouterr().err == ""
-    one.preprocess(texts=["a", "b"], output_prefix=tmp_path / "o", verbose=True)
-    assert re.fullmatch(r"2 documents, 26 bytes, [\d.,]+ MB/s\n", capsys.readouterr().err)
 
 
 # -- Shards ------------------------------------------------------------------------------------
@@ -5412,46 +5367,36 @@ def make_shards(one, inputs, folder, count, **arguments):
     for index in range(count):
         made = one.preprocess(inputs, folder / "s", shard=(index, count), **arguments)
         shards += made.values()
-    assert len(set(shards)) == count
-    assert shards == sorted(shards)
+    assert shards == sorted(set(shards))
     one.merge(shards, folder / "merged")
     return folder / "merged"
 
 
 def random_input(rng):
-    """JSON lines of all kinds that are good: with blank lines, sentences, CRLF, a BOM."""
-    lines = []
-    for text in odd_texts(rng, rng.integers(0, 30)):
-        line = json.dumps({"text": text, "n": 1}, ensure_ascii=bool(rng.integers(2))).encode()
-        if rng.random() < 0.1:
-            line = json.dumps({"text": [text, "", "b"]}).encode()
-        if rng.random() < 0.1:
-            line = rng.choice([b"", b"  ", b"\xef\xbb\xbf" + line])
-        lines.append(line + rng.choice([b"\n", b"\r\n"]))
-    content = b"".join(lines)
-    if rng.random() < 0.5:
-        return content.removesuffix(b"\n")
-    return content
+    """Up to 30 lines that are good: of odd texts, of all forms, or blank."""
+    lines = LINES_OF_TEXT.split(b"\n")
+    for text in odd_texts(rng, 15):
+        lines.append(json.dumps({"text": text}, ensure_ascii=False).encode())
+    return b"\n".join(rng.choice(lines, rng.integers(31)))
 
 
 def test_random_corpora_equal_the_plain_loop(one, tmp_path, monkeypatch):
     """By 1 to 3 workers, and as 2 to 5 shards, which are merged; with blocks of all sizes."""
     for case, rng in enumerate(cases(3)):
         monkeypatch.setattr(one, "_BLOCK_BYTES", int(rng.choice([1, 100, 5000, 1 << 19])))
-        folder = tmp_path / str(case)
-        folder.mkdir()
         contents = [random_input(rng) for _ in range(rng.integers(1, 6))]
         paths = []
         for number, content in enumerate(contents):
             extension = str(rng.choice(["", "", "", ".gz", ".bz2", ".xz"]))
-            paths.append(folder / f"{number}.jsonl{extension}")
+            paths.append(tmp_path / f"{number}.jsonl{extension}")
             paths[-1].write_bytes(compress(content, extension))
-        (folder / "all").write_bytes(b"\n".join(contents))
-        one.encode_jsonl(folder / "all", folder / "plain", append_eod=True)
-        plain = bytes_of_pair(folder / "plain")
+        (tmp_path / "all").write_bytes(b"\n".join(contents))
+        one.encode_jsonl(tmp_path / "all", tmp_path / "plain", append_eod=True)
+        plain = bytes_of_pair(tmp_path / "plain")
         job = {"append_eod": True, "workers": case % 3 + 1}
-        whole = quiet(one.preprocess, paths, folder / "o", **job)["text"]
-        merged = quiet(make_shards, one, paths, folder, int(rng.integers(2, 6)), **job)
+        whole = quiet(one.preprocess, paths, tmp_path / "o", **job)["text"]
+        count = int(rng.integers(2, 6))
+        merged = quiet(make_shards, one, paths, tmp_path, count, append_eod=True)
         assert bytes_of_pair(whole) == bytes_of_pair(merged) == plain
 
 
@@ -5461,7 +5406,6 @@ def test_all_shards_are_merged_or_none(one, tmp_path, monkeypatch):
     for name in ("a_00000_of_00002", "a_00001_of_00002", "n0/a_00000_of_00002", "n0/b"):
         mk(one, tmp_path / name, [[1]])
     for prefixes, missing in (
-        ("a_00000_of_00002", "a_00001_of_00002"),
         ("n0/a_00000_of_00002", "a_00001_of_00002"),
         ("a_00001_of_00002 a_00000_of_00002", "a_00000_of_00002"),
         ("a_00000_of_00002 b", "a_00001_of_00002"),
@@ -5477,19 +5421,11 @@ def test_all_shards_are_merged_or_none(one, tmp_path, monkeypatch):
 # -- Records -----------------------------------------------------------------------------------
 
 
-def record_of(prefix):
-    """The record beside a pair."""
-    return json.loads(pathlib.Path(f"{prefix}.record.json").read_text())
-
-
 def inputs_of(one, prefix):
-    """[(name of the input, number in there)] of the documents of a pair that have tokens."""
-    found = {}
-    ds = gpt(one, prefix, sequence_length=1, tokenizer=one.ByteTokenizer())
-    for k in range(len(ds)):
-        for span in one.trace(ds, k):
-            found[span.document] = (span.input, span.input_document)
-    return [found[document] for document in sorted(found)]
+    """[(name of the input, number in there)] of the documents of a pair, which all have tokens."""
+    tokens = int(one.IndexedDataset(prefix).sequence_lengths.sum())
+    ds = gpt(one, prefix, sequence_length=tokens - 1, tokenizer=one.ByteTokenizer())
+    return [(span.input, span.input_document) for span in sorted(one.trace(ds, 0))]
 
 
 def document_of(name, number):
@@ -5498,82 +5434,64 @@ def document_of(name, number):
     "from byte 84 on" counts from there.
     """
     path, _, byte = name.removesuffix(" on").partition(" from byte ")
-    first = math.ceil(int(byte.replace(",", "") or 0) / 18)
+    first = math.ceil(int(byte or 0) / 18)
     return f"{path[0]}{first + number:4}"
 
 
 def test_the_way_back_to_the_inputs(one, tmp_path, monkeypatch):
-    """Of one job, of shards, of merged shards, and of several such pairs that are merged."""
-    for case, rng in enumerate(cases(2)):
-        (tmp_path / str(case)).mkdir()
-        monkeypatch.chdir(tmp_path / str(case))
-        names = ["a.jsonl", "b.jsonl", "c.jsonl"]
-        for name in names:
-            jsonl(name, [document_of(name, k) for k in range(rng.integers(1, 30))])
-        whole = one.preprocess("*.jsonl", "whole")["text"]
-        merged = make_shards(one, names, pathlib.Path("."), int(rng.integers(2, 12)))
-        one.merge([merged, whole, merged], "all")
-        shards = sorted(path.removesuffix(".idx") for path in glob.glob("s_*.idx"))
-        for prefix in (whole, *shards, merged, "all"):
-            texts = [bytes(ids).decode() for ids in texts_of(one, prefix)]
-            if texts:
-                found = inputs_of(one, prefix)
-                assert texts == [document_of(*place) for place in found]
-                assert not any(" byte 0 " in name for name, _ in found)
+    """Of one job, of shards, of merged shards, and of several such pairs that are merged.
+
+    Of 7 shards most begin within a line; of 12 each has 3 lines.
+    """
+    monkeypatch.chdir(tmp_path)
+    names = ["a.jsonl", "b.jsonl", "c.jsonl"]
+    for name, count in zip(names, (1, 29, 6), strict=True):
+        jsonl(name, [document_of(name, k) for k in range(count)])
+    whole = one.preprocess("*.jsonl", "whole")["text"]
+    for count in (7, 12):
+        merged = make_shards(one, names, tmp_path, count)
+    one.merge([merged, whole, merged], "all")
+    shards = sorted(path.removesuffix(".idx") for path in glob.glob("s_*.idx"))
+    assert len(shards) == 7 + 12
+    for prefix in (whole, *shards, merged, "all"):
+        texts = [bytes(ids).decode() for ids in texts_of(one, prefix)]
+        found = inputs_of(one, prefix)
+        assert texts == [document_of(*place) for place in found]
+        assert not any(" byte 0 " in name for name, _ in found)
 
 
-def test_the_record_of_a_pair(one, tmp_path, monkeypatch):
-    """It says what the pair was made from, without signatures.
+def test_the_record_of_a_pair(one, tmp_path, monkeypatch, recwarn):
+    """It says what the pair was made from, without signatures; a new pair takes it away.
 
-    A pair without one is an input of its own; a new pair takes the record of the old one away.
+    One that is damaged or of another form is as none, without a word, of its tokenizer too.  A pair
+    without one is an input of its own.
     """
     monkeypatch.chdir(tmp_path)
     fsspec.filesystem("memory").pipe_file("/b/a.jsonl?sig=s3cret", GOOD)
-    pathlib.Path("b.jsonl").write_bytes(GOOD * 9)
-    made = one.preprocess(["memory://b/a.jsonl?sig=s3cret", "b.jsonl"], "o")["text"]
-    inputs = [["memory://b/a.jsonl", 1], ["b.jsonl", 9]]
-    wanted = {"tokenizer": one.ByteTokenizer.unique_identifiers, "inputs": inputs}
-    sizes = {end: os.path.getsize(f"{made}.{end}") for end in ("bin", "idx")}
-    assert record_of(made) == wanted | sizes
+    pathlib.Path("b.jsonl").write_bytes(GOOD * 2)
+    made = one.preprocess(["memory://b/a.jsonl?sig=s3cret", "b.jsonl"], "o", Tok())["text"]
+    path = pathlib.Path(f"{made}.record.json")
+    record = json.loads(path.read_text())
+    inputs = [["memory://b/a.jsonl", 1], ["b.jsonl", 2]]
+    wanted = {"tokenizer": Tok().unique_identifiers, "inputs": inputs}
+    assert record == wanted | {end: os.path.getsize(f"{made}.{end}") for end in ("bin", "idx")}
     mk(one, tmp_path / "upstream", [[1], [2], [3]], np.uint16)
     one.merge(["upstream", made], "all")
-    assert record_of("all")["inputs"] == [["upstream", 3], *inputs]
-    assert record_of("all")["tokenizer"] == wanted["tokenizer"]
+    merged = json.loads(pathlib.Path("all.record.json").read_text())
+    assert merged["inputs"] == [["upstream", 3], *inputs]
+    assert merged["tokenizer"] == record["tokenizer"]
     mk(one, tmp_path / "all", [[5]])
     assert not os.path.exists("all.record.json")
 
-
-def test_a_record_of_another_form_is_as_none(one, tmp_path, recwarn):
-    """Without a word, of its tokenizer too; and so is one that is damaged.
-
-    One of fewer documents names no input of the others.
-    """
-    texts = {"texts": ["1 2 3", "4 5 6"], "tokenizer": Tok()}
-    made = one.preprocess(output_prefix=tmp_path / "o", **texts)["text"]
-    path = pathlib.Path(f"{made}.record.json")
-    record = record_of(made)
     wrong = [{"bin": 9}, {"idx": 9}, {"tokenizer": "bytes"}, {"tokenizer": [{}]}, {"inputs": None}]
-    for part in (2, [2, 2], ["a", 2, 0], ["a", "2"], ["a", 2.5]):
-        wrong.append({"inputs": [part]})
+    wrong += [{"inputs": [part]} for part in (2, [2, 2], ["a", 2, 0], ["a", "2"], ["a", 2.5])]
     contents = [json.dumps(record | values) for values in wrong]
-    for key in record:
-        contents.append(json.dumps({k: record[k] for k in record if k != key}))
     for content in [*contents, "", "[]", "{", "\0", "7", "[" * 99999]:
         path.write_text(content)
-        assert inputs_of(one, made) == [(None, None)] * 2, content[:200]
+        assert inputs_of(one, made) == [(None, None)] * 3, content[:200]
     assert len(recwarn) == 0
-    path.write_text(json.dumps(record | {"inputs": [["texts", 1]]}))
-    assert quiet(inputs_of, one, made) == [("texts", 0), (None, None)]
-
-
-OF_A_FILE = {"class": "HuggingFaceTokenizer", "package": "tokenizers", "eod": 0}
-TOKENIZERS = {
-    "tok": Tok(),
-    "five": Tok(eod=5),
-    "file": Tok(unique_identifiers=OF_A_FILE),
-    "gigatoken": Tok(unique_identifiers=OF_A_FILE | {"package": "gigatoken"}),
-    "nameless": Tok(unique_identifiers=None),
-}
+    path.write_text(json.dumps(record | {"inputs": [["b.jsonl", 2]]}))  # of fewer documents
+    assert quiet(inputs_of, one, made) == [("b.jsonl", 0), ("b.jsonl", 1), (None, None)]
 
 
 def test_another_tokenizer_than_that_of_the_pair(one, tmp_path):
@@ -5581,8 +5499,16 @@ def test_another_tokenizer_than_that_of_the_pair(one, tmp_path):
 
     As far as records say it.  Which package reads a tokenizer.json makes no other tokenizer.
     """
+    of_a_file = {"class": "HuggingFaceTokenizer", "package": "tokenizers", "eod": 0}
+    tokenizers = {
+        "tok": Tok(),
+        "five": Tok(eod=5),
+        "file": Tok(unique_identifiers=of_a_file),
+        "gigatoken": Tok(unique_identifiers=of_a_file | {"package": "gigatoken"}),
+        "nameless": Tok(unique_identifiers=None),
+    }
     prefixes = {"bare": mk(one, tmp_path / "bare", [[1] * 9] * 2, np.uint16)}
-    for name, tokenizer in TOKENIZERS.items():
+    for name, tokenizer in tokenizers.items():
         job = {"output_prefix": tmp_path / name, "tokenizer": tokenizer}
         prefixes[name] = one.preprocess(texts=["1 2 3 4 5 6 7 8 9"] * 2, **job)["text"]
     merged = str(tmp_path / "merged")
@@ -5600,11 +5526,11 @@ def test_another_tokenizer_than_that_of_the_pair(one, tmp_path):
                 one.merge(chosen, merged)
             assert not os.path.exists(f"{merged}.idx")
     blend = [prefixes["tok"], merged, prefixes["bare"], prefixes["file"]]
-    fields = {"path_to_cache": str(tmp_path / "cache")}
+    fields = {"path_to_cache": str(tmp_path / "cache"), "split": "1,1,0"}
     for name, told in (("tok", "f"), ("five", "tmf"), ("gigatoken", "tm")):
-        for split in ("1,1,0", "1,1,0", "1"):  # the second finds a cache
-            cfg = config(one, (blend, None), split=split, tokenizer=TOKENIZERS[name], **fields)
-            _, messages = heard(build, one, [1, 1, 0] if "," in split else [1, 0, 0], cfg)
+        for _ in range(2):  # the second finds a cache
+            cfg = config(one, (blend, None), tokenizer=tokenizers[name], **fields)
+            _, messages = heard(build, one, [1, 1, 0], cfg)
             found = [pathlib.Path(message.partition(" was made")[0]).name for message in messages]
             assert [prefix[0] for prefix in found] == list(told), name
             assert all(re.search("Tok.*config is .*'eod'", words) for words in messages)
@@ -5629,15 +5555,15 @@ def test_a_compressed_file_that_is_cut_or_changed_is_named(one, tmp_path, extens
     assert texts_of(one, made) == [list(b"%d" % k**2) for k in range(300)]
 
 
-@pytest.mark.parametrize("count", [1, 3, 40])
+@pytest.mark.parametrize("count", [1, 3])
 def test_inputs_of_all_kinds_from_all_places(one, tmp_path, count):
     """URLs with queries, patterns of URLs, and files, in any order; sharded, too.
 
     Arguments keep their order, and a pattern is sorted.  Upstream: as the file system has them.
+    A list tells sizes: what matches a pattern is asked for its own once, when it has been read.
     """
     memory = fsspec.filesystem("memory")
-    lines = b'{"text": "a"}\n\n{"text": "bcdefg"}\n \n{"text": ""}\r\n{"text": "h"}\n'
-    for name, content in (("b2", GOOD * 3), ("b1", lines), ("b10", b'{"text": "x"}')):
+    for name, content in (("b2", GOOD * 3), ("b1", b'{"text": "a"}\n'), ("b10", b'{"text": "x"}')):
         memory.pipe_file(f"{tmp_path}/{name}.jsonl", content)
     for name in ("d2", "d1", "d1.json::d", "d10", "[de]*"):  # what exists is a file, and no pattern
         jsonl(tmp_path / f"{name}.json", [name])
@@ -5646,9 +5572,11 @@ def test_inputs_of_all_kinds_from_all_places(one, tmp_path, count):
     memory.pipe_file(f"{compressed}?sig=1", compressed.read_bytes())
     inputs = [f"memory://{compressed}?sig=1", compressed, f"memory://{tmp_path}/b*.jsonl"]
     inputs += [tmp_path / "d*.json", f"{tmp_path}/[de]*.json"]
-    merged = make_shards(one, inputs, tmp_path, count)
-    texts = [*["1"] * 18, "a", "bcdefg", "", "h", "x", "1", "1", "1", "d1"]
-    texts += ["d1.json::d", "d10", "d2", "[de]*"]
+    with mock.patch.object(type(memory), "info", side_effect=memory.info) as info:
+        merged = make_shards(one, inputs, tmp_path, count)
+    asked = [call.args[0] for call in info.call_args_list]
+    assert asked.count(f"{tmp_path}/b1.jsonl") == 1
+    texts = [*["1"] * 18, "a", "x", *["1"] * 3, "d1", "d1.json::d", "d10", "d2", "[de]*"]
     assert texts_of(one, merged) == [list(text.encode()) for text in texts]
 
 
@@ -5702,83 +5630,67 @@ def test_standard_input_and_pipes(one, tmp_path, monkeypatch):
     assert texts_of(one, made["text"]) == [[97, 98], [99], [100], [97, 98], [99]]
 
 
-def test_what_is_said_of_an_input_leaves_out_its_query(one, web, tmp_path):
-    """It may be a signature; fsspec's errors show whole URLs."""
+def test_what_a_server_answers(one, web, no_pauses, tmp_path):
+    """It is asked again for sizes, at the beginning and at the end; what is read is read once.
+
+    What comes without a size is a stream.  What is said of an input leaves out its query, which may
+    be a signature; fsspec's errors show whole URLs.
+    """
     root = web.root
-    for name, content, fault, words in (
-        ("a.jsonl.gz", b"nothing", None, "cannot be read: Not a gzipped file"),
-        ("a.jsonl", b"oops", None, "line 1: "),
-        ("a.jsonl.ZIP", b"", None, "a zip archive"),
-        ("none.jsonl", None, None, "no such file"),
-        ("a.jsonl", b"", 403, f"cannot be read: ClientResponseError: 403.*url='{root}/a.jsonl"),
-    ):
-        if content is not None:
-            pathlib.Path(web.server.folder, name).write_bytes(content)
-        web.server.faults = itertools.repeat(fault)
-        with pytest.raises((ValueError, OSError), match=f"^{root}/{name}: {words}") as refusal:
-            one.preprocess(f"{root}/{name}?X-Amz-Signature={SECRET}%2F&u=1", tmp_path / "o")
-        assert SECRET not in str(refusal.value)
-        assert refusal.value.__suppress_context__ or refusal.value.__context__ is None
-
-
-def test_a_server_that_does_not_answer_is_asked_again(one, web, no_pauses, tmp_path):
-    """For the size, at the beginning and at the end, and for a list; what is read is read once."""
-    pathlib.Path(web.server.folder, "a.jsonl").write_bytes(GOOD)
-    url = f"{web.root}/a.jsonl"
-    for faults, pauses, is_read in (
-        ([503] * 3, 1, True),
-        ([None] * 3 + [503] * 3, 1, True),
-        ([503] * 99, 4, False),
-        ([None, None, 503], 0, False),
+    url_alone = f"url='{root}/a.jsonl"
+    lines = b'{"text": "%s"}\n' % (b"a" * 9000) * 9  # more than is read at a time
+    contents = {"a.jsonl": lines, "a.jsonl.gz": compress(lines, ".gz")}
+    contents |= {"b.jsonl": b"oops", "b.jsonl.gz": b"nothing", "b.jsonl.ZIP": b""}
+    for name, content in contents.items():
+        pathlib.Path(web.server.folder, name).write_bytes(content)
+    for name, faults, pauses, words in (
+        ("a.jsonl", [503] * 3, 1, None),
+        ("a.jsonl", [None] * 3 + [503] * 3, 1, None),
+        ("a.jsonl", [503] * 99, 4, f"cannot be read: .*503.*{url_alone}"),
+        ("a.jsonl", [None, None, 503], 0, f"cannot be read: .*503.*{url_alone}"),
+        ("a.jsonl", [403] * 99, 0, f"cannot be read: .*403.*{url_alone}"),
+        ("a.jsonl", ["no length"] * 99, 0, None),
+        ("a.jsonl.gz", ["no length"] * 99, 0, None),
+        ("b.jsonl.gz", [], 0, "cannot be read: Not a gzipped file"),
+        ("b.jsonl", [], 0, "line 1: "),
+        ("b.jsonl.ZIP", [], 0, "a zip archive"),
+        ("none.jsonl", [], 0, "no such file"),
     ):
         no_pauses.clear()
         web.server.faults = iter(faults)
-        if is_read:
+        url = f"{root}/{name}?X-Amz-Signature={SECRET}%2F&u=1"
+        if words is None:
             made = one.preprocess(url, tmp_path / "o")["text"]
-            assert texts_of(one, made) == [[49]]
+            assert texts_of(one, made) == [[97] * 9000] * 9
         else:
-            with pytest.raises(OSError, match=r"a\.jsonl: cannot be read: .*503"):
+            with pytest.raises((ValueError, OSError), match=f"^{root}/{name}: {words}") as refusal:
                 one.preprocess(url, tmp_path / "o")
-        assert len(no_pauses) == pauses
-
-
-def test_an_input_whose_size_is_not_told_is_read_as_a_stream(one, web, no_pauses, tmp_path):
-    texts = [str(k) * k for k in range(300)]
-    path = jsonl(tmp_path / "a.jsonl", texts)
-    for extension in ("", ".gz"):
-        content = compress(pathlib.Path(path).read_bytes(), extension)
-        pathlib.Path(web.server.folder, f"a.jsonl{extension}").write_bytes(content)
-    web.server.faults = itertools.repeat("no length")
-    urls = [f"{web.root}/a.jsonl", f"{web.root}/a.jsonl.gz"]
-    made = one.preprocess([path, *urls], tmp_path / "o")["text"]
-    assert texts_of(one, made) == [list(text.encode()) for text in texts * 3]
-    assert no_pauses == []
-
-
-def test_what_matches_a_pattern_is_not_asked_for_its_size(one, bucket, tmp_path):
-    """It comes with the list; so each is asked once, when it has been read."""
-    memory = fsspec.filesystem("memory")
-    for k in range(20):
-        memory.pipe_file(f"/bucket/{k}.jsonl", GOOD)
-    with mock.patch.object(type(memory), "info", side_effect=memory.info) as asked:
-        made = one.preprocess("memory://bucket/*.jsonl", tmp_path / "o")["text"]
-    assert len(one.IndexedDataset(made)) == 20
-    assert asked.call_count < 20 + 10
+            assert SECRET not in str(refusal.value)
+            assert refusal.value.__cause__ is None
+            assert refusal.value.__suppress_context__ or refusal.value.__context__ is None
+        assert len(no_pauses) == pauses, (name, faults)
 
 
 # -- Documents ---------------------------------------------------------------------------------
 
 
-def test_each_key_makes_a_pair(one, tmp_path, monkeypatch):
-    """Of a file, and of texts by workers that get several blocks; a line that is bad is in none."""
+def test_each_key_makes_a_pair(one, tmp_path, monkeypatch, capsys):
+    """Of a file, and of texts by workers that get several blocks; a line that is bad is in none.
+
+    What has been done is said to those who ask for words.
+    """
     monkeypatch.setattr(one, "_BLOCK_BYTES", 1000)
     rows = [{"x": "a" * 3 * k, "n": k, "y": ["b", "c" * k]} for k in range(100)]
     good = [row for row in rows if row["n"] != 9]
     rows[9]["y"] = 9
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = {"json_keys": ["y", "x"], "on_error": "skip"}
-    made = quiet(one.preprocess, tmp_path / "a.jsonl", tmp_path / "o", **keys)
+    made = quiet(one.preprocess, path, tmp_path / "o", verbose=True, **keys)
+    words = rf"99 documents, {path.stat().st_size:,} bytes, [\d.,]+ MB/s\n"
+    assert re.fullmatch(words, capsys.readouterr().err)
     of_texts = quiet(one.preprocess, None, tmp_path / "t", texts=iter(rows), workers=3, **keys)
+    assert capsys.readouterr().err == ""
     assert made == {key: f"{tmp_path}/o_{key}_document" for key in ("y", "x")}
     for key, prefix in made.items():
         assert texts_of(one, prefix) == [list("".join(row[key]).encode()) for row in good]
@@ -5788,44 +5700,41 @@ def test_each_key_makes_a_pair(one, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("d*"))
 
 
-class NoBatches(Tok):
-    """It has no tokenize_batch, and says so as classes of upstream say it."""
+def test_ids_may_be_of_any_kind(one, tmp_path):
+    """What a tokenizer returns of a text, where ids are stored as int32.
 
-    tokenize_batch = property(mock.Mock(side_effect=NotImplementedError))
+    That it has no tokenize_batch it may say as classes of upstream say it.
+    """
+
+    class NoBatches(Tok):
+        tokenize_batch = property(mock.Mock(side_effect=NotImplementedError))
+
+    ids = [3, 3]
+    kinds = [np.array(ids, dtype) for dtype in (np.uint8, np.int64, np.uint64)]
+    for found in [(3, 3), torch.tensor(ids), *kinds]:
+        tokenize = mock.Mock(return_value=found)
+        tokenizer = NoBatches(vocab_size=70_001, eod=70_000, tokenize=tokenize)
+        job = {"output_prefix": tmp_path / "o", "tokenizer": tokenizer, "append_eod": True}
+        made = one.preprocess(texts=["abc", "a"], **job)["text"]
+        assert texts_of(one, made) == [[3, 3, 70_000]] * 2
 
 
-@pytest.mark.parametrize("kind", [tuple, torch.tensor, np.uint8, np.int64, np.uint64])
-@pytest.mark.parametrize("append_eod", [True, False])
-def test_ids_may_be_of_any_kind(one, tmp_path, kind, append_eod):
-    """What a tokenizer returns of a text, where ids are stored as int32."""
-    as_kind = kind if kind in (tuple, torch.tensor) else functools.partial(np.array, dtype=kind)
-    tokenize = mock.Mock(return_value=as_kind([3, 3]))
-    tokenizer = NoBatches(vocab_size=70_001, eod=70_000, tokenize=tokenize)
-    job = {"texts": ["abc", "a"], "tokenizer": tokenizer, "append_eod": append_eod}
-    made = one.preprocess(output_prefix=tmp_path / "o", **job)["text"]
-    assert texts_of(one, made) == [[3, 3] + [70_000] * append_eod] * 2
-
-
-OOPS = GOOD * 9 + b"oops\n"
-FORGETFUL = {"tokenizer": Tok(tokenize_batch=mock.Mock(return_value=[]))}
-TEXTS = {"input": None, "texts": ["a"]}
 TABLE = types.SimpleNamespace(columns=["text"])  # as pandas, pyarrow and polars have them
 REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the error says
-    "lost texts": (GOOD * 2, FORGETFUL, "tokenize_batch"),
+    "lost texts": (GOOD, {"tokenizer": Tok(tokenize_batch=mock.Mock(return_value=[]))}, "0 lists"),
     "an id that does not fit": (b'{"text": "70000"}', {"tokenizer": Tok()}, "line 1: .*70000"),
-    "in a shard": (OOPS, {"shard": (1, 2)}, r"a\.jsonl from byte 65 on: line 5: "),
+    "in a shard": (GOOD * 9 + b"oops\n", {"shard": (1, 2)}, "jsonl from byte 65 on: line 5: "),
     "no file of a pattern": (GOOD, {"input": ["a.jsonl", "*.none"]}, r"\*\.none"),
     "no object of a pattern": (GOOD, {"input": "memory://none*.jsonl"}, "matches none"),
     "two kinds of input": (GOOD, {"texts": ["a"]}, "one of input, which are paths, and texts"),
     "no input": (GOOD, {"input": []}, "input"),
     "no prefix": (GOOD, {"output_prefix": None}, "wants an output_prefix"),
     "no keys": (GOOD, {"json_keys": []}, "at least one of json_keys"),
-    "a key": (GOOD, TEXTS | {"texts": [{"x": 1}]}, r"keys \('text',\), got \{'x': 1\}"),
     "bad lines alone": (b"oops\n\n{}\n", {"on_error": "skip"}, r"all 2 lines .*a\.jsonl: line 1: "),
-    "one text": (GOOD, TEXTS | {"texts": "abc"}, "an iterable of texts or dicts"),
-    "bytes": (GOOD, TEXTS | {"texts": b"abc"}, "an iterable of texts or dicts"),
-    "splits": (GOOD, TEXTS | {"texts": {"train": ["a"]}}, "an iterable of texts or dicts"),
-    "a table": (GOOD, TEXTS | {"texts": TABLE}, "an iterable of texts or dicts"),
+    "one text": (GOOD, {"input": None, "texts": "abc"}, "an iterable of texts or dicts"),
+    "bytes": (GOOD, {"input": None, "texts": b"abc"}, "an iterable of texts or dicts"),
+    "splits": (GOOD, {"input": None, "texts": {"train": ["a"]}}, "an iterable of texts or dicts"),
+    "a table": (GOOD, {"input": None, "texts": TABLE}, "an iterable of texts or dicts"),
     "a shard of a pipe": (GOOD, {"input": "-", "shard": (0, 2)}, "-: its size is not known"),
     "workers": (GOOD, {"workers": 0}, "workers must be >= 1"),
     "shard": (GOOD, {"shard": (2, 2)}, "wanted a shard i/n .* got 2/2"),
@@ -5861,31 +5770,29 @@ BAD_LINES = {  # and what is said of each
 }
 
 
-def test_what_is_said_of_a_bad_line(one, tmp_path):
-    """What was wanted, how the line begins, and the reason; encodings are not guessed."""
-    for line, words in BAD_LINES.items():
-        (tmp_path / "a.jsonl").write_bytes(GOOD + line + b"\n" + GOOD)
-        with pytest.raises(ValueError) as refusal:
-            one.preprocess(tmp_path / "a.jsonl", tmp_path / "o")
-        said = str(refusal.value).replace("\N{REPLACEMENT CHARACTER}", r"\ufffd")
-        assert "a.jsonl: line 2: wanted a " in said and words in said and len(said) < 600, said
+def test_bad_lines_anywhere_are_named_or_skipped(one, tmp_path, monkeypatch):
+    """What was wanted, how the line begins, and the reason; encodings are not guessed.
 
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_bad_lines_anywhere_are_named_or_skipped(one, tmp_path, monkeypatch, workers):
-    """Blank lines count among blocks of a few lines; files without a document are said."""
+    Blank lines count among blocks of a few lines; files without a document are said.
+    """
     monkeypatch.setattr(one, "_BLOCK_BYTES", 60)
     for k in range(5):
-        (tmp_path / f"b{k}.jsonl").write_bytes(b"")
-    bad = [line + b"\n" + GOOD for line in BAD_LINES]
-    (tmp_path / "a.jsonl").write_bytes(b"".join([b"\n", GOOD * 9, b"\n", *bad]))
-    first = r"a\.jsonl: line 12: "
-    job = {"input": tmp_path / "*.jsonl", "output_prefix": tmp_path / "o", "workers": workers}
-    with pytest.raises(ValueError, match=first):
-        one.preprocess(**job)
+        (tmp_path / f"b{k}.jsonl").touch()
+    path = tmp_path / "a.jsonl"
+    first = b"\n\xef\xbb\xbf" + GOOD * 9 + b"\n"  # with a BOM
+    job = {"input": tmp_path / "*.jsonl", "output_prefix": tmp_path / "o"}
+    bad = []
+    for line, words in BAD_LINES.items():
+        bad.append(line + b"\n" + GOOD)
+        path.write_bytes(first + bad[-1])
+        with pytest.raises(ValueError) as refusal:
+            one.preprocess(**job)
+        said = str(refusal.value).replace("\N{REPLACEMENT CHARACTER}", r"\ufffd")
+        assert "a.jsonl: line 12: wanted a " in said and words in said and len(said) < 600, said
     assert not list(tmp_path.glob("o*"))
-    made, (left_out, empty) = heard(one.preprocess, on_error="skip", **job)
-    assert re.match(f"left out {len(bad)} bad lines; the first: .*{first}", left_out)
+    path.write_bytes(first + b"".join(bad))
+    made, (left_out, empty) = heard(one.preprocess, on_error="skip", workers=3, **job)
+    assert re.match(rf"left out {len(bad)} bad lines; the first: .*a\.jsonl: line 12: ", left_out)
     assert re.search(r"no document came from 5 of the inputs, such as .*b0\.jsonl$", empty)
     assert texts_of(one, made["text"]) == [[49]] * (9 + len(bad))
 
@@ -5894,43 +5801,40 @@ def test_rows_are_lines(one, tmp_path):
     """One that is neither text nor dict, or holds what JSON does not know, is a bad one."""
     bad = [b"b", bytearray(b"b"), None, 5, 1.5, ["b"], np.arange(3), object()]
     bad += [{"text": value} for value in (b"b", None, 5, np.arange(3), {1: {2}}, "\ud83d")]
-    bad += [{}, {"other": "b"}, {("text",): "b"}]
+    circle = {}
+    circle["text"] = circle
+    bad += [{}, {"other": "b"}, {("text",): "b"}, circle]
     rows = ["1", *bad, {"text": "2"}, {"text": ["3", "4"], "other": object()}]
-    job = {"output_prefix": tmp_path / "o", "tokenizer": Tok(tokenize_batch=None)}
+    job = {"tokenizer": Tok(tokenize_batch=None), "json_keys": "text", "on_error": "skip"}
     said = rf"left out {len(bad)} bad lines; .* texts: line 2: wanted a text, .* got b'b'$"
     with pytest.warns(UserWarning, match=said):
-        made = one.preprocess(texts=rows, on_error="skip", **job)
+        made = one.preprocess(None, tmp_path / "o", texts=rows, **job)
     assert texts_of(one, made["text"]) == [[1], [2], [3, 4]]
 
 
-def test_a_line_that_is_too_long_is_a_bad_one(one, tmp_path, monkeypatch):
-    """In shards too, which may begin and end within it."""
+def test_long_lines_and_many_bad_ones(one, tmp_path, monkeypatch):
+    """One that is too long is bad, in shards too, which may begin and end within it.
+
+    Held in memory is neither all of a long line, nor what is said of each of many.
+    """
     assert one._LONGEST_LINE == 2**31 - 1
-    monkeypatch.setattr(one, "_LONGEST_LINE", 30)
-    lengths = [1, 18, 1, 99, 17, 17]  # and 13 bytes more; one shard is a part of a line
-    path = jsonl(tmp_path / "a.jsonl", ["a" * length for length in lengths])
-    words = "left out 2 bad lines; the first: .*: line 2: longer than 30 bytes$"
-    with pytest.warns(UserWarning, match=words):
-        made = one.preprocess(path, tmp_path / "o", on_error="skip")["text"]
-    assert texts_of(one, made) == [[97], [97], [97] * 17, [97] * 17]
-    merged = quiet(make_shards, one, path, tmp_path, 3, on_error="skip")
-    assert bytes_of_pair(merged) == bytes_of_pair(made)
-
-
-@pytest.mark.parametrize("content", [b"oops\n" * 6000, b"a" * (4 << 20)], ids=["many", "long"])
-def test_bad_lines_are_not_held_in_memory(one, tmp_path, monkeypatch, content):
-    """Neither what is said of each of many, nor all of a long one."""
     monkeypatch.setattr(one, "_LONGEST_LINE", 1000)
     monkeypatch.setattr(one, "_BLOCK_BYTES", 1000)
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(GOOD + content)
-    one.preprocess(texts=["a"], output_prefix=tmp_path / "o")  # imports what it needs
+    lengths = [1, 988, 1, 4 << 20, 987, 987]  # and 13 bytes more; one shard is a part of a line
+    path = jsonl(tmp_path / "a.jsonl", ["a" * length for length in lengths])
+    words = "left out 2 bad lines; the first: .*: line 2: longer than 1,000 bytes$"
+    with pytest.warns(UserWarning, match=words):
+        made = one.preprocess(path, tmp_path / "o", on_error="skip")["text"]
+    assert texts_of(one, made) == [[97], [97], [97] * 987, [97] * 987]
+    merged, [message] = heard(make_shards, one, path, tmp_path, 3, on_error="skip")
+    assert "left out" in message  # and not that the second shard, in the long line, is empty
+    assert bytes_of_pair(merged) == bytes_of_pair(made)
+    with open(path, "ab") as file:
+        file.write((b"\0" * 60 + b"\n") * 2000)
     tracemalloc.start()
-    try:
-        quiet(one.preprocess, path, tmp_path / "o", on_error="skip")
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    quiet(one.preprocess, path, tmp_path / "o", on_error="skip")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
     assert peak < 5 << 19
 
 
@@ -5947,8 +5851,7 @@ def acting(act):
     return Tok(tokenize=tokenize)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_what_a_tokenizer_raises_at_a_line(one, tmp_path, workers):
+def test_what_a_tokenizer_raises_at_a_line(one, tmp_path):
     """A panic is that line's fault.  What is no line's fault ends the job, also with skip."""
 
     def failing(error, *texts):
@@ -5958,16 +5861,16 @@ def test_what_a_tokenizer_raises_at_a_line(one, tmp_path, workers):
 
         return acting(fail)
 
-    job = {"texts": ["1", "13", "2"], "output_prefix": tmp_path / "o", "workers": workers}
+    job = {"texts": ["1", "13", "2"], "output_prefix": tmp_path / "o"}
     panics = failing(Panic("an index is out of bounds"), "13", "a", "")  # it is tried by the others
     with pytest.raises(ValueError, match="texts: line 2: Panic: an index is out of bounds"):
-        one.preprocess(tokenizer=panics, **job)
+        one.preprocess(tokenizer=panics, workers=2, **job)
     with pytest.warns(UserWarning, match="left out 1 bad lines; the first: .*line 2: Panic: "):
         made = one.preprocess(tokenizer=panics, append_eod=True, on_error="skip", **job)
     assert texts_of(one, made["text"]) == [[1, 0], [2, 0]]
     for error in (MemoryError("no room"), FileNotFoundError(2, "no room"), SystemExit("no room")):
-        with pytest.raises((MemoryError, OSError, SystemExit), match="no room"):
-            one.preprocess(tokenizer=failing(error, "13"), on_error="skip", **job)
+        with pytest.raises(ChildProcessError, match="no room"):
+            one.preprocess(tokenizer=failing(error, "13"), on_error="skip", workers=2, **job)
 
 
 def test_a_process_that_may_have_no_children(one, tmp_path, monkeypatch):
@@ -5990,69 +5893,62 @@ def test_workers_of_a_process_with_threads(one, tmp_path, hf, monkeypatch):
 
     monkeypatch.setattr(os, "fork", fork_of_3_12)
     tokenizer = one.build_tokenizer(hf)
-    texts = ["ja nein"] * 1000
+    texts = ["ja nein", "weit"] * 500
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     tokenizer.tokenize_batch(texts)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         made = one.preprocess(None, tmp_path / "o", tokenizer, texts=texts, workers=2)
-    assert texts_of(one, made["text"]) == [[1, 2]] * 1000
+    assert texts_of(one, made["text"]) == [[1, 2], [70_000]] * 500
 
 
-@pytest.mark.parametrize("extension", ["", ".gz"])
-def test_an_input_that_is_cut_off_while_it_is_read(one, tmp_path, monkeypatch, extension):
-    """At the end of a line, or of a compressed part: what is left is a whole file."""
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_input_that_changes_while_it_is_read(one, tmp_path, monkeypatch, count):
+    """It is cut off or written at the end of a line, so what is left is a whole file."""
     monkeypatch.setattr(one, "_BLOCK_BYTES", 1)
-    path = tmp_path / f"a.jsonl{extension}"
-    numbers = " ".join(map(str, np.random.default_rng(0).integers(0, 1000, 1 << 16)))
-    part = compress(json.dumps({"text": numbers}).encode() + b"\n", extension)
-    path.write_bytes(part * 4)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(GOOD * 2)
 
-    def cut_off(text):
-        if len(text) > 1:  # else it is only tried
-            os.truncate(path, 3 * len(part))
+    def change(text):
+        if text == "1":  # else it is only tried
+            path.write_bytes(GOOD * count)
 
-    with pytest.raises(OSError, match=r"a\.jsonl\S*: cannot be read: it had .* cut off since"):
-        one.preprocess(path, tmp_path / "o", acting(cut_off))
+    with pytest.raises(OSError, match=r"a\.jsonl: cannot be read: it had 28 .* cut off since"):
+        one.preprocess(path, tmp_path / "o", acting(change))
     assert os.listdir(tmp_path) == [path.name]
 
 
 @linux
-def test_a_killed_worker_is_an_error_and_no_hang(one, tmp_path):
-    """And the other one ends, and its pipe.  A bad line ends both, while its error is kept."""
+def test_signals_in_workers(one, tmp_path, monkeypatch):
+    """Those that a terminal sends to all processes are left to the command.
 
-    def kill_at_13(text):
-        if text == "13":
-            os.kill(os.getpid(), signal.SIGKILL)
+    A worker that is killed is an error and no hang: the other one ends, and its pipe.  A bad line
+    ends both, while its error is kept.
+    """
+    monkeypatch.setattr(one, "_BLOCK_BYTES", 1)
+    command = os.getpid()
 
-    long = "5 " * 300_000  # it ends the block of a worker
-    job = {"texts": ["1", long, "13", long], "output_prefix": tmp_path / "o", "workers": 2}
+    def signal_this_worker(text):
+        if os.getpid() != command:
+            os.kill(os.getpid(), int(text))
+
+    texts = ["1", "2", "1", "2"]  # SIGHUP and SIGINT
+    job = {"texts": texts, "output_prefix": tmp_path / "o", "workers": 2}
+    tokenizer = acting(signal_this_worker)
     before = set(multiprocessing.active_children())
+    made = one.preprocess(tokenizer=tokenizer, **job)["text"]
+    assert texts_of(one, made) == [[1], [2], [1], [2]]
+    job = {"output_prefix": tmp_path / "killed", "workers": 2}
     with pytest.raises(ChildProcessError, match="use fewer workers") as caught:
-        one.preprocess(tokenizer=acting(kill_at_13), **job)
-    assert os.listdir(tmp_path) == []
+        one.preprocess(texts=["1", "1", "9", "1"], tokenizer=tokenizer, **job)  # SIGKILL
+    assert list(tmp_path.glob("killed*")) == []
     assert set(multiprocessing.active_children()) <= before
     turns = caught.traceback[-1].frame.f_locals["turns"]
     assert [pipe.closed for _, pipe, _ in turns] == [True, True]
     with pytest.raises(ValueError, match="texts: line 2") as kept:
-        one.preprocess(**job | {"texts": ["1", 5, long, long]})
+        one.preprocess(texts=["1", 5, "1", "1"], **job)
     assert set(multiprocessing.active_children()) <= before
     del kept
-
-
-@linux
-def test_workers_leave_signals_to_the_command(one, tmp_path):
-    """A terminal sends these to all processes."""
-    command = os.getpid()
-
-    def send_to_this_worker(text):
-        for number in (signal.SIGINT, signal.SIGHUP):
-            if os.getpid() != command:
-                os.kill(os.getpid(), number)
-
-    job = {"texts": ["5", "6"], "output_prefix": tmp_path / "o", "workers": 2}
-    made = one.preprocess(tokenizer=acting(send_to_this_worker), **job)
-    assert texts_of(one, made["text"]) == [[5], [6]]
 
 
 @linux
