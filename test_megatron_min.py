@@ -3103,27 +3103,20 @@ def calls_of_a_commit(one, folder):
     return calls
 
 
-def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, old_and_new):
+def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, old_and_new, monkeypatch):
     """Both files of a pair; then their folder, which may be of a system that cannot sync one."""
     folder = new_folder(tmp_path, True)
-    at_syncs = []  # the sizes of what has no name yet
+    synced = []
 
-    def look():
-        if calls.names[-1] == "fsync":
-            sizes = {path.name.split(".")[1]: path.stat().st_size for path in folder.glob("*.tmp")}
-            at_syncs.append(sizes)
+    def sync(descriptor):
+        synced.append(os.fstat(descriptor).st_size)
 
-    calls = Calls(one, look=look)
-    assert run_with(calls, one, folder) is None
-    whole = {end: (folder / f"p.{end}").stat().st_size for end in ("bin", "idx")}
-    assert (at_syncs[0]["bin"], at_syncs[1]) == (whole["bin"], whole)
-    names = calls.names
+    monkeypatch.setattr(os, "fsync", sync)
+    names = calls_of_a_commit(one, folder).names
+    assert synced[:2] == [(folder / f"p.{end}").stat().st_size for end in ("bin", "idx")]
     found = [name for name in names if name in ("fsync", "replace")]
     assert found == ["fsync"] * 2 + ["replace"] * 3 + ["fsync"] + ["replace"]  # this is the record
-
-    def refuse():
-        raise OSError(errno.EINVAL, "Invalid argument")
-
+    refuse = mock.Mock(side_effect=OSError(errno.EINVAL, "Invalid argument"))
     of_folder = len(names) - names[::-1].index("fsync")
     calls = Calls(one, refuse, {of_folder})
     assert run_with(calls, one, new_folder(tmp_path, True)) is None
@@ -3168,10 +3161,7 @@ def test_wherever_a_commit_fails_or_dies_a_pair_is_whole_or_can_be_made_whole(
     Nothing else is left, but what cannot be removed.
     """
     old, new = old_and_new
-
-    def fail():
-        raise OSError(errno.EIO, "broken")
-
+    fail = mock.Mock(side_effect=OSError(errno.EIO, "broken"))
     for has_old, works, reach in ((True, False, 5), (True, True, 5), (False, False, 1)):
         possible = [old if has_old else {}, new]
         usual = calls_of_a_commit(one, new_folder(tmp_path, has_old)).names
