@@ -4230,10 +4230,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> typing.Iterator[None]:
-        """In this block, backward adds to the gradients and sends nothing.
-
-        Use it for all micro-batches of a step but the last one.
-        """
+        """In this block, backward adds to the gradients and sends nothing."""
         before = self._in_sync
         self._in_sync = False
         try:
