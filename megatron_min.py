@@ -3644,11 +3644,14 @@ class ParallelGroups:
     ) -> list[list[int]]:
         """Return all groups of a kind in a job of tensor * context * data * pipeline ranks.
 
-        Each rank is in one of these lists.  ValueError for an unknown axis.
+        Each rank is in one of these lists.  ValueError for an unknown axis, or a size below 1.
         """
         axes = kind.split("-")
         if not set(axes) <= {"tp", "cp", "dp", "pp"}:
             raise ValueError(f"kind {kind!r}: wanted tp, cp, dp or pp, or several joined by '-'")
+        if min(tensor, context, data, pipeline) < 1:
+            sizes = f"tensor={tensor}, context={context}, data={data}, pipeline={pipeline}"
+            raise ValueError(f"sizes must be at least 1, got {sizes}")
         groups = {}
         for rank in range(tensor * context * data * pipeline):
             rest, tp = divmod(rank, tensor)
