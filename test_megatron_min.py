@@ -6525,71 +6525,57 @@ def mk_sentences(mm, prefix, rng):
     return str(prefix)
 
 
-def check_spans(mm, ds, k):
+def check_spans(one, ds, k, tokens):
     """The spans of a sample are its tokens, one after the other, and are where they say."""
-    tokens, _ = ds._query_document_sample_shuffle_indices(k)
     in_file = np.fromfile(f"{ds.dataset_path}.bin", np.uint16)
     bounds = ds.dataset.document_indices
     at = 0
-    for span in mm.trace(ds, k):
+    for span in one.trace(ds, k):
         assert span.path_prefix == ds.dataset_path and span.length > 0
         assert span.sample_offset == at
         assert bounds[span.document] <= span.sequence < bounds[span.document + 1]
         first, rest = divmod(span.byte_offset, 2)
         part = tokens[at : at + span.length].tolist()
         assert rest == 0 and in_file[first : first + span.length].tolist() == part
-        assert ds.dataset.get(span.sequence, span.offset, span.length).tolist() == part
+        assert span.byte_offset == ds.dataset.sequence_pointers[span.sequence] + 2 * span.offset
         at += span.length
     assert set(tokens[at:].tolist()) <= {ds._pad_token_id}
 
 
-def check_find(mm, ds, prefix):
-    """find() gives what tracing all samples gives, for each sequence of a pair."""
-    wanted = collections.defaultdict(list)
-    for k in range(len(ds)):
-        for place in {(span.path_prefix, span.sequence) for span in mm.trace(ds, k)}:
-            wanted[place].append(k)
-    for sequence in range(len(mm.IndexedDataset(prefix))):
-        assert mm.find(ds, prefix, sequence) == wanted[prefix, sequence]
+def test_trace_and_find_of_random_blends(one, tmp_path):
+    """Of parts of pairs, one of which is in the blend twice; of each, samples are left out.
 
-
-def test_trace_and_find_of_random_datasets(mm, tmp_path):
-    """Over a part of the sequences of a pair."""
-    for case, rng in enumerate(cases(25)):
-        prefix = mk_sentences(mm, tmp_path / f"pair{case}", rng)
-        first = int(rng.integers(0, 2))
-        documents = np.arange(first, len(mm.IndexedDataset(prefix)), dtype=np.int32)
+    No token is read.
+    """
+    for rng in cases(8):
+        pairs = [mk_sentences(one, tmp_path / name, rng) for name in "ab"]
         fields = {
             "sequence_length": int(rng.integers(1, 12)),
             "add_extra_token_to_sequence": bool(rng.integers(2)),
             "drop_last_partial_validation_sequence": bool(rng.integers(2)),
             "stable_order": bool(rng.integers(2)),
         }
-        n = [None, 5, 40][rng.integers(3)]
-        ds = gpt(mm, prefix, n, ["train", "valid"][rng.integers(2)], documents, **fields)
-        for k in range(len(ds)):
-            check_spans(mm, ds, k)
-        check_find(mm, ds, prefix)
-
-
-def test_trace_and_find_of_blends(one, tmp_path):
-    """Also of a pair that is in the blend twice; of each part some samples are not in it.
-
-    No token is read.
-    """
-    rng = np.random.default_rng(1)
-    a, b = (mk_sentences(one, tmp_path / name, rng) for name in "ab")
-    phases = [(10, [1, 1, 0]), (25, [0, 1, 3]), (5, [1, 1, 1])]
-    cfg = config(one, ([a, b, a], None), blend_phases=phases, stable_order=True)
-    blend = build(one, [None, 0, 0], cfg)[0]
-    for part in blend.datasets:
-        part.dataset._tokens = None
-    for i in range(len(blend)):
-        part = blend.datasets[blend.dataset_index[i]]
-        assert one.trace(blend, i) == one.trace(part, blend.dataset_sample_index[i]) != []
-    assert one.trace(blend, -1) == one.trace(blend, len(blend) - 1)
-    for prefix in (a, b):
-        check_find(one, blend, prefix)
+        cfg = config(one, ([*pairs, pairs[0]], [1, 3, 1]), split="1,9,0", **fields)
+        _, blend, _ = quiet(build, one, [0, int(rng.integers(1, 60)), 0], cfg)
+        texts = []
+        for part in blend.datasets:
+            for k in range(len(part)):
+                tokens, _ = part._query_document_sample_shuffle_indices(k)
+                texts.append((part, k, tokens))
+        for part, k, tokens in texts:
+            part.dataset._tokens = None
+            check_spans(one, part, k, tokens)
+        wanted = collections.defaultdict(list)
+        for i in range(len(blend)):
+            part = blend.datasets[blend.dataset_index[i]]
+            spans = one.trace(blend, i)
+            assert spans == one.trace(part, blend.dataset_sample_index[i]) != []
+            for place in {(span.path_prefix, span.sequence) for span in spans}:
+                wanted[place].append(i)
+        assert one.trace(blend, -1) == spans
+        for prefix in pairs:
+            for sequence in range(len(one.IndexedDataset(prefix))):
+                assert one.find(blend, prefix, sequence) == wanted[prefix, sequence]
 
 
 def test_what_cannot_be_traced_or_found(one, tmp_path):
