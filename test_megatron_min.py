@@ -7177,7 +7177,7 @@ def random_corpora(rng, prefixes):
     weights = rng.dirichlet(np.ones(len(chosen))) + 0.05
     if rng.random() < 0.3:
         weights = rng.integers(1, 5, len(chosen)).astype(float)
-    if rng.random() < 0.4:
+    if rng.random() < 0.5:
         return chosen, None
     return chosen, weights.tolist()
 
@@ -7196,20 +7196,14 @@ def random_build(rng, prefixes):
         if fields["blend"][1] is None and rng.random() < 0.5:
             sizes = [None] * 3
         return sizes, fields
-    blends = [random_corpora(rng, prefixes) if rng.random() < 0.8 else None for _ in range(3)]
-    if not any(blends):
-        blends[0] = random_corpora(rng, prefixes)
+    blends = [random_corpora(rng, prefixes) for _ in range(3)]
+    blends[rng.choice([0, 2])] = None
     fields["blend_per_split"] = blends
-    valid = blends[1]
-    is_unweighted = valid is not None and valid[1] is None
-    if is_unweighted and len(valid[0]) > 1 and rng.random() < 0.6:
-        fields["multiple_validation_sets"] = True
-        fields["full_validation"] = bool(rng.integers(2))
+    fields["full_validation"] = bool(rng.integers(2))
+    corpora, weights = blends[1]
+    if weights is None:
+        fields["multiple_validation_sets"] = len(corpora) > 1 and rng.random() < 0.6
         if fields["full_validation"]:
-            sizes[1] = None
-    elif rng.random() < 0.4:
-        fields["full_validation"] = True
-        if is_unweighted and rng.random() < 0.5:
             sizes[1] = None
     return sizes, fields
 
@@ -7223,7 +7217,7 @@ WAYS_TO_BUILD = [
 ]
 
 
-def test_built_datasets_and_caches_equal_upstreams(mm, up, tmp_path, group):
+def test_built_datasets_and_caches_equal_upstreams(one, up, tmp_path, group):
     """Every mode: the datasets, and each file of the cache byte for byte.
 
     Then each builds from the other's cache.  Upstream writes nothing; we write the same arrays
@@ -7233,7 +7227,7 @@ def test_built_datasets_and_caches_equal_upstreams(mm, up, tmp_path, group):
     rng = np.random.default_rng(21)
     for name in "abcdef":
         docs = [rng.integers(1, 50, rng.integers(1, 40)) for _ in range(rng.integers(30, 90))]
-        prefix = mk(mm, tmp_path / "corpora" / name, docs, np.uint16)
+        prefix = mk(one, tmp_path / "corpora" / name, docs, np.uint16)
         counts[prefix] = len(docs), len(docs) + 1
     for case, rng in enumerate(cases(12)):
         sizes, fields = random_build(rng, list(counts))
@@ -7245,7 +7239,7 @@ def test_built_datasets_and_caches_equal_upstreams(mm, up, tmp_path, group):
             again["fast_cache_load"] = False
         note = case, sizes, again
         caches = [str(tmp_path / f"{case}{side}") for side in ("ours", "theirs")]
-        ours = quiet(build, mm, sizes, config(mm, path_to_cache=caches[0], **fields))
+        ours = quiet(build, one, sizes, config(one, path_to_cache=caches[0], **fields))
         theirs = quiet(build, up, sizes, config(up, path_to_cache=caches[1], **fields))
         same_built(ours, theirs, note)
         files, arrays = (files_of(cache) for cache in caches)
@@ -7254,7 +7248,7 @@ def test_built_datasets_and_caches_equal_upstreams(mm, up, tmp_path, group):
         before = stamps(caches[0])
         theirs = quiet(build, up, sizes, config(up, path_to_cache=caches[0], **again))
         assert stamps(caches[0]) == before, note
-        ours = quiet(build, mm, sizes, config(mm, path_to_cache=caches[1], **again))
+        ours = quiet(build, one, sizes, config(one, path_to_cache=caches[1], **again))
         same_built(ours, theirs, note)
         assert files_of(caches[1]).keys() == arrays.keys() | manifests, note
         assert arrays.items() <= files_of(caches[1]).items(), note
