@@ -7104,7 +7104,7 @@ def test_datasets_equal_upstreams(mm, up, tmp_path, split):
     """
     caches = [str(tmp_path / side) for side in ("ours", "theirs")]
     tokenizers = [tokenizer for tokenizer, _, _ in PADS.values()] + [legacy_tokenizer(up)]
-    for case, rng in enumerate(cases(40)):
+    for case, rng in enumerate(cases(25)):
         docs = [np.array([1, 2, 3])]
         for doc in random_docs(rng, vocab=int(rng.choice([10, 10, 250]))):
             docs.append(np.append(doc, 0) if rng.random() < 0.6 else doc)
