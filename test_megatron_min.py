@@ -6354,7 +6354,7 @@ def brute_chat_sample(messages, S, pad, cp):
 
 
 def write_rows(path, rows, rng):
-    """A file of rows: Parquet, or lines: blank ones, those of Windows, a last one without an end."""
+    """A file of rows: Parquet; or lines, also blank, or of Windows, the last one without an end."""
     if path.suffix == ".parquet":
         write_parquet(path, {"messages": rows}, row_group_size=int(rng.integers(1, 5)))
         return
@@ -6770,32 +6770,22 @@ multiprocessing.set_start_method("spawn", force=True)
 import megatron_min as mm
 
 if __name__ == "__main__":
-    texts = ["some text, number " + str(i) for i in range(99)]
-    prefix = mm.preprocess(texts=texts, output_prefix="out", append_eod=True, workers=2)["text"]
-    config = mm.GPTDatasetConfig(
-        1, 8, blend=([prefix, prefix], [1, 2]), split="9,1,0", tokenizer=mm.ByteTokenizer(),
-        path_to_cache="cache")
-    builder = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, [40, 4, 0], lambda: True, config)
-    [train, *_] = builder.build()
-    loader = mm.build_pretraining_data_loader(train, 0, micro_batch_size=4, num_workers=2)
-    assert len(list(loader)) == 10
-    print("read by", mm.IMPLEMENTATION)
+    mm.preprocess(texts=["a text"] * 99, output_prefix="out", workers=2)
+    sys.exit(mm.main(["demo"]))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
-def test_platforms_without_fcntl_and_fork(tmp_path, kernels):
+def test_platforms_without_fcntl_and_fork(tmp_path):
     """As Windows lacks them; workers are spawned there, and on macOS.
 
     Nor is there a package of an extra: what does not use it does not import it.
     """
     (tmp_path / "job.py").write_text(BARE_PLATFORM)
-    env = os.environ | {"MEGATRON_MIN_C": "1" if kernels == "c" else "0", "PYTHONPATH": str(HERE)}
+    env = os.environ | {"PYTHONPATH": str(HERE)}
     run = [sys.executable, "job.py"]
     done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert f"read by {kernels}\n" in done.stdout
+    assert done.returncode == 0 and "equal: True" in done.stdout, done.stderr
 
 
 # -- Programs: they begin, end and are stopped as a user's do, but import torch once for all -----
@@ -7335,32 +7325,10 @@ def damaged_bytes(rng, data, other):
     """Data of a file, damaged; other is that of another file."""
     room = rng.choice([40, 200, len(data)])  # in the header of a file, or of an .npy, or anywhere
     at = int(rng.integers(min(len(data), room) + 1))
-    flipped = bytes(byte ^ 1 << int(rng.integers(8)) for byte in data[at : at + 1])
-    number = struct.pack("<q", int(rng.choice(FORGED)))[: rng.choice([4, 8])]
-    decimal = re.sub(rb"\d+", b"%d" % rng.choice(FORGED), data[at:], count=1)  # as JSON has it
-    code = io.BytesIO()
-    np.lib.format.write_array(code, np.array([LeavesATrace()], object), allow_pickle=True)
-    damages = [
-        data[:at] + flipped + data[at + 1 :],
-        data[:at] + number + data[at + len(number) :],
-        data[:at] + decimal,
-        data[:at],
-        data + other[:1],
-        other,
-        pickle.dumps(LeavesATrace()),
-        code.getvalue(),
-    ]
+    number = struct.pack("<q", int(rng.choice(FORGED)))[: rng.choice([1, 4, 8])]
+    forged = data[:at] + number + data[at + len(number) :]
+    damages = [forged, forged, data[:at], data + other[:1], other, pickle.dumps(LeavesATrace())]
     return damages[rng.integers(len(damages))]
-
-
-def put_files(files, good):
-    """Make these the files of the current folder; those that are not the good ones are younger."""
-    for path in files_of("."):
-        os.unlink(path)
-    for path, data in files.items():
-        pathlib.Path(path).write_bytes(data)
-        time_ns = 1 if data == good[path] else 2
-        os.utime(path, ns=(time_ns, time_ns))
 
 
 def samples_of_blend(mm, cache, mapped=True):
@@ -7373,22 +7341,31 @@ def samples_of_blend(mm, cache, mapped=True):
         return None
 
 
-def read_damaged_files(mm, count):
-    """Up to two files are damaged, so many times: with the old cache it is as with a new one."""
-    limits = importlib.import_module("resource")
-    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
-    most = pages * limits.getpagesize() + (2 << 30)  # for forged numbers: none is so large
-    limits.setrlimit(limits.RLIMIT_AS, (most, most))
+def test_a_damaged_index_is_found_by_a_start_that_finds_its_cache(one, tmp_path):
+    """No sample shows where a document ends; but an .idx of another time is checked as a whole."""
+    prefix = mk(one, tmp_path / "p", [[1] * 9] * 9)
+    gpt(one, prefix, 5)
+    patch(f"{prefix}.idx", 34 + 12 * 9 + 8, b"\x07")
+    with pytest.raises(one.DatasetFormatError, match=r"document_indices\[2\]"):
+        quiet(gpt, one, prefix, 5)
+
+
+def test_damaged_pairs_and_caches_are_never_seen(mm, tmp_path, monkeypatch):
+    """With the old cache it is as with a new one: the right data, or a sentence."""
+    (tmp_path / "good").mkdir()
+    monkeypatch.chdir(tmp_path / "good")
+    rng = np.random.default_rng(5)
+    mk(mm, "in/a", random_docs(rng, 12, 9), np.uint16)
+    mk(mm, "in/b", random_docs(rng, 9))
+    assert samples_of_blend(mm, "cache") is not None
     good = files_of(".")
     names = sorted(good)
-    for case in range(count):
-        rng = np.random.default_rng([13, case])
-        files = dict(good)
-        for path in rng.choice(names, rng.integers(3), replace=False):
-            files[path] = damaged_bytes(rng, files[path], good[rng.choice(names)])
-            if rng.random() < 0.1:
-                del files[path]
-        put_files(files, good)
+    for case, rng in enumerate(cases(40)):
+        shutil.copytree(tmp_path / "good", tmp_path / str(case))
+        monkeypatch.chdir(tmp_path / str(case))
+        for path in rng.choice(names, rng.integers(1, 3)):
+            damaged = damaged_bytes(rng, good[path], good[rng.choice(names)])
+            pathlib.Path(path).write_bytes(damaged)
         mapped = bool(rng.integers(2))
         found = samples_of_blend(mm, "cache", mapped)
         wanted = samples_of_blend(mm, "new", mapped)
@@ -7396,22 +7373,6 @@ def read_damaged_files(mm, count):
         if found is not None:
             same_samples(found, wanted, case)
         assert not os.path.exists("ran"), case
-
-
-@linux
-@pytest.mark.parametrize(
-    "count", [60, pytest.param(round(1500 * CASES), marks=pytest.mark.slow)], ids=["few", "many"]
-)
-def test_damaged_pairs_and_caches_are_never_seen(mm, tmp_path, monkeypatch, count):
-    """The right data or a sentence, never a signal or all the memory."""
-    monkeypatch.chdir(tmp_path)
-    rng = np.random.default_rng(5)
-    mk(mm, "in/a", random_docs(rng, 12, 9), np.uint16)
-    mk(mm, "in/b", random_docs(rng, 9))
-    put_files(files_of("."), files_of("."))
-    assert samples_of_blend(mm, "cache") is not None
-    job = functools.partial(read_damaged_files, mm, count)
-    assert in_children(job, timeout=100 + count) == [0]
 
 
 # ==============================================================================
@@ -7469,12 +7430,10 @@ def test_readmes_shards_merge_to_the_pair_of_one_job(one, readme, tmp_path, monk
 
 
 def test_readmes_lines_for_parquet(one, readme, tmp_path, monkeypatch):
-    parquet = pytest.importorskip("pyarrow.parquet")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "megatron_min", one)
     texts = ["first", "", "third"]
-    table = sys.modules["pyarrow"].table({"text": texts, "more": [1, 2, 3]})
-    parquet.write_table(table, "corpus.parquet")
+    write_parquet("corpus.parquet", {"text": texts, "more": [1, 2, 3]})
     exec(readme_block(readme, "python", "pyarrow.parquet"), {})
     whole = one.preprocess(texts=texts, output_prefix="whole", append_eod=True)["text"]
     assert bytes_of_pair("corpus_text_document") == bytes_of_pair(whole)
