@@ -6386,7 +6386,7 @@ def write_rows(path, rows, rng):
 def test_samples_of_conversations_equal_the_rules(one, tmp_path, kind, pad):
     """Also where real tokens equal the pad id (7), and where eod (0) fills for want of a pad."""
     path = tmp_path / f"chat.{kind}"
-    for rng in cases(25):
+    for rng in cases(15):
         rows = random_rows(rng, int(rng.integers(1, 6)), int(rng.choice([2, 3, 12])))
         rows.append([{"role": "system", "content": "5", "weight": 0}] * 3)  # of which two may fit
         write_rows(path, rows, rng)
@@ -7110,7 +7110,7 @@ def test_datasets_equal_upstreams(mm, up, tmp_path, split):
     """
     caches = [str(tmp_path / side) for side in ("ours", "theirs")]
     tokenizers = [tokenizer for tokenizer, _, _ in PADS.values()] + [legacy_tokenizer(up)]
-    for case, rng in enumerate(cases(25)):
+    for case, rng in enumerate(cases(15)):
         docs = [np.array([1, 2, 3])]
         for doc in random_docs(rng, vocab=int(rng.choice([10, 10, 250]))):
             docs.append(np.append(doc, 0) if rng.random() < 0.6 else doc)
