@@ -6645,7 +6645,7 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
         ("inspect none", ["0 sequences, 0 documents, 0 tokens"]),
         (f"inspect {prefix} --tokenizer null:200", ["not decoded: toy", "NullTokenizer"]),
         ("inspect foreign", ["decoded: 'ab'"]),
-        ("inspect foreign --tokenizer null:9", ["not decoded: name the tokenizer"]),
+        ("inspect foreign --tokenizer null:97", ["not decoded: name the tokenizer"]),
         ("inspect minus", ["[97, -1]", "not decoded: name the tokenizer"]),
         ("inspect half", ["[0.5]", "not decoded: name the tokenizer"]),
         (f"verify {prefix} modes", [f"whole: {prefix}: 3 sequences, 3 documents, 13 ", "modes: 2"]),
@@ -6770,6 +6770,7 @@ def test_the_demo_resumes_and_leaves_nothing(one, tmp_path, capsys, monkeypatch)
     assert what_follows.startswith("Next, your own text")
     assert words.startswith("python megatron_min.py preprocess --input ")
     assert "600 samples of 256 tokens" in out and "70 more steps, equal: True\n" in out
+    assert out.count(" in the blend\n") == 2
     assert os.listdir(tmp_path) == []
 
 
