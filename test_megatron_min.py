@@ -3,7 +3,7 @@
 
     pytest                              C too if _megatron_min is built, upstream too if installed
     MEGATRON_MIN_C=1 pytest             a missing build is a failure; =0: the Python kernels alone
-    MEGATRON_MIN_CASES=20 pytest        twenty times the random cases, and the damaged files
+    MEGATRON_MIN_CASES=20 pytest        twenty times the random cases
     MEGATRON_MIN_PARITY=1 pytest        a missing megatron-core is a failure, not a skip
     MEGATRON_MIN_FORK=0 pytest          tests that fork this process are skipped
 
@@ -3267,6 +3267,13 @@ def test_other_documents_make_a_cache_stale(one, pair, cache):
 # -- what a start finds ------------------------------------------------------------------------
 
 
+class LeavesATrace:
+    """What unpickles it makes the file "ran"."""
+
+    def __reduce__(self):
+        return open, ("ran", "w")
+
+
 def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache):
     """To the same bytes, with one warning, which says why; the next job finds the cache whole.
 
@@ -3304,6 +3311,16 @@ def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache):
         assert messages == [], file
         same_arrays(found, wanted)
     assert not os.path.exists("ran")
+
+
+def test_a_damaged_index_is_found_by_a_start_that_finds_its_cache(one, tmp_path):
+    """No sample shows where a document ends; but an .idx of another time is checked as a whole."""
+    prefix = mk(one, tmp_path / "p", [[1] * 9] * 9)
+    gpt(one, prefix, 5)
+    patch(f"{prefix}.idx", 34 + 12 * 9 + 8, b"\x07")
+    os.utime(f"{prefix}.idx", (2**31, 2**31))  # later than now, whatever the clock of the disk
+    with pytest.raises(one.DatasetFormatError, match=r"document_indices\[2\]"):
+        quiet(gpt, one, prefix, 5)
 
 
 def is_mapped(folder):
@@ -5969,44 +5986,36 @@ def brute_chat_sample(messages, S, pad, cp):
     }
 
 
-@pytest.mark.parametrize("pad", [999, None, 7])
-def test_samples_of_conversations_equal_the_rules(one, tmp_path, pad):
+def write_rows(path, rows, rng):
+    """A file of rows: Parquet; or lines, also blank, or of Windows, the last one without an end."""
+    if path.suffix == ".parquet":
+        write_parquet(path, {"messages": rows}, row_group_size=int(rng.integers(1, 5)))
+        return
+    ends = ["\n", "\r\n", "\n \t\r\n\n"]
+    content = str(rng.choice(["", "\n\n", "\ufeff"]))
+    for messages in rows:
+        content += json.dumps({"messages": messages}) + str(rng.choice(ends))
+    path.write_bytes(content.removesuffix("\n").encode())
+
+
+@pytest.mark.parametrize("kind, pad", [("jsonl", 7), ("jsonl", None), ("parquet", 999)])
+def test_samples_of_conversations_equal_the_rules(one, tmp_path, kind, pad):
     """Also where real tokens equal the pad id (7), and where eod (0) fills for want of a pad."""
-    for rng in cases(40):
+    path = tmp_path / f"chat.{kind}"
+    for rng in cases(15):
         rows = random_rows(rng, int(rng.integers(1, 6)), int(rng.choice([2, 3, 12])))
-        rows.append([{"role": "system", "content": "5"}] * 3)  # of which two may fit
+        rows.append([{"role": "system", "content": "5", "weight": 0}] * 3)  # of which two may fit
+        write_rows(path, rows, rng)
         S = int(2 ** rng.uniform(0, 5))
         cp = int(rng.integers(1, 4))
-        path = jsonl(tmp_path / "chat.jsonl", rows, "messages")
         tokenizer = ChatTokenizer(pad=pad)
         fields = {"sequence_length": S, "context_parallel_size": cp, "tokenizer": tokenizer}
-        ds = chat(one, path, 2 * len(rows), **fields)
-        for k in range(len(ds)):
+        ds = pickle.loads(pickle.dumps(chat(one, path, 2 * len(rows), **fields)))
+        assert len(ds.dataset) == len(rows)
+        for k in rng.permutation(len(ds)).tolist():
             wanted = brute_chat_sample(rows[k % len(rows)], S, pad, cp)
             same_samples(quiet(ds.__getitem__, k), wanted, (rows[k % len(rows)], S, cp))
         same_samples(ds[None], {**ds[0], "loss_mask": torch.zeros(S)})
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_rows_are_found_wherever_they_lie(one, tmp_path, kind):
-    """Lines of all lengths, blank lines, those of Windows, a last one without an end, a mark."""
-    for rng in cases(30):
-        wanted = random_rows(rng, int(rng.integers(1, 9)), 30)
-        path = tmp_path / f"chat.{kind}"
-        if kind == "parquet":
-            write_parquet(path, {"messages": wanted}, row_group_size=int(rng.integers(1, 5)))
-        else:
-            ends = ["\n", "\r\n", "\n \t\r\n\n"]
-            content = str(rng.choice(["", "\n\n", "\ufeff"]))
-            for messages in wanted:
-                content += json.dumps({"messages": messages}) + str(rng.choice(ends))
-            path.write_bytes(content.removesuffix("\n").encode())
-        opened = one.SFTDataset.build_low_level_dataset(str(path), None)
-        assert len(opened) == len(wanted)
-        opened = pickle.loads(pickle.dumps(opened))
-        assert opened.fingerprint()["size"] == path.stat().st_size
-        for row in rng.permutation(len(opened)).tolist():
-            assert opened[row]["messages"] == wanted[row]
 
 
 def test_files_of_rows_are_told_apart(one, tmp_path):
@@ -6032,7 +6041,6 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
     good = json.dumps({"messages": [message | nothing for message in ROW * 2]})
     bad = {
         "{oops": "wanted a JSON object on the line, which begins '{oops",
-        "[" * 100_000: "wanted a JSON object",
         '{"text": "a"}': "KeyError: 'messages'",
         '{"messages": []}': "empty",
         '{"messages": "a"}': "string indices",
@@ -6071,7 +6079,6 @@ def test_a_file_of_no_rows_is_refused_when_it_is_opened(one, tmp_path):
     for name, content, words in (
         ("list.jsonl", json.dumps([{"messages": ROW}], indent=1).encode(), no_row),
         ("compressed.jsonl", gzip.compress(good.encode()), no_row),
-        ("utf-16.jsonl", good.encode("utf-16"), no_row),
         ("other_rows.jsonl", f'{{"text": "a"}}\n{good}'.encode(), no_row),
         ("no_lists.parquet", None, no_row),
         ("text.parquet", None, no_parquet),
@@ -6150,71 +6157,57 @@ def mk_sentences(mm, prefix, rng):
     return str(prefix)
 
 
-def check_spans(mm, ds, k):
+def check_spans(one, ds, k, tokens):
     """The spans of a sample are its tokens, one after the other, and are where they say."""
-    tokens, _ = ds._query_document_sample_shuffle_indices(k)
     in_file = np.fromfile(f"{ds.dataset_path}.bin", np.uint16)
     bounds = ds.dataset.document_indices
     at = 0
-    for span in mm.trace(ds, k):
+    for span in one.trace(ds, k):
         assert span.path_prefix == ds.dataset_path and span.length > 0
         assert span.sample_offset == at
         assert bounds[span.document] <= span.sequence < bounds[span.document + 1]
         first, rest = divmod(span.byte_offset, 2)
         part = tokens[at : at + span.length].tolist()
         assert rest == 0 and in_file[first : first + span.length].tolist() == part
-        assert ds.dataset.get(span.sequence, span.offset, span.length).tolist() == part
+        assert span.byte_offset == ds.dataset.sequence_pointers[span.sequence] + 2 * span.offset
         at += span.length
     assert set(tokens[at:].tolist()) <= {ds._pad_token_id}
 
 
-def check_find(mm, ds, prefix):
-    """find() gives what tracing all samples gives, for each sequence of a pair."""
-    wanted = collections.defaultdict(list)
-    for k in range(len(ds)):
-        for place in {(span.path_prefix, span.sequence) for span in mm.trace(ds, k)}:
-            wanted[place].append(k)
-    for sequence in range(len(mm.IndexedDataset(prefix))):
-        assert mm.find(ds, prefix, sequence) == wanted[prefix, sequence]
+def test_trace_and_find_of_random_blends(one, tmp_path):
+    """Of parts of pairs, one of which is in the blend twice; of each, samples are left out.
 
-
-def test_trace_and_find_of_random_datasets(mm, tmp_path):
-    """Over a part of the sequences of a pair."""
-    for case, rng in enumerate(cases(25)):
-        prefix = mk_sentences(mm, tmp_path / f"pair{case}", rng)
-        first = int(rng.integers(0, 2))
-        documents = np.arange(first, len(mm.IndexedDataset(prefix)), dtype=np.int32)
+    No token is read.
+    """
+    for rng in cases(8):
+        pairs = [mk_sentences(one, tmp_path / name, rng) for name in "ab"]
         fields = {
             "sequence_length": int(rng.integers(1, 12)),
             "add_extra_token_to_sequence": bool(rng.integers(2)),
             "drop_last_partial_validation_sequence": bool(rng.integers(2)),
             "stable_order": bool(rng.integers(2)),
         }
-        n = [None, 5, 40][rng.integers(3)]
-        ds = gpt(mm, prefix, n, ["train", "valid"][rng.integers(2)], documents, **fields)
-        for k in range(len(ds)):
-            check_spans(mm, ds, k)
-        check_find(mm, ds, prefix)
-
-
-def test_trace_and_find_of_blends(one, tmp_path):
-    """Also of a pair that is in the blend twice; of each part some samples are not in it.
-
-    No token is read.
-    """
-    rng = np.random.default_rng(1)
-    a, b = (mk_sentences(one, tmp_path / name, rng) for name in "ab")
-    phases = [(10, [1, 1, 0]), (25, [0, 1, 3]), (5, [1, 1, 1])]
-    cfg = config(one, ([a, b, a], None), blend_phases=phases, stable_order=True)
-    blend = build(one, [None, 0, 0], cfg)[0]
-    for part in blend.datasets:
-        part.dataset._tokens = None
-    for i in range(len(blend)):
-        part = blend.datasets[blend.dataset_index[i]]
-        assert one.trace(blend, i) == one.trace(part, blend.dataset_sample_index[i]) != []
-    assert one.trace(blend, -1) == one.trace(blend, len(blend) - 1)
-    for prefix in (a, b):
-        check_find(one, blend, prefix)
+        cfg = config(one, ([*pairs, pairs[0]], [1, 3, 1]), split="1,9,0", **fields)
+        _, blend, _ = quiet(build, one, [0, int(rng.integers(1, 60)), 0], cfg)
+        texts = []
+        for part in blend.datasets:
+            for k in range(len(part)):
+                tokens, _ = part._query_document_sample_shuffle_indices(k)
+                texts.append((part, k, tokens))
+        for part, k, tokens in texts:
+            part.dataset._tokens = None
+            check_spans(one, part, k, tokens)
+        wanted = collections.defaultdict(list)
+        for i in range(len(blend)):
+            part = blend.datasets[blend.dataset_index[i]]
+            spans = one.trace(blend, i)
+            assert spans == one.trace(part, blend.dataset_sample_index[i]) != []
+            for place in {(span.path_prefix, span.sequence) for span in spans}:
+                wanted[place].append(i)
+        assert one.trace(blend, -1) == spans
+        for prefix in pairs:
+            for sequence in range(len(one.IndexedDataset(prefix))):
+                assert one.find(blend, prefix, sequence) == wanted[prefix, sequence]
 
 
 def test_what_cannot_be_traced_or_found(one, tmp_path):
@@ -6268,7 +6261,7 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
         ("inspect none", ["0 sequences, 0 documents, 0 tokens"]),
         (f"inspect {prefix} --tokenizer null:200", ["not decoded: toy", "NullTokenizer"]),
         ("inspect foreign", ["decoded: 'ab'"]),
-        ("inspect foreign --tokenizer null:9", ["not decoded: name the tokenizer"]),
+        ("inspect foreign --tokenizer null:97", ["not decoded: name the tokenizer"]),
         ("inspect minus", ["[97, -1]", "not decoded: name the tokenizer"]),
         ("inspect half", ["[0.5]", "not decoded: name the tokenizer"]),
         (f"verify {prefix} modes", [f"whole: {prefix}: 3 sequences, 3 documents, 13 ", "modes: 2"]),
@@ -6393,6 +6386,7 @@ def test_the_demo_resumes_and_leaves_nothing(one, tmp_path, capsys, monkeypatch)
     assert what_follows.startswith("Next, your own text")
     assert words.startswith("python megatron_min.py preprocess --input ")
     assert "600 samples of 256 tokens" in out and "70 more steps, equal: True\n" in out
+    assert out.count(" in the blend\n") == 2
     assert os.listdir(tmp_path) == []
 
 
@@ -6409,32 +6403,22 @@ multiprocessing.set_start_method("spawn", force=True)
 import megatron_min as mm
 
 if __name__ == "__main__":
-    texts = ["some text, number " + str(i) for i in range(99)]
-    prefix = mm.preprocess(texts=texts, output_prefix="out", append_eod=True, workers=2)["text"]
-    config = mm.GPTDatasetConfig(
-        1, 8, blend=([prefix, prefix], [1, 2]), split="9,1,0", tokenizer=mm.ByteTokenizer(),
-        path_to_cache="cache")
-    builder = mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, [40, 4, 0], lambda: True, config)
-    [train, *_] = builder.build()
-    loader = mm.build_pretraining_data_loader(train, 0, micro_batch_size=4, num_workers=2)
-    assert len(list(loader)) == 10
-    print("read by", mm.IMPLEMENTATION)
+    mm.preprocess(texts=["a text"] * 99, output_prefix="out", workers=2)
+    sys.exit(mm.main(["demo"]))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
-def test_platforms_without_fcntl_and_fork(tmp_path, kernels):
+def test_platforms_without_fcntl_and_fork(tmp_path):
     """As Windows lacks them; workers are spawned there, and on macOS.
 
     Nor is there a package of an extra: what does not use it does not import it.
     """
     (tmp_path / "job.py").write_text(BARE_PLATFORM)
-    env = os.environ | {"MEGATRON_MIN_C": "1" if kernels == "c" else "0", "PYTHONPATH": str(HERE)}
+    env = os.environ | {"PYTHONPATH": str(HERE)}
     run = [sys.executable, "job.py"]
     done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert f"read by {kernels}\n" in done.stdout
+    assert done.returncode == 0 and "equal: True" in done.stdout, done.stderr
 
 
 # -- Programs: they begin, end and are stopped as a user's do, but import torch once for all -----
@@ -6502,27 +6486,14 @@ def signal_once():
 os.register_at_fork(before=signal_once)
 threading.Thread(target=time.sleep, args=[60], daemon=True).start()
 """
-STOPPED_BY_A_WORKER = """
-class Stopping(mm.ByteTokenizer):
+KILLED_BY_A_WORKER = """
+class Killing(mm.ByteTokenizer):
     def tokenize_batch(self, texts):
-        stop()
+        os.kill(os.getppid(), signal.SIGKILL)
         return super().tokenize_batch(texts)
-words = f"preprocess --input a.jsonl --output-prefix {prefix} --no-verbose --workers 2"
-sys.exit(mm.main([*words.split(), "--tokenizer", "__main__:Stopping"]))
-"""
-CTRL_C = """
-prefix = "o"
-def stop():
-    # A terminal sends it to all processes; but the other worker may not have begun yet.
-    for process in (os.getpid(), os.getppid()):
-        os.kill(process, signal.SIGINT)
-    time.sleep(60)
-"""
-KILL = """
 os.mkdir("out")
-prefix = "out/o"
-def stop():
-    os.kill(os.getppid(), signal.SIGKILL)
+words = "preprocess --input a.jsonl --output-prefix out/o --no-verbose --workers 2"
+sys.exit(mm.main([*words.split(), "--tokenizer", "__main__:Killing"]))
 """
 NO_ROOM = f"-c: [Errno 28] {os.strerror(errno.ENOSPC)}\n"
 MADE = ["o_text_document.bin", "o_text_document.idx", "o_text_document.record.json"]
@@ -6533,8 +6504,7 @@ ENDS = {  # lines, the exit code, files, what stands on stderr
     "its reader has seen enough": (CLOSED_PIPE + PREPROCESS, 0, MADE, ""),
     # Python drops what is raised in a thread that forks.
     "a signal while a worker is started": (AT_A_FORK + PREPROCESS, 143, ["seen"], ""),
-    "Ctrl-C while a worker is busy": (CTRL_C + STOPPED_BY_A_WORKER, 130, [], ""),
-    "the command is killed, and not its workers": (KILL + STOPPED_BY_A_WORKER, -9, ["out"], ""),
+    "the command is killed, and not its workers": (KILLED_BY_A_WORKER, -9, ["out"], ""),
 }
 
 
@@ -6757,7 +6727,7 @@ def test_datasets_equal_upstreams(mm, up, tmp_path, split):
     """
     caches = [str(tmp_path / side) for side in ("ours", "theirs")]
     tokenizers = [tokenizer for tokenizer, _, _ in PADS.values()] + [legacy_tokenizer(up)]
-    for case, rng in enumerate(cases(40)):
+    for case, rng in enumerate(cases(15)):
         docs = [np.array([1, 2, 3])]
         for doc in random_docs(rng, vocab=int(rng.choice([10, 10, 250]))):
             docs.append(np.append(doc, 0) if rng.random() < 0.6 else doc)
@@ -6798,12 +6768,11 @@ def legacy_tokenizer(up):
     return quiet(Legacy, "file", size=9)
 
 
-@pytest.mark.parametrize("n, length, tokenizer", [(50, 64, Tok(999, 1000)), (3, 2000, Tok(0, 37))])
-def test_mock_datasets_equal_upstreams(mm, up, n, length, tokenizer):
+def test_mock_datasets_equal_upstreams(one, up):
     built = []
-    for names in (mm, up):
-        cfg = config(names, sequence_length=length, tokenizer=tokenizer)
-        built.append(quiet(build, names, [n, 2, 1], cfg, names.MockGPTDataset))
+    for names in (one, up):
+        cfg = config(names, sequence_length=2000, tokenizer=Tok(36, 37))
+        built.append(quiet(build, names, [9, 2, 1], cfg, names.MockGPTDataset))
     for ours, theirs in zip(*built, strict=True):
         same_dataset(ours, theirs)
         same_items(ours, theirs, list(range(0, len(ours), max(1, len(ours) // 5))))
@@ -6831,7 +6800,7 @@ def random_corpora(rng, prefixes):
     weights = rng.dirichlet(np.ones(len(chosen))) + 0.05
     if rng.random() < 0.3:
         weights = rng.integers(1, 5, len(chosen)).astype(float)
-    if rng.random() < 0.4:
+    if rng.random() < 0.5:
         return chosen, None
     return chosen, weights.tolist()
 
@@ -6850,20 +6819,14 @@ def random_build(rng, prefixes):
         if fields["blend"][1] is None and rng.random() < 0.5:
             sizes = [None] * 3
         return sizes, fields
-    blends = [random_corpora(rng, prefixes) if rng.random() < 0.8 else None for _ in range(3)]
-    if not any(blends):
-        blends[0] = random_corpora(rng, prefixes)
+    blends = [random_corpora(rng, prefixes) for _ in range(3)]
+    blends[rng.choice([0, 2])] = None
     fields["blend_per_split"] = blends
-    valid = blends[1]
-    is_unweighted = valid is not None and valid[1] is None
-    if is_unweighted and len(valid[0]) > 1 and rng.random() < 0.6:
-        fields["multiple_validation_sets"] = True
-        fields["full_validation"] = bool(rng.integers(2))
+    fields["full_validation"] = bool(rng.integers(2))
+    corpora, weights = blends[1]
+    if weights is None:
+        fields["multiple_validation_sets"] = len(corpora) > 1 and rng.random() < 0.6
         if fields["full_validation"]:
-            sizes[1] = None
-    elif rng.random() < 0.4:
-        fields["full_validation"] = True
-        if is_unweighted and rng.random() < 0.5:
             sizes[1] = None
     return sizes, fields
 
@@ -6877,7 +6840,7 @@ WAYS_TO_BUILD = [
 ]
 
 
-def test_built_datasets_and_caches_equal_upstreams(mm, up, tmp_path, group):
+def test_built_datasets_and_caches_equal_upstreams(one, up, tmp_path, group):
     """Every mode: the datasets, and each file of the cache byte for byte.
 
     Then each builds from the other's cache.  Upstream writes nothing; we write the same arrays
@@ -6887,7 +6850,7 @@ def test_built_datasets_and_caches_equal_upstreams(mm, up, tmp_path, group):
     rng = np.random.default_rng(21)
     for name in "abcdef":
         docs = [rng.integers(1, 50, rng.integers(1, 40)) for _ in range(rng.integers(30, 90))]
-        prefix = mk(mm, tmp_path / "corpora" / name, docs, np.uint16)
+        prefix = mk(one, tmp_path / "corpora" / name, docs, np.uint16)
         counts[prefix] = len(docs), len(docs) + 1
     for case, rng in enumerate(cases(12)):
         sizes, fields = random_build(rng, list(counts))
@@ -6899,7 +6862,7 @@ def test_built_datasets_and_caches_equal_upstreams(mm, up, tmp_path, group):
             again["fast_cache_load"] = False
         note = case, sizes, again
         caches = [str(tmp_path / f"{case}{side}") for side in ("ours", "theirs")]
-        ours = quiet(build, mm, sizes, config(mm, path_to_cache=caches[0], **fields))
+        ours = quiet(build, one, sizes, config(one, path_to_cache=caches[0], **fields))
         theirs = quiet(build, up, sizes, config(up, path_to_cache=caches[1], **fields))
         same_built(ours, theirs, note)
         files, arrays = (files_of(cache) for cache in caches)
@@ -6908,7 +6871,7 @@ def test_built_datasets_and_caches_equal_upstreams(mm, up, tmp_path, group):
         before = stamps(caches[0])
         theirs = quiet(build, up, sizes, config(up, path_to_cache=caches[0], **again))
         assert stamps(caches[0]) == before, note
-        ours = quiet(build, mm, sizes, config(mm, path_to_cache=caches[1], **again))
+        ours = quiet(build, one, sizes, config(one, path_to_cache=caches[1], **again))
         same_built(ours, theirs, note)
         assert files_of(caches[1]).keys() == arrays.keys() | manifests, note
         assert arrays.items() <= files_of(caches[1]).items(), note
@@ -6980,101 +6943,6 @@ def test_states_of_a_rerun_data_iterator_have_upstreams_keys(one, up):
 
 
 # ==============================================================================
-# Hostile files
-# ==============================================================================
-
-
-class LeavesATrace:
-    """What unpickles it makes the file "ran"."""
-
-    def __reduce__(self):
-        return open, ("ran", "w")
-
-
-def damaged_bytes(rng, data, other):
-    """Data of a file, damaged; other is that of another file."""
-    room = rng.choice([40, 200, len(data)])  # in the header of a file, or of an .npy, or anywhere
-    at = int(rng.integers(min(len(data), room) + 1))
-    flipped = bytes(byte ^ 1 << int(rng.integers(8)) for byte in data[at : at + 1])
-    number = struct.pack("<q", int(rng.choice(FORGED)))[: rng.choice([4, 8])]
-    decimal = re.sub(rb"\d+", b"%d" % rng.choice(FORGED), data[at:], count=1)  # as JSON has it
-    code = io.BytesIO()
-    np.lib.format.write_array(code, np.array([LeavesATrace()], object), allow_pickle=True)
-    damages = [
-        data[:at] + flipped + data[at + 1 :],
-        data[:at] + number + data[at + len(number) :],
-        data[:at] + decimal,
-        data[:at],
-        data + other[:1],
-        other,
-        pickle.dumps(LeavesATrace()),
-        code.getvalue(),
-    ]
-    return damages[rng.integers(len(damages))]
-
-
-def put_files(files, good):
-    """Make these the files of the current folder; those that are not the good ones are younger."""
-    for path in files_of("."):
-        os.unlink(path)
-    for path, data in files.items():
-        pathlib.Path(path).write_bytes(data)
-        time_ns = 1 if data == good[path] else 2
-        os.utime(path, ns=(time_ns, time_ns))
-
-
-def samples_of_blend(mm, cache, mapped=True):
-    """All samples of a blend of two pairs; None: it is refused."""
-    cfg = config(mm, (["in/a", "in/b"], [1, 3]), path_to_cache=cache, mmap_bin_files=mapped)
-    try:
-        train = quiet(build, mm, [20, 0, 0], cfg)[0]
-        return quiet(batch_of, train, range(len(train)))
-    except (ValueError, FileNotFoundError):
-        return None
-
-
-def read_damaged_files(mm, count):
-    """Up to two files are damaged, so many times: with the old cache it is as with a new one."""
-    limits = importlib.import_module("resource")
-    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
-    most = pages * limits.getpagesize() + (2 << 30)  # for forged numbers: none is so large
-    limits.setrlimit(limits.RLIMIT_AS, (most, most))
-    good = files_of(".")
-    names = sorted(good)
-    for case in range(count):
-        rng = np.random.default_rng([13, case])
-        files = dict(good)
-        for path in rng.choice(names, rng.integers(3), replace=False):
-            files[path] = damaged_bytes(rng, files[path], good[rng.choice(names)])
-            if rng.random() < 0.1:
-                del files[path]
-        put_files(files, good)
-        mapped = bool(rng.integers(2))
-        found = samples_of_blend(mm, "cache", mapped)
-        wanted = samples_of_blend(mm, "new", mapped)
-        assert (found is None) == (wanted is None), case
-        if found is not None:
-            same_samples(found, wanted, case)
-        assert not os.path.exists("ran"), case
-
-
-@linux
-@pytest.mark.parametrize(
-    "count", [60, pytest.param(round(1500 * CASES), marks=pytest.mark.slow)], ids=["few", "many"]
-)
-def test_damaged_pairs_and_caches_are_never_seen(mm, tmp_path, monkeypatch, count):
-    """The right data or a sentence, never a signal or all the memory."""
-    monkeypatch.chdir(tmp_path)
-    rng = np.random.default_rng(5)
-    mk(mm, "in/a", random_docs(rng, 12, 9), np.uint16)
-    mk(mm, "in/b", random_docs(rng, 9))
-    put_files(files_of("."), files_of("."))
-    assert samples_of_blend(mm, "cache") is not None
-    job = functools.partial(read_damaged_files, mm, count)
-    assert in_children(job, timeout=100 + count) == [0]
-
-
-# ==============================================================================
 # README's map and scripts
 # ==============================================================================
 
@@ -7129,12 +6997,10 @@ def test_readmes_shards_merge_to_the_pair_of_one_job(one, readme, tmp_path, monk
 
 
 def test_readmes_lines_for_parquet(one, readme, tmp_path, monkeypatch):
-    parquet = pytest.importorskip("pyarrow.parquet")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "megatron_min", one)
     texts = ["first", "", "third"]
-    table = sys.modules["pyarrow"].table({"text": texts, "more": [1, 2, 3]})
-    parquet.write_table(table, "corpus.parquet")
+    write_parquet("corpus.parquet", {"text": texts, "more": [1, 2, 3]})
     exec(readme_block(readme, "python", "pyarrow.parquet"), {})
     whole = one.preprocess(texts=texts, output_prefix="whole", append_eod=True)["text"]
     assert bytes_of_pair("corpus_text_document") == bytes_of_pair(whole)
