@@ -862,22 +862,25 @@ def test_bytes_are_tokens(one):
         assert tokenizer.detokenize([97, no_text]) == "a\N{REPLACEMENT CHARACTER}"
 
 
+LINES_OF_TEXT = (
+    b'\n{"text": "1 2", "other": 3}\n'
+    b' \t\r\n{"text": "4"}\r\n'  # line ends of Windows
+    b'{"text":\r"5"}\n\n'  # a return within a line
+    b'{"text": ""}\n'
+    b'{"text": " "}\n'  # a text, but no token
+    b'{"text": ["1", "", "2 3", " "]}\n'
+    b'{"text": ["", " "]}\n'
+    b'{"text": "0"}'  # no newline at the end
+)
+
+
 def test_a_line_becomes_a_document(one, tmp_path):
     """Of one sequence, or one for each of a list of sentences.  preprocess() writes the same.
 
     A line without the key leaves no pair; an encoding is not guessed.
     """
     path = tmp_path / "a.jsonl"
-    path.write_bytes(
-        b'\n{"text": "1 2", "other": 3}\n'
-        b' \t\r\n{"text": "4"}\r\n'  # line ends of Windows
-        b'{"text":\r"5"}\n\n'  # a return within a line
-        b'{"text": ""}\n'
-        b'{"text": " "}\n'  # a text, but no token
-        b'{"text": ["1", "", "2 3", " "]}\n'
-        b'{"text": ["", " "]}\n'
-        b'{"text": "0"}'  # no newline at the end
-    )
+    path.write_bytes(LINES_OF_TEXT)
     one.encode_jsonl(path, tmp_path / "plain", Tok(), append_eod=True)
     ds = one.IndexedDataset(tmp_path / "plain")
     assert lists(ds) == [[1, 2, 0], [4, 0], [5, 0], [1], [2, 3, 0], [0, 0]]  # 0 is the eod
@@ -2227,6 +2230,8 @@ def test_groups_of_one_process_and_what_cannot_be(one, monkeypatch):
         groups.group("cp-pp")
     with pytest.raises(ValueError, match="tp-ep"):
         groups.rank_lists("tp-ep")
+    with pytest.raises(ValueError, match="context=0"):
+        groups.rank_lists("tp", context=0)
     for tensor in (0, 2):
         with pytest.raises(ValueError, match=f"tensor {tensor}"):
             one.ParallelGroups(tensor=tensor)
@@ -6940,6 +6945,57 @@ def test_states_of_a_rerun_data_iterator_have_upstreams_keys(one, up):
     ours.load_state_dict(theirs.state_dict())
     assert ours.state_dict() == theirs.state_dict()
     assert next(ours) == next(theirs) == 6
+
+
+# ==============================================================================
+# Hostile files
+# ==============================================================================
+
+
+def damaged_bytes(rng, data, other):
+    """Data of a file, damaged; other is that of another file."""
+    room = rng.choice([40, 200, len(data)])  # in the header of a file, or of an .npy, or anywhere
+    at = int(rng.integers(min(len(data), room) + 1))
+    number = struct.pack("<q", int(rng.choice(FORGED)))[: rng.choice([1, 4, 8])]
+    forged = data[:at] + number + data[at + len(number) :]
+    damages = [forged, forged, data[:at], data + other[:1], other, pickle.dumps(LeavesATrace())]
+    return damages[rng.integers(len(damages))]
+
+
+def samples_of_blend(mm, cache, mapped=True):
+    """All samples of a blend of two pairs; None: it is refused."""
+    cfg = config(mm, (["in/a", "in/b"], [1, 3]), path_to_cache=cache, mmap_bin_files=mapped)
+    try:
+        train = quiet(build, mm, [20, 0, 0], cfg)[0]
+        return quiet(batch_of, train, range(len(train)))
+    except (ValueError, FileNotFoundError):
+        return None
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(500, marks=pytest.mark.slow)])
+def test_damaged_pairs_and_caches_are_never_seen(mm, tmp_path, monkeypatch, count):
+    """With the old cache it is as with a new one: the right data, or a sentence."""
+    (tmp_path / "good").mkdir()
+    monkeypatch.chdir(tmp_path / "good")
+    rng = np.random.default_rng(5)
+    mk(mm, "in/a", random_docs(rng, 12, 9), np.uint16)
+    mk(mm, "in/b", random_docs(rng, 9))
+    assert samples_of_blend(mm, "cache") is not None
+    good = files_of(".")
+    names = sorted(good)
+    for case, rng in enumerate(cases(count)):
+        shutil.copytree(tmp_path / "good", tmp_path / str(case))
+        monkeypatch.chdir(tmp_path / str(case))
+        for path in rng.choice(names, rng.integers(1, 3)):
+            damaged = damaged_bytes(rng, good[path], good[rng.choice(names)])
+            pathlib.Path(path).write_bytes(damaged)
+        mapped = bool(rng.integers(2))
+        found = samples_of_blend(mm, "cache", mapped)
+        wanted = samples_of_blend(mm, "new", mapped)
+        assert (found is None) == (wanted is None), case
+        if found is not None:
+            same_samples(found, wanted, case)
+        assert not os.path.exists("ran"), case
 
 
 # ==============================================================================
