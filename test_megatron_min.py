@@ -1450,22 +1450,21 @@ def test_resets_without_eod_in_the_corpus_warn(mm, tmp_path, flag):
 # -- what is refused ---------------------------------------------------------------------------
 
 
-BAD_DATASETS = [  # sequences, their dtype, documents of the dataset, the error, its words
-    ([[1] * 9] * 3, np.int32, [], ValueError, "train of split '1,0,0' holds no tokens"),
-    ([[]] * 3, np.int32, [0, 1, 2], ValueError, "train of split '1,0,0' holds no tokens"),
-    ([[1] * 9] * 3, np.int32, [0, 3], IndexError, "/p: .* documents are 0 to 2"),
-    ([[1] * 9] * 3, np.int32, [-2, 0], IndexError, "/p: .* documents are 0 to 2"),
-    ([[1] * 9] * 3, np.int32, [True, False], TypeError, "integers, got bool"),
-    ([[1] * 9] * 3, np.float32, [0], ValueError, "/p holds float32"),
-]
-
-
-@pytest.mark.parametrize("docs, dtype, documents, error, words", BAD_DATASETS)
-def test_datasets_that_cannot_be(mm, tmp_path, docs, dtype, documents, error, words):
+def test_datasets_that_cannot_be(one, tmp_path):
     """Upstream never returns from a split without tokens."""
-    prefix = mk(mm, tmp_path / "p", docs, dtype)
-    with pytest.raises(error, match=words):
-        gpt(mm, prefix, 1, documents=np.array(documents))
+    for dtype, documents, error, words in (
+        (np.int32, [], ValueError, "train of split '1,0,0' holds no tokens"),
+        (np.int32, [0, 3], IndexError, "/p: .* documents are 0 to 2"),
+        (np.int32, [-2, 0], IndexError, "/p: .* documents are 0 to 2"),
+        (np.int32, [True, False], TypeError, "integers, got bool"),
+        (np.float32, [0], ValueError, "/p holds float32"),
+    ):
+        prefix = mk(one, tmp_path / "p", [[1] * 9] * 3, dtype)
+        with pytest.raises(error, match=words):
+            gpt(one, prefix, 1, documents=np.array(documents))
+    patch(f"{prefix}.idx", 34 + 4, b"\x08")  # a length: opening the pair does not look at it
+    with pytest.raises(one.DatasetFormatError, match=re.escape(prefix)):
+        gpt(one, prefix, 1)
 
 
 # Sample 1 of the stream is between rows 1 and 2 of sample_index, (1, 0) and (2, 1): b b b c c.
@@ -1476,6 +1475,7 @@ DAMAGED_ARRAYS = [  # array, place, value
     ("sample_index", (1, 1), 99),
     ("sample_index", (2, 0), 0),
     ("sample_index", (2, 0), 3),
+    ("sample_index", (2, 1), -1),
     ("sample_index", (2, 1), 2),
     ("document_index", 1, 3),
     ("document_index", 2, -1),  # the number of the same one, counted from the end
@@ -1484,22 +1484,16 @@ DAMAGED_ARRAYS = [  # array, place, value
 
 
 @pytest.mark.parametrize("extra", [True, False])
-@pytest.mark.parametrize("name, place, value", DAMAGED_ARRAYS)
-def test_arrays_of_other_data_that_are_set(mm, toy, name, place, value, extra):
+def test_arrays_of_other_data_that_are_set(mm, toy, extra):
     """The error comes where a sample meets the place that does not fit."""
-    ds = gpt(mm, toy, 3, sequence_length=4, add_extra_token_to_sequence=extra)
-    k = place if name == "shuffle_index" else ds.shuffle_index.tolist().index(1)
-    values = np.array(getattr(ds, name))
-    values[place] = value
-    setattr(ds, name, values)
-    check_refused(ds, k, IndexError, re.escape(toy))
-
-
-def test_a_damaged_idx_is_found_by_a_build(mm, toy):
-    """The length of its second sequence is another; opening the pair does not look at it."""
-    patch(f"{toy}.idx", 34 + 4, b"\x09")
-    with pytest.raises(mm.DatasetFormatError, match=re.escape(toy)):
-        gpt(mm, toy, 3, sequence_length=4)
+    good = gpt(mm, toy, 3, sequence_length=4, add_extra_token_to_sequence=extra)
+    for name, place, value in DAMAGED_ARRAYS:
+        ds = copy.copy(good)
+        k = place if name == "shuffle_index" else ds.shuffle_index.tolist().index(1)
+        values = np.array(getattr(ds, name))
+        values[place] = value
+        setattr(ds, name, values)
+        check_refused(ds, k, IndexError, re.escape(toy))
 
 
 # -- arrays that are set, and subclasses -------------------------------------------------------
@@ -1592,13 +1586,6 @@ def test_a_subclass_may_return_other_tokens_and_lengths(mm, tmp_path):
     check_refused(own, 10, IndexError, "wanted 9 .* got 10")
 
 
-def test_mock_sequences_count_up_to_eod(one):
-    mock_data = one.MockGPTLowLevelDataset(Tok(eod=7, vocab_size=100))
-    lengths = np.random.default_rng(0).integers(1, 4096, size=100_000, dtype=np.int32)
-    same(mock_data.sequence_lengths, lengths)
-    assert mock_data.get(3).tolist() == [*np.arange(1, lengths[3]) % 100, 7]
-
-
 # ==============================================================================
 # 6. BlendedDataset
 # ==============================================================================
@@ -1631,7 +1618,7 @@ def random_weights(rng, n):
 
 def test_blends_by_a_loop(mm):
     """The arrays are longer than the blend."""
-    for rng in cases(40):
+    for rng in cases(25):
         n = int(rng.choice([rng.integers(1, 40), rng.integers(33, 300)]))  # C has loops for both
         weights = random_weights(rng, n)
         size = int(rng.integers(0, 600 if n < 33 else 150))
@@ -1679,26 +1666,23 @@ def test_a_blend_by_counts(mm):
     same(long.samples_taken(), np.array([10_000, 20_000]))
 
 
-BAD_BLENDS = [  # (weights of two datasets, size, phases), a word of the sentence
-    (([-1, 1], 4), "weight of bare"),
-    (([1, math.nan], 4), "weight of bare"),
-    (([1, math.inf], 4), "weight of bare"),
-    (([0, 0], 4), "sum"),
-    (([1], 4), "1 weights for 2"),
-    (([1.5, 2.5], None), "numbers of samples"),
-    (([1, 1], -1), "size"),
-    # more than there are, which in upstream is an IndexError in the run
-    (([1, 3], 14), "takes 10 samples of bare, which has 9$"),
-    (([12, 10], None), "takes 12 .* has 9; .* takes 10 .* has 9"),
-    (([1, 1], 4, [(4, [1, 1])]), "None"),  # phases stand for weights and size
-    ((None, None, []), "wanted"),
-    ((None, None, [(4, [1])]), "phase 0"),
-    ((None, None, [(4, [1, 1]), (4, [1, -1])]), "phase 1: weight of bare"),
-]
-
-
 def test_refused_blends(one):
-    for arguments, word in BAD_BLENDS:
+    for arguments, word in (  # weights of two datasets, size, phases
+        (([-1, 1], 4), "weight of bare"),
+        (([1, math.nan], 4), "weight of bare"),
+        (([1, math.inf], 4), "weight of bare"),
+        (([0, 0], 4), "sum"),
+        (([1], 4), "1 weights for 2"),
+        (([1.5, 2.5], None), "numbers of samples"),
+        (([1, 1], -1), "size"),
+        # more than there are, which in upstream is an IndexError in the run
+        (([1, 3], 14), "takes 10 samples of bare, which has 9$"),
+        (([12, 10], None), "takes 12 .* has 9; .* takes 10 .* has 9"),
+        (([1, 1], 4, [(4, [1, 1])]), "None"),  # phases stand for weights and size
+        ((None, None, []), "wanted"),
+        ((None, None, [(4, [1])]), "phase 0"),
+        ((None, None, [(4, [1, 1]), (4, [1, -1])]), "phase 1: weight of bare"),
+    ):
         with pytest.raises(ValueError, match=word):
             blended(one, [9, 9], *arguments)
 
@@ -1720,7 +1704,7 @@ def phases_by_hand(ds):
 
 def test_phases_by_a_loop(mm):
     """A dataset without weight gives nothing.  One phase of all datasets is the plain blend."""
-    for rng in cases(100):
+    for rng in cases(40):
         num_datasets = int(rng.integers(1, 6))
         phases = []
         for _ in range(rng.integers(2, 6)):
@@ -1874,7 +1858,7 @@ def test_phases_are_for_train(mm, corpora):
     weights = [0, 1, 1]
     phases = [(9, [1, 1, 0]), (7, [0, 1, 2])]
     cfg = config(mm, (corpora, weights), split="8,1,1", blend_phases=phases)
-    train, *others = build(mm, [None, 5, 5], cfg)
+    train, *others = build(mm, [12, 5, 5], cfg)  # of train there are 16
     assert train.phases == [(9, [0.5, 0.5, 0.0]), (7, [0.0, 1 / 3, 2 / 3])]
     assert [part.num_samples for part in train.datasets] == [6, 9, 6], "with a surplus each"
     assert pairs_of(train) == phases_by_hand(train)
@@ -1882,31 +1866,32 @@ def test_phases_are_for_train(mm, corpora):
     plain = build(mm, [16, 5, 5], config(mm, (corpora, weights), split="8,1,1"))
     for found, wanted in zip(others, plain[1:], strict=True):
         assert found.unique_description == wanted.unique_description
+    with pytest.raises(ValueError, match="16 samples, but 20"):
+        build(mm, [20, 0, 0], cfg)
 
-    one_corpus = config(mm, ([A], None), split="8,1,1", blend_phases=[(9, [1]), (6, [1])])
+    blends = [([A], None), None, None]
+    one_corpus = config(mm, blend_per_split=blends, blend_phases=[(9, [1]), (6, [1])])
     train, *_ = build(mm, [15, 0, 0], one_corpus)
     assert train.dataset_sample_index.tolist() == list(range(15))
 
-    blends = [(corpora, [1, 1, 1]), (corpora[:2], [1, 1]), None]
-    of_train = config(mm, blend_per_split=blends, blend_phases=phases)
-    train, valid, _ = build(mm, [12, 5, 0], of_train)  # of train there are 16
-    assert pairs_of(train) == phases_by_hand(train)
-    assert len(valid.datasets) == 2
-    with pytest.raises(ValueError, match="16 samples, but 20"):
-        build(mm, [20, 0, 0], of_train)
 
-
-def test_datasets_of_the_users_own(one):
-    """Two methods more, and the builder can build them."""
+def test_datasets_of_the_users_own_are_built_side_by_side(one):
+    """Two methods more, and the builder can build them, as many at once as there are threads."""
+    all_threads = threading.Barrier(2, timeout=20)
 
     class Numbers(one.MegatronDataset):
+        def __init__(self, numbers, path, documents, *others):
+            all_threads.wait()
+            assert isinstance(documents, np.ndarray), "as upstream gives them to a class"
+            super().__init__(numbers, path, documents, *others)
+
         def __len__(self):
             return len(self.indices)
 
         def __getitem__(self, idx):
             return {"number": self.dataset[self.indices[idx]]}
 
-    cfg = config(one, (["ten"], None), split="5,5,0")
+    cfg = config(one, (["ten", "too"], [3, 1]), split="5,5,0", num_dataset_builder_threads=2)
     open_ten = mock.Mock(return_value=range(10, 20))
     methods = {"build_low_level_dataset": open_ten, "numel_low_level_dataset": len}
     for name, function in methods.items():
@@ -1914,33 +1899,30 @@ def test_datasets_of_the_users_own(one):
             build(one, [3, 3, 0], cfg, Numbers)
         setattr(Numbers, name, function)
     train, valid, test = build(one, [3, 3, 0], cfg, Numbers)
-    assert (len(train), test) == (5, None)
-    assert batch_of(valid, [4, 0])["number"].tolist() == [19, 15]
+    parts = [(part.dataset_path, len(part)) for part in train.datasets]
+    assert (parts, test) == ([("ten", 5), ("too", 5)], None)
+    assert batch_of(valid, [0, 1, 2])["number"].tolist() == [15, 15, 16]
 
 
 # -- what is refused ---------------------------------------------------------------------------
 
 
-TWO = ([A, B], [1, 1])
-VALID_SETS = {"blend_per_split": [None, TWO, TWO], "multiple_validation_sets": True}
-WHOLE_SETS = {"multiple_validation_sets": True, "full_validation": True}
-BAD_SIZES = [  # sizes, fields of the config, words
-    ([1, 2], {"blend": ([A], None)}, "sizes"),
-    ([-1, 0, 0], {"blend": ([A], None)}, "train.*-1"),
-    ([0, math.inf, 0], {"blend": ([A], None)}, "valid.*inf"),
-    ([None, 0, 0], {"blend": TWO}, "train .*needs a size"),
-    ([0, None, None], VALID_SETS, "test .*needs a size"),  # valid is two datasets, and test a blend
-    ([0, 5, 0], {"blend_per_split": [None, ([A, B], None), None], **WHOLE_SETS}, "must be None"),
-]
-
-
 def test_sizes_are_refused_before_the_build(one, corpora):
     """As upstream refuses them.  A split without documents, or a single corpus, needs none."""
-    for sizes, fields, words in BAD_SIZES:
+    two = ([A, B], [1, 1])
+    sets = {"blend_per_split": [None, two, two], "multiple_validation_sets": True}
+    for sizes, fields, words in (
+        ([1, 2], {"blend": ([A], None)}, "sizes"),
+        ([-1, 0, 0], {"blend": ([A], None)}, "train.*-1"),
+        ([0, math.inf, 0], {"blend": ([A], None)}, "valid.*inf"),
+        ([None, 0, 0], {"blend": two}, "train .*needs a size"),
+        ([0, None, None], sets, "test .*needs a size"),  # valid is two datasets, and test a blend
+        ([0, 5, 9], sets | {"full_validation": True}, "must be None"),
+    ):
         cfg = config(one, **fields)
         with pytest.raises(ValueError, match=words):
             one.BlendedMegatronDatasetBuilder(one.GPTDataset, sizes, yes, cfg)
-    for fields in ({"blend": TWO}, {"blend_per_split": [TWO, None, ([A], [1])]}):
+    for fields in ({"blend": two}, {"blend_per_split": [two, None, ([A], [1])]}):
         assert len(build(one, [9, None, None], config(one, **fields))[0]) >= 9
     with pytest.raises(ValueError, match="no blend is given"):
         build(one, [9, 0, 0], config(one))
@@ -1955,39 +1937,27 @@ def test_more_sequences_than_int32_numbers(one, corpora, monkeypatch):
         build(one, [9, 0, 0], config(one, ([A], None)))
 
 
-def test_corpora_are_built_side_by_side(one, corpora):
-    """As many as there are threads: they wait for each other."""
-    all_threads = threading.Barrier(3, timeout=20)
-
-    class Together(one.GPTDataset):
-        def __init__(self, corpus, prefix, documents, *others):
-            all_threads.wait()
-            assert isinstance(documents, np.ndarray), "as upstream gives them to a class"
-            super().__init__(corpus, prefix, documents, *others)
-
-    cfg = config(one, (corpora, [3, 1, 2]), num_dataset_builder_threads=3)
-    train = build(one, [60, 0, 0], cfg, Together)[0]
-    assert [part.dataset_path for part in train.datasets] == corpora
-
-
-def build_and_read(one, prefixes):
-    """Build and read a blend of corpora in a process that may open 100 files more, at first 40."""
-    resource = importlib.import_module("resource")
-    most = max(int(name) for name in os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most + 40, most + 100))
-    cfg = config(one, (prefixes, [1] * len(prefixes)), split="8,1,1")
-    for _ in range(2):  # the second finds a cache
-        for dataset in build(one, [600, 120, 120], cfg):
-            assert len(batch_of(dataset, range(len(dataset)))["tokens"]) == len(dataset)
-        del dataset
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most + 100, most + 100)
-
-
 @linux
 def test_60_corpora_build_and_train_with_100_open_files(one, tmp_path):
-    """Of up to 3,000 documents; the soft limit is raised.  Upstream: a bare [Errno 24]."""
-    prefixes = [mk(one, tmp_path / str(n), [[1] * 3] * (3000 if n < 3 else 20)) for n in range(60)]
-    assert in_children(functools.partial(build_and_read, one, prefixes)) == [0]
+    """Of 3,000 documents each; the soft limit is raised.  Upstream: a bare [Errno 24]."""
+    prefixes = [mk(one, tmp_path / "0", [[1] * 3] * 3000)]
+    for number in range(1, 60):
+        prefixes.append(str(tmp_path / str(number)))
+        for kind in ("bin", "idx"):
+            os.symlink(f"{prefixes[0]}.{kind}", f"{prefixes[-1]}.{kind}")
+
+    def build_and_read():
+        resource = importlib.import_module("resource")
+        most = max(int(name) for name in os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most + 40, most + 100))
+        cfg = config(one, (prefixes, [1] * len(prefixes)), split="8,1,1")
+        for _ in range(2):  # the second finds a cache
+            for dataset in build(one, [600, 120, 120], cfg):
+                assert len(batch_of(dataset, range(len(dataset)))["tokens"]) == len(dataset)
+            del dataset
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most + 100, most + 100)
+
+    assert in_children(build_and_read) == [0]
 
 
 # ==============================================================================
