@@ -1752,7 +1752,8 @@ def build_stable_orders(
 
     documents     int32 (D,)   numbers of the split's documents
     sample_edges  E + 1 ints   epoch e has the samples sample_edges[e] .. sample_edges[e + 1] - 1 of
-                               the stream, see _count_samples_of_epochs()
+                               the stream.  The last number is N, which counts a last, short
+                               sample too, if it is kept
     random_seed   int          0 to 2**32 - 1
     Returns       document_index, int32 (E*D,), and shuffle_index, uint32 or int64 (N,)
 
@@ -1778,26 +1779,6 @@ def build_stable_orders(
         shuffle(document_index[first_document : first_document + num_documents], random_state)
         shuffle(shuffle_index[sample_edges[epoch] : sample_edges[epoch + 1]], random_state)
     return document_index, shuffle_index
-
-
-def _count_samples_of_epochs(
-    plan: EpochPlan,
-    tokens_per_epoch: int,
-    sequence_length: int,
-    add_extra_token_to_sequence: bool,
-) -> list[int]:
-    """Count the samples that end before epoch 0, 1, ..., E begins: E + 1 numbers, the last is N.
-
-    N counts a last, short sample too, if it is kept.
-
-    >>> _count_samples_of_epochs(plan_epochs(13, 9, 4), 13, 4, True)     # 13, 26, 39 tokens
-    [0, 3, 6, 9]
-    """
-    edges = []
-    for epoch in range(plan.num_epochs):
-        tokens = epoch * tokens_per_epoch
-        edges.append(count_samples(tokens, sequence_length, True, add_extra_token_to_sequence))
-    return [*edges, plan.num_samples]
 
 
 # ==============================================================================
@@ -2199,7 +2180,10 @@ class GPTDataset(MegatronDataset):
         drop_last = not self._keeps_short
         plan = plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._extra)
         if config.stable_order:
-            edges = _count_samples_of_epochs(plan, tokens_per_epoch, S, self._extra)
+            edges = []  # the samples that end before epoch 0, 1, ... begins, and all
+            for epoch in range(plan.num_epochs):
+                edges.append(count_samples(epoch * tokens_per_epoch, S, True, self._extra))
+            edges.append(plan.num_samples)
             document_index, shuffle_index = build_stable_orders(
                 documents, edges, config.random_seed
             )
