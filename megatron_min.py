@@ -3110,10 +3110,8 @@ class _Sampler:
     """What the samplers share.
 
     kind                  the sampler's name in a saved state
-    consumed_samples      an input: where the next pass starts, as the number of samples, of all
-                          ranks, that come before it.  "single" counts those of its turn; "cyclic"
-                          those of all turns, which must be whole rounds.  The count of a run is
-                          kept by the loader (section 14)
+    consumed_samples      an input: where the next pass starts, as said above; with "cyclic" after
+                          whole rounds.  The count of a run is kept by the loader (section 14)
     samples_per_round     micro_batch_size * data_parallel_size
     active_total_samples  the samples of whole rounds
 
@@ -3368,7 +3366,6 @@ class RerunDataIterator(collections.abc.Iterator):
     """
 
     def __init__(self, iterable: typing.Iterable) -> None:
-        self.iterable = iterable
         self._source = iter(iterable)
         # the names of these two are upstream's
         self.saved_microbatches = []  # since the last advance()
