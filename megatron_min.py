@@ -1749,7 +1749,8 @@ def build_stable_orders(
 
     documents     int32 (D,)   numbers of the split's documents
     sample_edges  E + 1 ints   epoch e has the samples sample_edges[e] .. sample_edges[e + 1] - 1 of
-                               the stream, see _count_samples_of_epochs()
+                               the stream.  The last number is N, which counts a last, short
+                               sample too, if it is kept
     random_seed   int          0 to 2**32 - 1
     Returns       document_index, int32 (E*D,), and shuffle_index, uint32 or int64 (N,)
 
@@ -1775,26 +1776,6 @@ def build_stable_orders(
         shuffle(document_index[first_document : first_document + num_documents], random_state)
         shuffle(shuffle_index[sample_edges[epoch] : sample_edges[epoch + 1]], random_state)
     return document_index, shuffle_index
-
-
-def _count_samples_of_epochs(
-    plan: EpochPlan,
-    tokens_per_epoch: int,
-    sequence_length: int,
-    add_extra_token_to_sequence: bool,
-) -> list[int]:
-    """Count the samples that end before epoch 0, 1, ..., E begins: E + 1 numbers, the last is N.
-
-    N counts a last, short sample too, if it is kept.
-
-    >>> _count_samples_of_epochs(plan_epochs(13, 9, 4), 13, 4, True)     # 13, 26, 39 tokens
-    [0, 3, 6, 9]
-    """
-    edges = []
-    for epoch in range(plan.num_epochs):
-        tokens = epoch * tokens_per_epoch
-        edges.append(count_samples(tokens, sequence_length, True, add_extra_token_to_sequence))
-    return [*edges, plan.num_samples]
 
 
 # ==============================================================================
@@ -2196,7 +2177,10 @@ class GPTDataset(MegatronDataset):
         drop_last = not self._keeps_short
         plan = plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._extra)
         if config.stable_order:
-            edges = _count_samples_of_epochs(plan, tokens_per_epoch, S, self._extra)
+            edges = []  # the samples that end before epoch 0, 1, ... begins, and all
+            for epoch in range(plan.num_epochs):
+                edges.append(count_samples(epoch * tokens_per_epoch, S, True, self._extra))
+            edges.append(plan.num_samples)
             document_index, shuffle_index = build_stable_orders(
                 documents, edges, config.random_seed
             )
@@ -3122,10 +3106,8 @@ class _Sampler:
     """What the samplers share.
 
     kind                  the sampler's name in a saved state
-    consumed_samples      an input: where the next pass starts, as the number of samples, of all
-                          ranks, that come before it.  "single" counts those of its turn; "cyclic"
-                          those of all turns, which must be whole rounds.  The count of a run is
-                          kept by the loader (section 14)
+    consumed_samples      an input: where the next pass starts, as said above; with "cyclic" after
+                          whole rounds.  The count of a run is kept by the loader (section 14)
     samples_per_round     micro_batch_size * data_parallel_size
     active_total_samples  the samples of whole rounds
 
@@ -3180,11 +3162,6 @@ class _Sampler:
                 f"got {consumed_samples}"
             )
 
-    @property
-    def micro_batch_times_data_parallel_size(self) -> int:
-        """Upstream's name of samples_per_round."""
-        return self.samples_per_round
-
 
 class MegatronPretrainingSampler(_Sampler):
     """Samples in order, from consumed_samples on.  Upstream: MegatronPretrainingSampler.
@@ -3214,15 +3191,6 @@ class MegatronPretrainingSampler(_Sampler):
             own_end = first + _ceil_div((rank + 1) * count, ranks)
             padding = [None] * (self.micro_batch_size - (own_end - own_first))
             yield [*range(own_first, own_end), *padding]
-
-    def get_start_end_idx(self) -> tuple[int, int]:
-        """Return which samples of a whole round are this rank's: (first, end).  Upstream's name.
-
-        >>> MegatronPretrainingSampler(8, 0, 2, 1, 2).get_start_end_idx()
-        (2, 4)
-        """
-        first = self.data_parallel_rank * self.micro_batch_size
-        return first, first + self.micro_batch_size
 
 
 class MegatronFullValidationSampler(MegatronPretrainingSampler):
@@ -3394,7 +3362,6 @@ class RerunDataIterator(collections.abc.Iterator):
     """
 
     def __init__(self, iterable: typing.Iterable) -> None:
-        self.iterable = iterable
         self._source = iter(iterable)
         # the names of these two are upstream's
         self.saved_microbatches = []  # since the last advance()
