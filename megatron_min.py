@@ -3162,6 +3162,11 @@ class _Sampler:
                 f"got {consumed_samples}"
             )
 
+    @property
+    def micro_batch_times_data_parallel_size(self) -> int:
+        """Upstream's name of samples_per_round."""
+        return self.samples_per_round
+
 
 class MegatronPretrainingSampler(_Sampler):
     """Samples in order, from consumed_samples on.  Upstream: MegatronPretrainingSampler.
@@ -3191,6 +3196,15 @@ class MegatronPretrainingSampler(_Sampler):
             own_end = first + _ceil_div((rank + 1) * count, ranks)
             padding = [None] * (self.micro_batch_size - (own_end - own_first))
             yield [*range(own_first, own_end), *padding]
+
+    def get_start_end_idx(self) -> tuple[int, int]:
+        """Return which samples of a whole round are this rank's: (first, end).  Upstream's name.
+
+        >>> MegatronPretrainingSampler(8, 0, 2, 1, 2).get_start_end_idx()
+        (2, 4)
+        """
+        first = self.data_parallel_rank * self.micro_batch_size
+        return first, first + self.micro_batch_size
 
 
 class MegatronFullValidationSampler(MegatronPretrainingSampler):
