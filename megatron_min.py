@@ -3376,6 +3376,7 @@ class RerunDataIterator(collections.abc.Iterator):
     """
 
     def __init__(self, iterable: typing.Iterable) -> None:
+        self.iterable = iterable
         self._source = iter(iterable)
         # the names of these two are upstream's
         self.saved_microbatches = []  # since the last advance()
@@ -7634,7 +7635,7 @@ def _make_parser():
     text = "a sentence is a sequence; PREFIX_KEY_sentence"
     command.add_argument("--split-sentences", action="store_true", help=text)
     text = "processes; the files are the same for any number"
-    command.add_argument("--workers", type=int, default=1, help=text, metavar="N")
+    command.add_argument("--workers", type=_read_workers, default=1, help=text, metavar="N")
     text = "make the i-th of n parts, from 0 on; merge joins them"
     command.add_argument("--shard", type=_read_shard, default=(0, 1), help=text, metavar="i/n")
     text = "at a bad line: stop (the default), or skip it"
@@ -7681,9 +7682,16 @@ def _add_tokenizer(command):
 def _read_shard(text):
     """The type of --shard: "3/16" -> (3, 16)."""
     found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"wanted i/n, such as 3/16, got {text!r}")
+    if found is None or int(found[1]) >= int(found[2]):
+        raise argparse.ArgumentTypeError(f"wanted i/n, such as 0/16 to 15/16, got {text!r}")
     return int(found[1]), int(found[2])
+
+
+def _read_workers(text):
+    """The type of --workers: a number of processes."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"wanted 1 or more, got {text!r}")
+    return int(text)
 
 
 def _run_preprocess(options):

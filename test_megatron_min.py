@@ -6227,7 +6227,9 @@ def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys):
     for arguments, wanted, word in (
         ("", 2, "COMMAND"),
         (f"{preprocess} --json-keys x", 1, "a.jsonl: line 1: "),
-        (f"{preprocess} --shard z", 2, "argument --shard: wanted i/n, such as 3/16, got 'z'"),
+        (f"{preprocess} --shard z", 2, "--shard: wanted i/n, such as 0/16 to 15/16, got 'z'"),
+        (f"{preprocess} --shard 3/3", 2, "--shard: wanted i/n, such as 0/16 to 15/16, got '3/3'"),
+        (f"{preprocess} --workers 0", 2, "argument --workers: wanted 1 or more, got '0'"),
         (f"{preprocess} --on-error foo", 2, "argument --on-error: invalid choice: 'foo'"),
         ("merge --input good none --output-prefix o", 1, "none.idx"),
         ("verify good damaged", 1, "damaged.idx: sequence_pointers[1]"),
