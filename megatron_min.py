@@ -5908,9 +5908,7 @@ def _c_make_batch(dataset, indices):
 
 @functools.wraps(GPTDataset.__getitem__)
 def _c_getitem(self, idx):
-    columns = None
-    if type(self) is GPTDataset:
-        columns = _read_columns(self, [idx])
+    columns = _read_columns(self, [idx])
     if columns is None:
         return _c_getitem.__wrapped__(self, idx)
     # values[0, ...] of the 1-D max_seqlen is an array without axes; values[0] would be a number

@@ -275,9 +275,9 @@ def config(mm, blend=None, **fields):
 
 def gpt(mm, prefix, n=None, split="train", documents=None, **fields):
     """A GPTDataset of n samples over all (or the given) documents of a prefix."""
-    ds = mm.IndexedDataset(prefix)
-    documents = np.arange(len(ds), dtype=np.int32) if documents is None else documents
     cfg = config(mm, ([prefix], None), **fields)
+    ds = mm.GPTDataset.build_low_level_dataset(prefix, cfg)
+    documents = np.arange(len(ds), dtype=np.int32) if documents is None else documents
     return mm.GPTDataset(ds, prefix, documents, n, mm.Split[split], cfg)
 
 
@@ -1317,7 +1317,6 @@ def test_orders_and_samples_equal_the_loops(mm, tmp_path):
         some = [-1, 0, *rng.integers(len(ds), size=5).tolist()]
         wanted = {k: brute_sample(ds, whole, k) for k in some}
         wanted[None] = wanted[0] | {"loss_mask": torch.zeros(ds.config.sequence_length)}
-        ds.dataset = mm.GPTDataset.build_low_level_dataset(prefix, ds.config)
         assert (ds.dataset.mapped_tokens is not None) == ds.config.mmap_bin_files
         for samples in read_in_all_ways(ds, list(wanted)):
             for k, sample in zip(wanted, samples, strict=True):
@@ -3910,9 +3909,7 @@ def dataset_of(mm, folder, kind):
         return Numbers(23)
     docs = [np.arange(n) for n in range(1, 20)]
     prefix = mk(mm, folder / "p", docs, np.uint16)
-    dataset = gpt(mm, prefix, 23)
-    if kind == "not mapped":
-        dataset.dataset = mm.IndexedDataset(prefix, mmap=False)
+    dataset = gpt(mm, prefix, 23, mmap_bin_files=kind != "not mapped")
     if kind.startswith("blend"):
         cfg = dataset.config
         if kind == "blend of another config":
