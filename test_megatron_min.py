@@ -5719,6 +5719,8 @@ def test_what_a_tokenizer_raises_at_a_line(one, tmp_path):
     for error in (MemoryError("no room"), FileNotFoundError(2, "no room"), SystemExit("no room")):
         with pytest.raises(ChildProcessError, match="no room"):
             one.preprocess(tokenizer=failing(error, "13"), on_error="skip", workers=2, **job)
+    with pytest.raises(KeyboardInterrupt):
+        one.preprocess(tokenizer=failing(KeyboardInterrupt(), "a"), **job)
 
 
 def test_a_process_that_may_have_no_children(one, tmp_path, monkeypatch):
