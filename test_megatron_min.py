@@ -971,7 +971,7 @@ BAD_CONFIGS = [  # what is changed in a good config, a word of the sentence
     ({"sequence_length": 0}, "sequence_length"),
     ({"sequence_length": 8.0}, "sequence_length"),
     ({"random_seed": 2**32}, "random_seed"),
-    ({"mid_level_dataset_surplus": math.nan}, "surplus"),
+    ({"mid_level_dataset_surplus": math.inf}, "surplus"),
     ({"mid_level_dataset_surplus": None}, "surplus"),
     ({"split": None}, "needs a split"),
     ({"blend": ([], None)}, "a blend is"),
@@ -2132,6 +2132,7 @@ def test_groups_of_one_process_and_what_cannot_be(one, monkeypatch):
     sizes = {"tensor": 2, "context": 2, "data": 3, "pipeline": 2}
     for kind, first in (("cp", [0, 2]), ("dp", [0, 4, 8]), ("tp-pp", [0, 1, 12, 13])):
         assert groups.rank_lists(kind, **sizes)[0] == first
+    assert groups.rank_lists("cp", context=2) == [[0, 1]]
     for kind in ("tp", "dp-cp", "cp-pp"):  # any kind has a size, though not a process group
         assert (groups.rank(kind), groups.size(kind)) == (0, 1)
     assert groups.group("tp") is None
@@ -2308,6 +2309,7 @@ def test_what_cannot_be_cut_is_refused(one):
             one.get_batch_on_this_cp_rank(whole, rank, 2)
     between = dict.fromkeys(FIVE) | {"cu_seqlens": torch.tensor([[0, 4, 8, 8, 8, 8, 8, 8, 8]])}
     assert one.get_batch_on_this_cp_rank(between, 1, 2) == between
+    assert one.get_batch_on_this_cp_rank({}, 1, 2) == {}
 
 
 # -- Jobs of real processes --------------------------------------------------------------------
@@ -5534,8 +5536,14 @@ def test_each_key_makes_a_pair(one, tmp_path, monkeypatch, capsys):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = {"json_keys": ["y", "x"], "on_error": "skip"}
+    tqdm = mock.MagicMock()
+    bar = tqdm.tqdm.return_value
+    bar.n = 0
+    monkeypatch.setitem(sys.modules, "tqdm", tqdm)
     made = quiet(one.preprocess, path, tmp_path / "o", verbose=True, **keys)
-    words = rf"99 documents, {path.stat().st_size:,} bytes, [\d.,]+ MB/s\n"
+    size = path.stat().st_size
+    bar.update.assert_called_with(size)
+    words = rf"99 documents, {size:,} bytes, [\d.,]+ MB/s\n"
     assert re.fullmatch(words, capsys.readouterr().err)
     of_texts = quiet(one.preprocess, None, tmp_path / "t", texts=iter(rows), workers=3, **keys)
     assert capsys.readouterr().err == ""
