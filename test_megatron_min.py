@@ -70,7 +70,10 @@ ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and limits that hold")
 
 torch.set_num_threads(1)
-os.environ.pop("PYTHONWARNINGS", None)  # the processes of the tests warn as Python does by itself
+for _name in ("PYTHONWARNINGS", "PYTHONUNBUFFERED"):
+    os.environ.pop(
+        _name, None
+    )  # the processes of the tests warn and print as Python does by itself
 
 
 @functools.cache
@@ -821,6 +824,7 @@ def test_a_merge_that_is_refused_changes_nothing(one, pair, tmp_path):
         builder.add_document([1, 2], [1, 1], [0, 1])
     before = files_of(tmp_path)
     for inputs, output, word in (
+        ([], "out", "at least one"),
         ([pair], "link", "output"),
         ([pair, other], "out", "uint16"),
         ([pair, tmp_path / "modes"], "out", r"modes\.bin .*multimodal"),
@@ -1132,6 +1136,7 @@ def test_a_wrong_stream_is_said(mm):
         ({"tokens_per_epoch": 14, "sequence_length": 13}, ValueError, "14 tokens, .* hold 13"),
         ({"tokens_per_epoch": 2**40}, ValueError, "cannot hold"),
         ({"sequence_length": 0}, ValueError, "sequence_length"),
+        ({"sequence_length": 2**32}, ValueError, "sequence_length"),
     ):
         with pytest.raises(error, match=word):
             mm.build_sample_idx(**stream | wrong)
@@ -6251,6 +6256,14 @@ def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys):
         assert code == wanted and word in sentence
         assert sentence.startswith("python megatron_min.py")
         assert files_of(".") == before
+
+
+def test_the_file_is_a_program(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["megatron_min.py", "verify", "none"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(HERE / "megatron_min.py"), run_name="__main__")
+    assert stop.value.code == 1
+    assert "none.idx" in capsys.readouterr().err
 
 
 def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch):
