@@ -6581,6 +6581,7 @@ def test_arguments_are_those_of_upstreams_repository(one):
         assert list(found) == wanted.split(), name
     options = arguments_of(one.build_pretraining_data_loader)
     assert (options["data_sharding"], options["drop_last"]) == (True, True)  # as upstream's
+    assert options["num_workers"] == 0
 
 
 # -- Files -------------------------------------------------------------------------------------
