@@ -2059,8 +2059,12 @@ def test_cyclic_iter_goes_on_over_one_empty_pass_and_not_over_two(one):
     """One may be empty, as at the end of a run; two in a row would never end."""
     at_the_end = one.cyclic_iter(sampler_of(one, "single", 6, 6, 3, 0, 1))
     assert list(itertools.islice(at_the_end, 3)) == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
-    with pytest.raises(ValueError, match="passes"):
-        next(one.cyclic_iter([]))
+    passes = mock.MagicMock()
+    passes.__iter__.side_effect = [iter(items) for items in ([], [1], [], [2], [], [], [3])]
+    found = one.cyclic_iter(passes)
+    assert (next(found), next(found)) == (1, 2)
+    with pytest.raises(ValueError, match="two passes"):
+        next(found)
 
 
 def numbers_of(batches, count=None):
@@ -2096,6 +2100,7 @@ def test_samples_of_a_run_by_hand(one):
         ({"train_iters": 100}, (800, 4 * 16, 16)),
         ({"train_samples": 719}, (719, 3 * 16, 16)),  # 89 whole steps
         ({"train_samples": 720}, (720, 4 * 16, 16)),
+        ({"train_iters": 3, "eval_interval": 1, "global_batch_size": 1}, (3, 4 * 2, 2)),
         ({"train_iters": 10, "full_validation": True}, (80, None, 16)),
         ({"train_iters": 100, "skip_train": True}, (800, 16, 16)),
         ({"train_iters": 100, "eval_iters": 0}, (800, 0, 0)),
