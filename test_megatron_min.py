@@ -1167,6 +1167,9 @@ def test_memory_is_about_that_of_what_is_made(one, tmp_path):
     builder = one.IndexedDatasetBuilder(tmp_path / "p.bin", np.uint8)
     builder.add_document(np.ones(300_000, np.uint8), [1] * 300_000)
     assert most_bytes(builder.finalize, tmp_path / "p.idx") < 24 * 300_000  # 16 and a buffer
+    for kind in SHUFFLED:
+        batches = iter(sampler_of(one, kind, 200_000, 0, 1, 0, 1))
+        assert most_bytes(next, batches) < 200_000  # torch's order is not counted
 
 
 # -- Both orders, and stable_order -------------------------------------------------------------
