@@ -3288,9 +3288,9 @@ class MegatronPretrainingRandomSampler(_Sampler):
         turn, done = divmod(self.consumed_samples, self.active_total_samples)
         order = self._order_of_rank(turn)
         # the samples done are of all ranks, the order is of one
-        for batch in order[done // self.data_parallel_size :].split(self.micro_batch_size):
+        for first in range(done // self.data_parallel_size, len(order), self.micro_batch_size):
             self.consumed_samples += self.samples_per_round
-            yield batch.tolist()
+            yield order[first : first + self.micro_batch_size].tolist()
 
     def _order_of_rank(self, turn):
         """The samples that this rank reads in a turn, in order."""
