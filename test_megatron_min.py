@@ -70,10 +70,9 @@ ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and limits that hold")
 
 torch.set_num_threads(1)
-for _name in ("PYTHONWARNINGS", "PYTHONUNBUFFERED"):
-    os.environ.pop(
-        _name, None
-    )  # the processes of the tests warn and print as Python does by itself
+# The processes of the tests warn, and print, as Python does by itself.
+os.environ.pop("PYTHONWARNINGS", None)
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 
 @functools.cache
@@ -825,7 +824,6 @@ def test_a_merge_that_is_refused_changes_nothing(one, pair, tmp_path):
         builder.add_document([1, 2], [1, 1], [0, 1])
     before = files_of(tmp_path)
     for inputs, output, word in (
-        ([], "out", "at least one"),
         ([pair], "link", "output"),
         ([pair, other], "out", "uint16"),
         ([pair, tmp_path / "modes"], "out", r"modes\.bin .*multimodal"),
