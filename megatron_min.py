@@ -3261,7 +3261,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
         seed: int = 0,
     ) -> None:
         self.dataset = dataset
-        self.data_sharding = data_sharding
+        self.data_sharding = bool(data_sharding)  # of numpy's, JSON has none
         self.seed = int(seed)
         super().__init__(
             total_samples,
@@ -6845,7 +6845,7 @@ def _encode_blocks(encoder, blocks, workers):
     try:
         for _ in range(workers):
             pipe, end_of_worker = context.Pipe()
-            arguments = (end_of_worker, pipe, encoder)
+            arguments = (end_of_worker, encoder)
             process = context.Process(target=_run_worker, args=arguments, daemon=True)
             turns.append((process, pipe, None))
             with warnings.catch_warnings():
@@ -6878,13 +6878,9 @@ def _encode_blocks(encoder, blocks, workers):
             pipe.close()
 
 
-def _run_worker(pipe, end_of_parent, encoder):
-    """Encode the lines that come through a pipe: this is all that a worker process does.
-
-    It ends when its parent does, as that ends the pipe; it closes its copy of the parent's end.
-    Workers started later hold copies of that end too: so they end in turn, the last one first.
-    """
-    end_of_parent.close()
+def _run_worker(pipe, encoder):
+    """Encode the lines that come through a pipe: this is all that a worker process does."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     # A terminal sends these to all processes, but the parent alone answers: it ends its workers.
     for name in ("SIGINT", "SIGHUP"):
         if hasattr(signal, name):  # Windows has no SIGHUP
@@ -6900,6 +6896,16 @@ def _run_worker(pipe, end_of_parent, encoder):
                 answer = encoder.encode_block(lines)
             except BaseException as error:  # no bad line; the error might not pass the pipe
                 answer = ChildProcessError(_one_line(error))
+
+
+def _end_with_parent():
+    """End this worker, also in the middle of a block, when its parent is gone.
+
+    That is when a pipe ends.  Workers started later hold copies of its end: so they end in turn,
+    the last one first.
+    """
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 # -- Merge and records -------------------------------------------------------------------------
@@ -7186,13 +7192,18 @@ class SFTDataset(MegatronDataset):
                 "assistant says nothing (other such samples are not named)",
                 stacklevel=2,
             )
+        starts = ends[:-1]
+        if len(starts) > S:  # some conversations have no tokens
+            starts = sorted(set(starts))
         cu_seqlens = np.full(S + 1, S, np.int32)
-        cu_seqlens[: len(ends)] = ends[: S + 1]
+        cu_seqlens[: len(starts)] = starts
+        # A last conversation without tokens begins at a filled place, where positions count on.
+        begins = [start for start in starts if not is_filled[start]]
         sample = {
             "tokens": tokens[:-1].copy(),
             "labels": labels,
             "loss_mask": is_learned.astype(np.float32),
-            "position_ids": _positions_from(ends[:-1], S),
+            "position_ids": _positions_from(begins, S),
             "cu_seqlens": cu_seqlens,
             "max_seqlen": np.array(np.diff(ends).max(), np.int32),
         }
@@ -7318,13 +7329,16 @@ class _Rows:
 
     def __init__(self, path):
         self.path = os.path.abspath(path)
+        self._fingerprint = self._read_fingerprint()
+
+    def _read_fingerprint(self):
         with open(self.path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(0)
             ends = file.read(4096)
             file.seek(max(0, size - 4096))
             ends += file.read(4096)
-        self._fingerprint = {"size": size, "ends_crc32": zlib.crc32(ends)}
+        return {"size": size, "ends_crc32": zlib.crc32(ends)}
 
     def fingerprint(self):
         """What tells these rows from others, as IndexedDataset.fingerprint() does for tokens."""
@@ -7349,6 +7363,14 @@ class _JsonlRows(_Rows):
                     self.starts.append(position)
                     self.line_numbers.append(number)
                 position += len(line)
+
+    def __setstate__(self, state):
+        """Refuse a file that is another one than that of the pickle: its rows begin elsewhere."""
+        vars(self).update(state)
+        found = self._read_fingerprint()
+        if found != self._fingerprint:
+            reason = "the file was replaced after the dataset was pickled: build it again"
+            raise _format_error(self.path, "fingerprint", self._fingerprint, f"{found}: {reason}")
 
     def __len__(self):
         return len(self.starts)
