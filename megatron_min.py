@@ -7332,6 +7332,7 @@ class _Rows:
         self._fingerprint = self._read_fingerprint()
 
     def _read_fingerprint(self):
+        """The fingerprint of the file that is there now."""
         with open(self.path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(0)

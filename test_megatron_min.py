@@ -7118,7 +7118,7 @@ print(loader.state_dict()["consumed_samples"])
 
 @linux
 @pytest.mark.slow
-def test_a_job_that_is_told_to_end_saves_its_state(readme, tmp_path):
+def test_a_job_that_is_told_to_end_saves_its_state(readme):
     """With README's option; without it torch's worker processes are gone."""
     definition = "def leave_group(worker): os.setpgrp()"
     loader = "PretrainingDataLoader(train, sampler, num_workers=2, worker_init_fn=leave_group)"
