@@ -103,7 +103,6 @@ import numbers
 import operator
 import os
 import pathlib
-import pickle
 import pkgutil
 import random
 import re
@@ -233,6 +232,24 @@ def _import_extra(module, user):
     except ModuleNotFoundError as error:
         package = module.partition(".")[0]
         raise ImportError(f"{user}: {error}: pip install {package}") from None
+
+
+@contextlib.contextmanager
+def _named(name, words, kind=ValueError):
+    """Have an error say what it is about: kind("name: words: what the error says").
+
+    An OSError of the system stays of its class, with its number.  MemoryError passes: it is never
+    the fault of what has the name.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            reason = f"{words}: {error.strerror}"
+            raise OSError(error.errno, reason, os.fspath(name)) from error
+        raise kind(f"{name}: {words}: {_one_line(error)}") from error
 
 
 # What it means that the system has nothing left for a file, and which limit says so.
@@ -3858,17 +3875,14 @@ def _share_batch(data_iterator, layout, groups, device):
     views = _cut_views(buffer, sent)
     error = None
     if groups.rank("tp") == 0:
-        try:
-            for key, tensor in _read_batch(data_iterator, layout).items():
+        tensors, error = _attempt(_read_batch, data_iterator, layout)
+        if error is None:
+            for key, tensor in tensors.items():
                 views[key].copy_(tensor)
-        except _ENDS_OF_A_PROCESS:
-            raise
-        except BaseException as caught:  # as in section 15
-            error = caught
         views["failed"].fill_(error is not None)
     torch.distributed.broadcast(buffer, group=groups.batch_group, group_src=0)
     if views["failed"]:
-        _raise_error_of(0, error, groups.batch_group)  # on all ranks of the group: tp 0 tells it
+        _raise_error_of(0, error, groups.batch_group)  # in a second broadcast: tp 0 tells it
     batch = _cut_views(buffer.to(device, non_blocking=True), sent)
     del batch["failed"]
     return batch
@@ -5663,16 +5677,29 @@ def build_pretraining_data_loader(
 # none of their logs would say why.
 #
 #            step()             smallest of all     rank 2 broadcasts    every rank raises
-#   rank 0   works     -> 4 --+                   +-- class and sentence --> "rank 2: no such file"
-#   rank 1   works     -> 4 --+--> all_reduce     +------------------------> "rank 2: no such file"
-#   rank 2   raises    -> 2 --+     gives 2       +------------------------> "rank 2: no such file"
-#   rank 3   works     -> 4 --+                   +------------------------> "rank 2: no such file"
+#   rank 0   works     -> 4 --+                   +-- kind and sentence --> "rank 2: no such file"
+#   rank 1   works     -> 4 --+--> all_reduce     +-----------------------> "rank 2: no such file"
+#   rank 2   raises    -> 2 --+     gives 2       +-----------------------> its own error
+#   rank 3   works     -> 4 --+                   +-----------------------> "rank 2: no such file"
 #
 # A rank that works gives the number of ranks; a rank that fails gives its own number.  If all work,
 # the smallest is the number of ranks, and nothing more is sent.  A process that dies takes part in
 # nothing: its launcher (torchrun) stops the others and names it.  So it is with a process that is
 # told to end, by an error of these classes:
 _ENDS_OF_A_PROCESS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+
+
+def _attempt(step, *arguments):
+    """Call a function: return (what it returns, None), or (None, the error that it raises).
+
+    Every error is caught but those that end a process.  (A panic of native code is no Exception.)
+    """
+    try:
+        return step(*arguments), None
+    except _ENDS_OF_A_PROCESS:
+        raise
+    except BaseException as error:
+        return None, error
 
 
 def _device_of_group(group=None) -> torch.device:
@@ -5689,10 +5716,8 @@ def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = No
     step     is called without arguments; it may use collectives only if all ranks reach them
     group    a torch.distributed process group; None: all ranks
     Returns  what step() returns on this rank
-    Raises   where step() failed on several ranks, the error of the lowest of them, on every rank:
-             its class, and "rank R: " with its sentence, R being the rank in the whole job.  A rank
-             that failed itself has its own error as the cause.  Without other ranks the error of
-             step() is passed on as it is.
+    Raises   on a rank that failed its own error; on the others what _raise_error_of() makes of the
+             error of the lowest rank that failed
 
     >>> _on_every_rank(os.getpid) == os.getpid()
     True
@@ -5702,16 +5727,8 @@ def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = No
         world = torch.distributed.get_world_size(group)
     if world == 1:
         return step()
-    result = None
-    error = None
-    mine = world
-    try:
-        result = step()
-    except _ENDS_OF_A_PROCESS:
-        raise
-    except BaseException as caught:  # a panic of native code is no Exception
-        error = caught
-        mine = _rank(group)
+    result, error = _attempt(step)
+    mine = world if error is None else _rank(group)
     first_failed = torch.tensor(mine, device=_device_of_group(group))
     torch.distributed.all_reduce(first_failed, torch.distributed.ReduceOp.MIN, group=group)
     if first_failed < world:
@@ -5720,31 +5737,31 @@ def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = No
 
 
 def _raise_error_of(source, error, group):
-    """Raise the error of the group's rank number `source` on every rank of the group.
+    """Raise on every rank of the group that the group's rank number `source` has failed.
 
-    Every rank must call this function with its own error, or with None if it has none.
+    Every rank must call this function with its own error, which it raises, or with None if it has
+    none: then a ValueError or a StopIteration says so if it was one there, else a RuntimeError with
+    the name of its class.  The sentence begins with the number of the rank in the whole job.
     """
     words = ""
-    pickled = b""  # the class, by itself: where one rank cannot load it, the sentence has arrived
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # of a class that has none
         words = str(error)
-        pickled = pickle.dumps(type(error))
-    told = [pickled, type(error).__name__, f"rank {_rank()}: {words}"]
+    told = [_kind_of_error(error), type(error).__name__, f"rank {_rank()}: {words}"]
     torch.distributed.broadcast_object_list(told, group=group, group_src=source)
-    raise _error_of_class(*told) from error  # that of the rank number `source`
+    if error is not None:
+        raise error
+    kind, name, sentence = told
+    if kind is RuntimeError:
+        sentence = f"{sentence} ({name})"
+    raise kind(sentence)
 
 
-def _error_of_class(pickled, name, sentence):
-    """Make an error of a pickled class that shows the sentence.
-
-    A RuntimeError with the name of the class where that cannot be: a class that this rank does not
-    have, or that wants other arguments, or shows something else (KeyError puts quotes around it).
-    """
-    with contextlib.suppress(Exception):
-        error = pickle.loads(pickled)(sentence)
-        if isinstance(error, BaseException) and str(error) == sentence:
-            return error
-    return RuntimeError(f"{sentence} ({name})")
+def _kind_of_error(error):
+    """What an error of this rank is on the other ranks."""
+    for kind in (ValueError, StopIteration):
+        if isinstance(error, kind):
+            return kind
+    return RuntimeError
 
 
 # ==============================================================================
