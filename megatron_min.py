@@ -91,6 +91,7 @@ import enum
 import errno
 import functools
 import glob
+import gzip
 import hashlib
 import importlib
 import io
@@ -103,6 +104,7 @@ import numbers
 import operator
 import os
 import pathlib
+import pickle
 import pkgutil
 import random
 import re
@@ -475,7 +477,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.check = check
         self._verified = False
         self._fingerprint = None  # made when it is asked for
-        self._is_record_compared = False  # section 18
+        self._record = None  # section 18, read when it is asked for
         self.absolute_prefix = _absolute(self.path_prefix)
         self._idx_path = get_idx_path(self.absolute_prefix)
         self._bin_path = get_bin_path(self.absolute_prefix)
@@ -980,8 +982,8 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 # and eod_mask_loss of section 3 find none.
 #
 # A document without tokens becomes no sequence and gets no eod.  But it has its entry in
-# document_indices, where the number of sequences is repeated.  So the pair has a document for each
-# line of the file that is not blank, in the same order.  Upstream does the same.
+# document_indices, where the number of sequences is repeated, as in upstream.  So the pair has a
+# document for each line of the file that is not blank, in the same order.
 #
 # A tokenizer is any object with these attributes; there is no class to inherit from:
 #
@@ -989,7 +991,7 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #                        stored as uint16, else as int32
 #   eod                  the id that ends a document
 #   pad                  may be missing: the id that fills up a sample that is too short (section 5)
-#   tokenize(text)       str -> list of ids
+#   tokenize(text)       str -> ids, in a list, array or tensor
 #   detokenize(ids)      ids, in a list, array, tensor or iterator -> str
 #   unique_identifiers   a dict that can be written as JSON and says which tokenizer this is, so
 #                        that arrays cached with one tokenizer are not used again with another
@@ -1045,7 +1047,7 @@ def encode_document(
     """
     sequences = []
     for sentence in _sentences(text):
-        tokens = list(tokenizer.tokenize(sentence))
+        tokens = _as_ids(tokenizer, tokenizer.tokenize(sentence)).tolist()
         if len(tokens) > 0:
             sequences.append(tokens)
     if append_eod and len(sequences) > 0:
@@ -1058,8 +1060,19 @@ def _sentences(text):
     sentences = [text] if isinstance(text, str) else text
     is_list = isinstance(sentences, list)
     if not is_list or not all(isinstance(sentence, str) for sentence in sentences):
-        raise ValueError("wanted a text, or a list of sentences")
+        raise ValueError(f"wanted a text, or a list of sentences, got {text!r:.60}")
     return sentences
+
+
+def _as_ids(tokenizer, found):
+    """What tokenize() has returned, as an array of ids; ValueError if it is none."""
+    ids = np.asarray(found)
+    if ids.ndim != 1 or (len(ids) > 0 and ids.dtype.kind not in "iu"):
+        name = type(tokenizer).__name__
+        raise ValueError(
+            f"wanted ids from tokenize() of the tokenizer, a {name}, got {found!r:.60}"
+        )
+    return ids
 
 
 def encode_jsonl(
@@ -1079,8 +1092,8 @@ def encode_jsonl(
     Raises        ValueError, KeyError or TypeError at a line that holds no such object; no pair
                   appears then
 
-    This is the definition of preprocess() in section 18, which writes the same bytes, uses all
-    cores of a machine, and names the file and the line of an error.
+    This is the definition of preprocess() in section 18, which writes the same bytes, by all cores
+    of a machine, and names the file and the line of an error.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = pathlib.Path(folder, "corpus.jsonl")
@@ -1103,8 +1116,7 @@ def encode_jsonl(
                 if line.isspace():
                     continue
                 text = json.loads(line.decode("utf-8-sig"))[json_key]  # with or without a BOM
-                sequences = encode_document(text, tokenizer, append_eod)
-                for tokens in sequences:
+                for tokens in encode_document(text, tokenizer, append_eod):
                     builder.add_item(tokens)
                 builder.end_document()  # a document may have no sequences
 
@@ -6377,22 +6389,22 @@ def _find_pad_token_id(config):
 #       sequences = encode_document(text, ...)  _Encoder._encode_documents()
 #       builder.add_item(), .end_document()     _write_pairs()
 #
-# Many machines share the work as shards: each reads its share of the bytes of all inputs, laid end
-# to end.  A line belongs to the shard in which it begins:
+# Many machines share the work as shards of whole inputs.  Laid end to end, the bytes of all inputs
+# have as many equal shares as there are shards, and an input belongs to that in which it begins:
 #
-#   inputs        a.jsonl                       b.jsonl c.jsonl.gz  d.jsonl
-#   lines         |------|---------|------------|-------|===========|-------|-------|
-#   bytes         |      shard 0/3      :      shard 1/3      :      shard 2/3      |
-#   read by         0/3      0/3         0/3       1/3       1/3       2/3     2/3
+#   inputs        a.jsonl                 b.jsonl   c.jsonl.gz       d.jsonl
+#   bytes         |-----------------------|---------|----------------|------------------|
+#   shares        |         0/3           :          1/3          :         2/3         |
+#   read by       0/3                       1/3       1/3              2/3
 #
-# A compressed file cannot be entered in the middle: it belongs to the shard in which it begins.
 # The pairs of the shards, merged in order, are the files of one job, byte for byte.  Each pair has
 # a record of what it was made from, such as this one of shard 1/3:
 #
 #   books_text_document_00001_of_00003.bin, .idx, .record.json
 #
-#   {"tokenizer": {...}, "bin": 1200, "idx": 142,    the sizes of the pair, in bytes
-#    "inputs": [["a.jsonl from byte 250 on", 0], ["b.jsonl", 1], ["c.jsonl.gz", 5]]}
+#   {"tokenizer": {...}, "bin": 1200, "idx": 142,         the sizes of the pair, in bytes
+#    "inputs": [["b.jsonl", 1], ["c.jsonl.gz", 5]],       and how many documents each has given
+#    "job": "5d41402abc4b2a76b9719d911017c592"}           a digest of all inputs: of shards alone
 #
 # So document 0 of the pair is that of b.jsonl, and documents 1 to 5 are those of c.jsonl.gz.
 
@@ -6420,7 +6432,7 @@ def preprocess(
 
     input         a path, URL or pattern such as s3://bucket/*.jsonl, or a list of these, which are
                   read in this order; the files of a pattern are read in sorted order.  They are
-                  compressed if their names end in .gz, .bz2, .xz or .zst.  "-" is standard input.
+                  compressed if their names end in .gz or .zst.  "-" is standard input.
     texts         in the place of input: an iterable of texts, or of dicts with the JSON keys; its
                   rows count as lines
     tokenizer     an object as described in section 2, or its name as in section 17
@@ -6429,13 +6441,13 @@ def preprocess(
     split_sentences  each sentence becomes a sequence, as nltk finds sentences; the names end in
                   _sentence instead of _document
     workers       how many processes tokenize
-    shard         (i, n), 0 <= i < n: read the i-th of n shares of the inputs, and add its number to
-                  the names, as in _00001_of_00016
-    on_error      "stop": the first bad line is an error; "skip": bad lines are left out, and a
-                  warning counts them and says what is wrong with the first; if all are bad, it is
-                  an error.  A line is bad if it is no JSON object in UTF-8 with a text under each
-                  key, is too long, or if the tokenizer raises an error at it, but for MemoryError
-                  and OSError, which end the job.
+    shard         (i, n), 0 <= i < n: read the inputs that begin in the i-th of n shares of all
+                  bytes, and add its number to the names, as in _00001_of_00016
+    on_error      "stop": the first bad line is an error; "skip": each becomes a document without
+                  tokens, and a warning counts them and says what is wrong with the first five; if
+                  all are bad, it is an error.  A line is bad if it is no JSON object in UTF-8 with
+                  a text under each key, is too long, or if the tokenizer raises an error at it, but
+                  for MemoryError and OSError, which end the job.
     verbose       show a bar, where tqdm is installed, and at the end one line on stderr
     Returns       {key: path prefix of its pair}
     Raises        ValueError that names file, line and reason, or another error; then no pair
@@ -6474,7 +6486,10 @@ def preprocess(
         inputs = _find_inputs(input)
     else:
         inputs = [_Input("texts", None, _read_rows(texts, json_keys))]
-    inputs = _cut_inputs(inputs, shard)
+    job = None
+    if count > 1:
+        job = _digest_of_job(inputs, append_eod)
+        inputs = _take_shard(inputs, index, count)
 
     started = time.perf_counter()
     encoder = _Encoder(tokenizer, json_keys, append_eod, split_sentences)
@@ -6483,16 +6498,16 @@ def preprocess(
     )
     counts = [[each.name, each.documents] for each in inputs]
     for prefix in prefixes.values():
-        _write_record(prefix, _identity_of_tokenizer(tokenizer), counts)
+        _write_record(prefix, _identity_of_tokenizer(tokenizer), counts, job)
 
     if verbose:
         documents = sum(each.documents for each in inputs)
         rate = num_bytes / 1e6 / (time.perf_counter() - started)
         print(f"{documents:,} documents, {num_bytes:,} bytes, {rate:,.1f} MB/s", file=sys.stderr)
     if num_bad > 0:
-        warnings.warn(f"left out {num_bad:,} bad lines; the first: {first_bad}", stacklevel=2)
-    # No document need come from a part that begins in the middle of an input.
-    empty = [each.name for each in inputs if each.documents == 0 and each.begin == 0]
+        found = f"{num_bad:,} bad lines became documents without tokens"
+        warnings.warn(f"{found}; the first: {'; '.join(first_bad)}", stacklevel=2)
+    empty = [each.name for each in inputs if each.documents == 0]
     if len(empty) > 0:
         found = f"{len(empty):,} of the inputs, such as {empty[0]}"
         warnings.warn(f"no document came from {found}", stacklevel=2)
@@ -6506,14 +6521,15 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
     """
     num_bytes = 0
     num_bad = 0
-    first_bad = None
+    first_bad = []
+    without_tokens = dict.fromkeys(prefixes, (b"", [], [0]))  # a document of each pair
     with contextlib.ExitStack() as stack:
         bar = None
         if verbose:
             with contextlib.suppress(ModuleNotFoundError):
                 import tqdm
 
-                total = sum(each.end - each.begin for each in inputs)  # math.inf: no end is shown
+                total = sum(each.num_bytes for each in inputs)  # math.inf: no end is shown
                 # disable=None: for a terminal alone
                 bar = tqdm.tqdm(total=total, unit="B", unit_scale=True, disable=None)
                 stack.enter_context(bar)
@@ -6528,8 +6544,9 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
             for number, documents in enumerate(encoded, source.lines_read + 1):
                 if isinstance(documents, str):  # why a line is bad
                     num_bad += 1
-                    first_bad = first_bad or f"{source.name}: line {number}: {documents}"
-                    continue
+                    if num_bad <= 5:
+                        first_bad.append(f"{source.name}: line {number}: {documents}")
+                    documents = without_tokens
                 for key, (content, lengths, ends) in documents.items():
                     begin = len(builders[key].sequence_lengths)
                     builders[key].add_sequences(content, lengths)
@@ -6537,13 +6554,13 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
                 _, _, ends = documents[encoder.json_keys[0]]
                 source.documents += len(ends)  # as many as of each key
             if num_bad > 0 and on_error == "stop":
-                raise ValueError(f'{first_bad} (on_error="skip", --on-error skip, leaves it out)')
+                raise ValueError(f'{first_bad[0]} (on_error="skip", --on-error skip, goes on)')
             source.lines_read += len(lines)
             num_bytes += sum(map(len, lines))
             if bar is not None:
                 bar.update(num_bytes - bar.n)
-        if num_bad > 0 and all(each.documents == 0 for each in inputs):
-            raise ValueError(f"all {num_bad:,} lines are bad; the first: {first_bad}")
+        if num_bad > 0 and num_bad == sum(each.documents for each in inputs):
+            raise ValueError(f"all {num_bad:,} lines are bad; the first: {'; '.join(first_bad)}")
         for builder in builders.values():
             builder.sync()  # a disk too full for a .bin shows here, before a pair has its name
     return num_bytes, num_bad, first_bad
@@ -6553,7 +6570,7 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
 
 
 class _Input:
-    """A file of lines, as it is when the job begins, and what this job reads of it.
+    """A file of lines, as it is when the job begins, and what the job has read of it.
 
     path   a path, a URL, or "-", which is standard input
     size   in bytes; None: not known, as of standard input, a pipe, and some URLs
@@ -6564,12 +6581,12 @@ class _Input:
         self.path = path
         self.size = size
         self.name = _name_of_input(path)  # for messages and records
-        self.compression = _infer_compression(self.name)
-        # The lines that begin in these bytes are read; math.inf: to its end, wherever that is.
-        self.begin = 0
-        self.end = math.inf if size is None or self.compression is not None else size
+        self.compression = _find_compression(self.name)
+        self.num_bytes = math.inf  # of its lines, where that is known
+        if size is not None and self.compression is None:
+            self.num_bytes = size
         self.lines = _read_lines(self) if lines is None else lines
-        self.lines_read = 0  # that have become documents, or were bad
+        self.lines_read = 0  # that have become documents
         self.documents = 0  # that it has given so far
 
 
@@ -6581,7 +6598,7 @@ def _find_inputs(paths):
     _refuse_passwords(paths)
     inputs = []
     for path in paths:
-        with _errors_that_name(path):
+        with _query_left_out(path):
             found = _find_sizes(path)
         if len(found) == 0:
             name = _name_of_input(path)
@@ -6612,94 +6629,117 @@ def _name_of_input(path):
 
 
 @contextlib.contextmanager
-def _errors_that_name(path):
-    """Have the errors of storages and compressions, which are of many kinds, name the input.
-
-    What they say themselves may hold its URL: of that too, the query is left out.
-    """
+def _query_left_out(path):
+    """Have no error show the query of a URL, as the errors of storages and their causes do."""
     try:
         yield
     except Exception as error:
-        name = _name_of_input(path)
-        reason = _one_line(error).removeprefix(f"{path}: ")
-        if _is_remote(path):
-            reason = re.sub(r"\?\S*", "", reason)
-        if "requires too much memory" in reason:  # of a .zst made with --long=28 or more
-            reason += f": zstd -dc --long=31 {name} | megatron-min preprocess --input -"
-        raise OSError(f"{name}: cannot be read: {reason}") from None
+        if _name_of_input(path) == path:
+            raise
+        raise OSError(re.sub(r"\?\S*", "", _one_line(error))) from None
 
 
-def _infer_compression(name):
-    """How a file is compressed, as fsspec infers it from its name; None: it is not."""
-    import fsspec
+def _find_compression(name):
+    """Return the module that opens a compressed file, by the end of its name; None for lines."""
+    name_in_lower_case = name.lower()
+    if name_in_lower_case.endswith((".bz2", ".xz", ".lzma", ".zip", ".tar")):
+        # Python's bz2 and lzma end at a damaged second stream as at the end of the file.
+        raise ValueError(
+            f"{name}: of compressed files, .gz and .zst are read: unpack this one first, or "
+            "recompress it, as by bzcat F | zstd > F.zst"
+        )
+    if name_in_lower_case.endswith(".gz"):
+        return gzip
+    if not name_in_lower_case.endswith(".zst"):
+        return None
+    for module in ("compression.zstd", "backports.zstd"):
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(module)
+    raise ImportError(
+        f"{name} needs compression.zstd of Python 3.14, or pip install backports.zstd"
+    )
 
-    compression = fsspec.utils.infer_compression(name)
-    if compression == "zip":
-        raise ValueError(f"{name}: a zip archive may hold several files: unpack it first")
-    if name.lower().endswith(".zst"):
-        reader = fsspec.compression.compr.get("zstd")
-        # A .zst may be several compressed files, end to end: the reader that fsspec makes of the
-        # package zstandard reads the first of them alone, without a word.
-        if getattr(reader, "__name__", None) != "ZstdFile":
-            raise ImportError(
-                f"{name} needs compression.zstd of Python 3.14, or pip install backports.zstd"
-            )
-    return compression
 
-
-def _cut_inputs(inputs, shard):
-    """Return the inputs that a shard reads, with its share of them: an equal share of all bytes."""
-    index, count = shard
-    if count == 1:
-        return inputs
+def _take_shard(inputs, index, count):
+    """Return the inputs that shard number index of count reads; a warning if shares differ much."""
     for each in inputs:
         if each.size is None:
-            raise ValueError(f"{each.name}: its size is not known, so it cannot be cut into shards")
+            raise ValueError(f"{each.name}: its size is not known, so it has no place in a shard")
     total = sum(each.size for each in inputs)
-    of_shard = []
-    start = 0  # where the input begins, if all inputs are laid end to end
+    shards = []  # the number of that of each input
+    start = 0  # where an input begins, if all are laid end to end
     for each in inputs:
-        begin = max(total * index // count - start, 0)
-        end = min(total * (index + 1) // count - start, each.size)
+        shards.append(min(start * count // max(total, 1), count - 1))  # all may be empty
         start += each.size
-        if begin >= end or (begin > 0 and each.compression is not None):
-            continue
-        if each.compression is None:
-            each.begin = begin
-            each.end = end
-        if begin > 0:
-            each.name += f" from byte {begin:,} on"
-        of_shard.append(each)
-    return of_shard
+    num_filled = len(set(shards))
+    if num_filled < count or any(each.size * count > total for each in inputs):
+        warnings.warn(
+            f"an input is of one shard, as a whole, so the {len(inputs):,} inputs give "
+            f"{num_filled:,} shards of {count:,}, of unequal sizes: cut large ones first, as by "
+            "split -n l/16 --additional-suffix=.jsonl",
+            stacklevel=3,
+        )
+    return [each for each, shard in zip(inputs, shards, strict=True) if shard == index]
+
+
+def _digest_of_job(inputs, append_eod):
+    """A digest that the shards of a job have in common: of all its inputs, and of append_eod."""
+    names_and_sizes = [[os.path.basename(each.name), each.size] for each in inputs]
+    return _md5(json.dumps([names_and_sizes, bool(append_eod)]))
+
+
+class _CountedFile(io.RawIOBase):
+    """A file that counts the bytes that come."""
+
+    def __init__(self, file):
+        self.file = file
+        self.num_bytes = 0
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        content = self.file.read(len(buffer))
+        buffer[: len(content)] = content
+        self.num_bytes += len(content)
+        return len(content)
 
 
 def _read_lines(source):
-    """Yield the lines that begin in a job's share of an _Input; one that is too long is cut off."""
-    import fsspec
+    """Yield the lines of an _Input; one that is too long is cut off.
 
-    with _errors_that_name(source.path), contextlib.ExitStack() as stack:
+    A server may end a file too early, and a file may change: then OSError, with the sizes.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_query_left_out(source.path))
+        stack.enter_context(_named(source.name, "cannot be read", OSError))
         if source.path == "-":
             file = sys.stdin.buffer
-        else:  # in a local name, fsspec would give ~ and :: a meaning
-            how_to_open = fsspec.open if _is_remote(source.path) else open
-            file = stack.enter_context(how_to_open(source.path, "rb"))
-            reader = fsspec.compression.compr[source.compression]  # None has one, too
-            file = stack.enter_context(io.BufferedReader(reader(file, mode="r"), 1 << 16))
-        position = source.begin
-        is_rest = position > 0  # of a line that is read already, as far as it is needed
-        if is_rest:
-            position -= 1  # the line of the byte before belongs to the shard before this one
-            file.seek(position)
-        while position < source.end:
-            line = file.readline(_LONGEST_LINE + 1)
+        elif _is_remote(source.path):
+            import fsspec
+
+            file = stack.enter_context(fsspec.open(source.path, "rb"))
+        else:
+            file = stack.enter_context(open(source.path, "rb"))
+        counted = _CountedFile(file)
+        lines = io.BufferedReader(counted, 1 << 16)
+        if source.compression is not None:
+            lines = io.BufferedReader(source.compression.open(lines), 1 << 16)
+        is_rest = False  # of a line that is read already, as far as it is needed
+        while True:
+            line = lines.readline(_LONGEST_LINE + 1)
             if len(line) == 0:
                 break
-            position += len(line)
             if not is_rest:
                 yield line
             is_rest = not line.endswith(b"\n")
-        if source.size is not None and _find_sizes(source.path) != [(source.path, source.size)]:
-            raise OSError(f"it had {source.size:,} bytes before, and was written or cut off since")
+        if source.size is None:
+            return
+        told = f"it had {source.size:,} bytes when the job began"
+        if counted.num_bytes != source.size:
+            raise OSError(f"{told}, and {counted.num_bytes:,} came")
+        if _find_sizes(source.path) != [(source.path, source.size)]:
+            raise OSError(f"{told}, and has another size now")
 
 
 def _read_rows(texts, json_keys):
@@ -6758,14 +6798,18 @@ def _read_object(line):
 
 def _read_sentences(row, key):
     """Return the sentences that an object has under a key; ValueError if it has none."""
-    found = f"in an object with the keys {list(row)!s:.60}"
+    if key not in row:
+        found = f"in an object with the keys {list(row)!s:.60}"
+        raise ValueError(f"wanted a text under {key!r}, {found}")
     try:
-        sentences = _sentences(row.get(key))
-        found = "got one with a lone surrogate"
+        sentences = _sentences(row[key])
         "".join(sentences).encode()
         return sentences
+    except UnicodeEncodeError:
+        found = "one with a lone surrogate"
     except ValueError:
-        raise ValueError(f"wanted a text under {key!r}, {found}") from None
+        found = f"{row[key]!r:.60}"
+    raise ValueError(f"wanted a text under {key!r}, got {found}")
 
 
 class _Encoder:
@@ -6803,13 +6847,13 @@ class _Encoder:
         A str in the list says why a line is bad.  A tokenizer may raise anything, and says nothing
         about lines.
         """
-        try:
-            return [self.encode(lines)]
-        except (MemoryError, OSError, *_ENDS_OF_A_PROCESS):  # not for what the lines are
-            raise
-        except BaseException as error:  # a panic of native code is no Exception
-            if len(lines) == 1:
-                return [_one_line(error)]
+        documents, error = _attempt(self.encode, lines)
+        if error is None:
+            return [documents]
+        if isinstance(error, (MemoryError, OSError)):  # not for what the lines are
+            raise error
+        if len(lines) == 1:
+            return [_one_line(error)]
         return [self.encode_block([line])[0] for line in lines]
 
     def encode(self, lines):
@@ -6831,7 +6875,7 @@ class _Encoder:
             found = map(self.tokenizer.tokenize, texts)
         else:
             found = tokenize_batch(texts)
-        arrays = [np.asarray(ids) for ids in found]
+        arrays = [_as_ids(self.tokenizer, ids) for ids in found]
         if len(arrays) != len(texts):
             raise ValueError(f"tokenize_batch returned {len(arrays)} lists for {len(texts)} texts")
         all_tokens = iter(arrays)
@@ -6858,6 +6902,8 @@ def _encode_blocks(encoder, blocks, workers):
     # A forked process has everything at once; the other ways to start one import torch again.
     # Elsewhere than on Linux a library may not survive a fork, or the system has none.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
+    if sys.platform != "linux":
+        encoder = pickle.dumps(encoder)  # _run_worker() knows where its modules may lie
     turns = []  # (process of a worker, pipe to it, block that it has, or None)
     try:
         for _ in range(workers):
@@ -6879,9 +6925,11 @@ def _encode_blocks(encoder, blocks, workers):
                 if block is not None:
                     _, lines = block
                     pipe.send(lines)
-            except (EOFError, OSError):
+            except (EOFError, ConnectionError):  # the worker has closed its end
+                process.join()
                 raise ChildProcessError(
-                    "a worker process was killed, perhaps for lack of memory: use fewer workers"
+                    f"a worker process ended with exit code {process.exitcode} (below 0: it was "
+                    "ended by the signal of that number)"
                 ) from None
             if isinstance(answer, Exception):
                 raise answer
@@ -6904,14 +6952,17 @@ def _run_worker(pipe, encoder):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     # The processes keep all cores busy already: threads of the tokenizers library would compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    torch.set_num_threads(1)  # and this process would wait for those of torch, lost by the fork
+    if isinstance(encoder, bytes):
+        sys.path.append(os.getcwd())  # a tokenizer's module may lie beside the data
+        encoder = pickle.loads(encoder)
     answer = None  # it is ready for its first block
     with contextlib.suppress(EOFError, OSError):
         while True:
             pipe.send(answer)
             lines = pipe.recv()
-            try:
-                answer = encoder.encode_block(lines)
-            except BaseException as error:  # no bad line; the error might not pass the pipe
+            answer, error = _attempt(encoder.encode_block, lines)
+            if error is not None:  # no bad line; the error might not pass the pipe
                 answer = ChildProcessError(_one_line(error))
 
 
@@ -6937,8 +6988,9 @@ def merge(
 
     The new pair equals the one that a single builder would have written, and its record lists the
     inputs of all.  The output may not be one of the inputs; of the shards of a corpus, in whatever
-    folders they lie, all must be there, in order; and the records may not name different
-    tokenizers.  Cost: each byte is copied once.  Upstream: tools/merge_datasets.py.
+    folders they lie, all must be there, in order, made from the same inputs; and the records may
+    not name different tokenizers.  Cost: each byte is copied once.  Upstream:
+    tools/merge_datasets.py.
 
     >>> prefix = toy_corpus()
     >>> merge([prefix, prefix], prefix + "2")
@@ -6951,20 +7003,21 @@ def merge(
     if len(prefixes) == 0:
         raise ValueError("merge wants at least one input prefix")
     _refuse_passwords(prefixes)
-    _check_all_shards(prefixes)
+    records = [_read_record(prefix) for prefix in prefixes]
+    _check_shards(prefixes, records)
     tokenizer = None
     inputs = []
-    for prefix in prefixes:
-        record = _read_record(prefix)
-        if record is None:  # such as upstream's pair: an input of its own
-            num_documents = len(IndexedDataset(prefix).document_indices) - 1
-            record = {"tokenizer": None, "inputs": [[prefix, num_documents]]}
+    for prefix, record in zip(prefixes, records, strict=True):
         difference = _compare_tokenizers(prefix, record, "a pair before it", tokenizer)
         if difference is not None:
             raise ValueError(difference)
         if tokenizer is None:
-            tokenizer = record["tokenizer"]
-        inputs += record["inputs"]
+            tokenizer = record.get("tokenizer")
+        if record == {}:  # such as upstream's pair: an input of its own
+            num_documents = len(IndexedDataset(prefix).document_indices) - 1
+            inputs.append([prefix, num_documents])
+        else:
+            inputs += record["inputs"]
     dtype = IndexedDataset(prefixes[0]).dtype
     with IndexedDatasetBuilder(get_bin_path(output_prefix), dtype, multimodal) as builder:
         for prefix in prefixes:
@@ -6972,58 +7025,82 @@ def merge(
     _write_record(output_prefix, tokenizer, inputs)
 
 
-def _check_all_shards(prefixes):
-    """Check that prefixes which are to be merged have all shards of a corpus, in order, or none."""
-    wanted = []  # the names of the shards of a corpus that must come next, in order
-    for prefix in [*prefixes, "the end"]:
+def _check_shards(prefixes, records):
+    """Check that prefixes which are to be merged have all shards of a job, in order, or none."""
+    wanted = []  # the names of the shards of a job that must come next, in order
+    for prefix, record in [*zip(prefixes, records, strict=True), ("the end", {})]:
         name = os.path.basename(prefix)  # each machine may have a folder of its own
         shard = re.fullmatch(r"(.*)_\d{5}_of_(\d{5})", name)
         if shard is not None and len(wanted) == 0:
             wanted = [f"{shard[1]}_{index:05}_of_{shard[2]}" for index in range(int(shard[2]))]
+            jobs = []  # what the records of these shards say of their job
         next_name = wanted.pop(0) if len(wanted) > 0 else name
         if name != next_name:
             raise ValueError(f"wanted {next_name} in the place of {prefix}: merge all shards")
+        if shard is not None and record != {}:
+            jobs.append(record.get("job"))
+            if jobs[-1] != jobs[0]:
+                raise ValueError(
+                    f"{prefix} was made from other inputs than the shards before it, or with "
+                    "another append_eod: its record says so; make all shards anew"
+                )
 
 
-def _make_record(path_prefix, tokenizer, inputs):
+def _make_record(path_prefix, tokenizer, inputs, job):
     """The record of a pair, which is there; an error if it would be one of another form."""
-    return {
+    record = {
         "tokenizer": None if tokenizer is None else dict(tokenizer),
         "inputs": [[str(name), int(documents)] for name, documents in inputs],
         "bin": os.path.getsize(get_bin_path(path_prefix)),
         "idx": os.path.getsize(get_idx_path(path_prefix)),
     }
+    if job is not None:
+        record["job"] = job
+    return record
 
 
-def _write_record(path_prefix, tokenizer, inputs):
+def _write_record(path_prefix, tokenizer, inputs, job=None):
     """Write the record of a pair, which is there."""
+    record = _make_record(path_prefix, tokenizer, inputs, job)
     with _NewFile(f"{os.fspath(path_prefix)}.record.json", synced=False) as file:
-        file.write(json.dumps(_make_record(path_prefix, tokenizer, inputs), indent=1).encode())
+        file.write(json.dumps(record, indent=1).encode())
 
 
 def _read_record(path_prefix):
-    """Return the record of a pair, a dict; None if it has none, or one of other sizes or form."""
+    """Return the record of a pair, a dict, which is empty if there is none of these sizes and form.
+
+    With "ends": how many documents all inputs up to each have given.
+    """
     # It may be missing, damaged, or of another release: no reason to stop.
     with contextlib.suppress(Exception):
         with open(f"{os.fspath(path_prefix)}.record.json", "rb") as file:
             found = json.load(file)
-        record = _make_record(path_prefix, found["tokenizer"], found["inputs"])
+        job = found.get("job")
+        record = _make_record(path_prefix, found["tokenizer"], found["inputs"], job)
         if found == record:
-            return record
-    return None
+            ends = itertools.accumulate(documents for _, documents in record["inputs"])
+            return record | {"ends": list(ends)}
+    return {}
+
+
+def _record_of(pair):
+    """The record of an opened pair, which is read once."""
+    if pair._record is None:
+        pair._record = _read_record(pair.absolute_prefix)
+    return pair._record
 
 
 def _input_of_document(record, document):
     """Return the name of the input that has a document of a pair, and its number in there, from 0.
 
-    (None, None) if no record says it.  Blank lines, and bad lines that were left out, do not count.
+    (None, None) if no record says it.  Blank lines do not count.
     """
-    if record is not None:
-        for name, documents in record["inputs"]:
-            if document < documents:
-                return name, document
-            document -= documents
-    return None, None
+    ends = record.get("ends", [])
+    i = bisect.bisect_right(ends, document)
+    if i == len(ends):
+        return None, None
+    name, documents = record["inputs"][i]
+    return name, document - (ends[i] - documents)
 
 
 def _identity_of_tokenizer(tokenizer):
@@ -7039,7 +7116,7 @@ def _compare_tokenizers(prefix, record, other_place, other):
     None, which is not known, may be any one's identity.  And the package that reads a
     tokenizer.json (section 17) makes no other tokenizer of it.
     """
-    found = record["tokenizer"]
+    found = record.get("tokenizer")
     if found is None or other is None or found | {"package": None} == other | {"package": None}:
         return None
     return f"{prefix} was made with the tokenizer {found}, and that of {other_place} is {other}"
@@ -7047,11 +7124,9 @@ def _compare_tokenizers(prefix, record, other_place, other):
 
 def _warn_of_other_tokenizer(pair, tokenizer):
     """Warn, once, if the record of an opened pair names another tokenizer than the config's."""
-    record = None if pair._is_record_compared else _read_record(pair.absolute_prefix)
-    pair._is_record_compared = True
-    if record is not None:
+    if pair._record is None:
         identity = _identity_of_tokenizer(tokenizer)
-        difference = _compare_tokenizers(pair.path_prefix, record, "the config", identity)
+        difference = _compare_tokenizers(pair.path_prefix, _record_of(pair), "the config", identity)
         if difference is not None:
             warnings.warn(difference, stacklevel=3)
 
@@ -7448,8 +7523,7 @@ class Span(typing.NamedTuple):
     length: int  # how many tokens it has
     byte_offset: int | None  # where it begins in the .bin file, in bytes; None without a file
     sample_offset: int  # where it begins in the sample
-    input: str | None  # the file that the document was made from; where a shard begins in it, also
-    # the byte from which input_document counts, "a.jsonl from byte 84 on"; None: no record
+    input: str | None  # the file that the document was made from; None: no record
     input_document: int | None  # the number of the document in there, counted from 0
 
 
@@ -7479,7 +7553,7 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
     prefix = dataset.dataset_path
     pair = dataset.dataset
     is_pair = isinstance(pair, IndexedDataset)
-    record = _read_record(pair.absolute_prefix) if is_pair else None  # of its inputs: section 18
+    record = _record_of(pair) if is_pair else {}  # of its inputs: section 18
     spans = []
     sample_offset = 0
     for sequence, offset, length in dataset.pieces(k):
@@ -7662,19 +7736,20 @@ def _make_parser():
     text = "JSON lines, also compressed, to .bin/.idx pairs"
     command = commands.add_parser("preprocess", help=text, description=text)
     command.set_defaults(run=_run_preprocess)
-    text = "files, globs, URLs; .gz, .bz2, .xz, .zst; - is stdin"
-    command.add_argument("--input", nargs="+", required=True, help=text, metavar="PATH")
+    text = "files, globs, URLs; .gz, .zst; - is stdin"
+    several = {"nargs": "+", "action": "extend"}  # given again, a flag adds to what it has
+    command.add_argument("--input", required=True, help=text, metavar="PATH", **several)
     text = "the pairs are PREFIX_KEY_document"
     command.add_argument("--output-prefix", required=True, help=text, metavar="PREFIX")
     _add_tokenizer(command)
     command.add_argument("--append-eod", action="store_true", help="eod after each document")
     text = "each key becomes a pair; default: text"
-    command.add_argument("--json-keys", nargs="+", default=["text"], help=text, metavar="KEY")
+    command.add_argument("--json-keys", help=text, metavar="KEY", **several)
     text = "a sentence is a sequence; PREFIX_KEY_sentence"
     command.add_argument("--split-sentences", action="store_true", help=text)
     text = "processes; the files are the same for any number"
     command.add_argument("--workers", type=_read_workers, default=1, help=text, metavar="N")
-    text = "make the i-th of n parts, from 0 on; merge joins them"
+    text = "read the inputs of the i-th of n parts; merge joins them"
     command.add_argument("--shard", type=_read_shard, default=(0, 1), help=text, metavar="i/n")
     text = "at a bad line: stop (the default), or skip it"
     command.add_argument("--on-error", choices=("stop", "skip"), default="stop", help=text)
@@ -7685,7 +7760,7 @@ def _make_parser():
     command = commands.add_parser("merge", help=text, description=text)
     command.set_defaults(run=_run_merge)
     text = "path prefixes of pairs, or their .idx files, in order"
-    command.add_argument("--input", nargs="+", required=True, help=text, metavar="PREFIX")
+    command.add_argument("--input", required=True, help=text, metavar="PREFIX", **several)
     command.add_argument("--output-prefix", required=True, help="of the new pair", metavar="PREFIX")
     command.add_argument("--multimodal", action="store_true", help="the pairs hold modes")
 
@@ -7738,7 +7813,7 @@ def _run_preprocess(options):
         options.output_prefix,
         build_tokenizer(options.tokenizer, options.eod_token, options.add_special_tokens),
         append_eod=options.append_eod,
-        json_keys=options.json_keys,
+        json_keys=["text"] if options.json_keys is None else options.json_keys,
         split_sentences=options.split_sentences,
         workers=options.workers,
         shard=options.shard,
@@ -7775,11 +7850,9 @@ def _run_inspect(options):
     _print_line(f"lengths: {lengths.min():,} to {lengths.max():,} tokens, {mean:,.1f} on average")
     tokens = dataset.get(0, 0, min(16, int(lengths[0]))).tolist()
     _print_line(f"sequence 0: {tokens}")
-    record = _read_record(dataset.absolute_prefix)
-    difference = None
-    if record is not None:
-        identity = _identity_of_tokenizer(tokenizer)
-        difference = _compare_tokenizers(options.prefix, record, "this command", identity)
+    record = _record_of(dataset)
+    identity = _identity_of_tokenizer(tokenizer)
+    difference = _compare_tokenizers(options.prefix, record, "this command", identity)
     if difference is not None:
         _print_line(f"not decoded: {difference}")
     elif all(isinstance(token, int) and 0 <= token < tokenizer.vocab_size for token in tokens):
