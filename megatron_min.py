@@ -1068,9 +1068,9 @@ def _as_ids(tokenizer, found):
     """What tokenize() has returned, as an array of ids; ValueError if it is none."""
     ids = np.asarray(found)
     if ids.ndim != 1 or (len(ids) > 0 and ids.dtype.kind not in "iu"):
-        name = type(tokenizer).__name__
         raise ValueError(
-            f"wanted ids from tokenize() of the tokenizer, a {name}, got {found!r:.60}"
+            f"wanted a tokenizer, got {type(tokenizer).__name__}, whose tokenize() makes "
+            f"{found!r:.60}, and no list of ids"
         )
     return ids
 
@@ -6444,10 +6444,10 @@ def preprocess(
     shard         (i, n), 0 <= i < n: read the inputs that begin in the i-th of n shares of all
                   bytes, and add its number to the names, as in _00001_of_00016
     on_error      "stop": the first bad line is an error; "skip": each becomes a document without
-                  tokens, and a warning counts them and says what is wrong with the first five; if
-                  all are bad, it is an error.  A line is bad if it is no JSON object in UTF-8 with
-                  a text under each key, is too long, or if the tokenizer raises an error at it, but
-                  for MemoryError and OSError, which end the job.
+                  tokens, and a warning counts them and names the first five; if all are bad, it is
+                  an error.  A line is bad if it is no JSON object in UTF-8 with a text under each
+                  key, is too long, or if the tokenizer raises an error at it, but for MemoryError
+                  and OSError, which end the job.
     verbose       show a bar, where tqdm is installed, and at the end one line on stderr
     Returns       {key: path prefix of its pair}
     Raises        ValueError that names file, line and reason, or another error; then no pair
@@ -6631,52 +6631,52 @@ def _name_of_input(path):
 @contextlib.contextmanager
 def _query_left_out(path):
     """Have no error show the query of a URL, as the errors of storages and their causes do."""
+    name = _name_of_input(path)
     try:
         yield
     except Exception as error:
-        if _name_of_input(path) == path:
+        if name == path:
             raise
-        raise OSError(re.sub(r"\?\S*", "", _one_line(error))) from None
+        reason = _one_line(error).replace(path, name)
+        raise OSError(re.sub(r"\?\S*", "", reason)) from None  # a client may write it otherwise
 
 
 def _find_compression(name):
-    """Return the module that opens a compressed file, by the end of its name; None for lines."""
-    name_in_lower_case = name.lower()
-    if name_in_lower_case.endswith((".bz2", ".xz", ".lzma", ".zip", ".tar")):
-        # Python's bz2 and lzma end at a damaged second stream as at the end of the file.
+    """Return the module that reads a compressed file, by the end of its name; None: it is not."""
+    end = name.lower()
+    if end.endswith((".bz2", ".xz", ".lzma", ".zip", ".tar")):
+        # Python's bz2 and lzma take a damaged second stream for the end of the file.
         raise ValueError(
-            f"{name}: of compressed files, .gz and .zst are read: unpack this one first, or "
-            "recompress it, as by bzcat F | zstd > F.zst"
+            f"{name}: only .gz and .zst are read: unpack or recompress it first, as by "
+            "bzcat F | zstd > F.zst"
         )
-    if name_in_lower_case.endswith(".gz"):
+    if end.endswith(".gz"):
         return gzip
-    if not name_in_lower_case.endswith(".zst"):
+    if not end.endswith(".zst"):
         return None
     for module in ("compression.zstd", "backports.zstd"):
         with contextlib.suppress(ModuleNotFoundError):
             return importlib.import_module(module)
-    raise ImportError(
-        f"{name} needs compression.zstd of Python 3.14, or pip install backports.zstd"
-    )
+    raise ImportError(f"{name} needs Python 3.14's compression.zstd, or pip install backports.zstd")
 
 
 def _take_shard(inputs, index, count):
-    """Return the inputs that shard number index of count reads; a warning if shares differ much."""
+    """Return the inputs of shard number index of count; a warning if shares are very unequal."""
     for each in inputs:
         if each.size is None:
-            raise ValueError(f"{each.name}: its size is not known, so it has no place in a shard")
+            raise ValueError(f"{each.name}: its size is not known, so it cannot be in a shard")
     total = sum(each.size for each in inputs)
-    shards = []  # the number of that of each input
-    start = 0  # where an input begins, if all are laid end to end
+    shards = []  # the number of the shard of each input
+    start = 0  # where it begins, if all inputs are laid end to end
     for each in inputs:
         shards.append(min(start * count // max(total, 1), count - 1))  # all may be empty
         start += each.size
     num_filled = len(set(shards))
-    if num_filled < count or any(each.size * count > total for each in inputs):
+    if num_filled < count or max(each.size for each in inputs) * count > total:
         warnings.warn(
-            f"an input is of one shard, as a whole, so the {len(inputs):,} inputs give "
-            f"{num_filled:,} shards of {count:,}, of unequal sizes: cut large ones first, as by "
-            "split -n l/16 --additional-suffix=.jsonl",
+            f"the {len(inputs):,} inputs give {num_filled:,} of {count:,} shards, of unequal "
+            "sizes, as each is read whole: cut large ones first, as by split -n l/16 "
+            "--additional-suffix=.jsonl",
             stacklevel=3,
         )
     return [each for each, shard in zip(inputs, shards, strict=True) if shard == index]
@@ -6688,27 +6688,10 @@ def _digest_of_job(inputs, append_eod):
     return _md5(json.dumps([names_and_sizes, bool(append_eod)]))
 
 
-class _CountedFile(io.RawIOBase):
-    """A file that counts the bytes that come."""
-
-    def __init__(self, file):
-        self.file = file
-        self.num_bytes = 0
-
-    def readable(self):
-        return True
-
-    def readinto(self, buffer):
-        content = self.file.read(len(buffer))
-        buffer[: len(content)] = content
-        self.num_bytes += len(content)
-        return len(content)
-
-
 def _read_lines(source):
     """Yield the lines of an _Input; one that is too long is cut off.
 
-    A server may end a file too early, and a file may change: then OSError, with the sizes.
+    OSError if fewer bytes came than were told, as from a server that fails, or if it has changed.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_query_left_out(source.path))
@@ -6716,15 +6699,15 @@ def _read_lines(source):
         if source.path == "-":
             file = sys.stdin.buffer
         elif _is_remote(source.path):
-            import fsspec
+            import fsspec  # it comes with torch
 
             file = stack.enter_context(fsspec.open(source.path, "rb"))
+            file = io.BufferedReader(file, 1 << 16)  # its readline() takes a limit
         else:
             file = stack.enter_context(open(source.path, "rb"))
-        counted = _CountedFile(file)
-        lines = io.BufferedReader(counted, 1 << 16)
+        lines = file
         if source.compression is not None:
-            lines = io.BufferedReader(source.compression.open(lines), 1 << 16)
+            lines = source.compression.open(file)
         is_rest = False  # of a line that is read already, as far as it is needed
         while True:
             line = lines.readline(_LONGEST_LINE + 1)
@@ -6733,13 +6716,12 @@ def _read_lines(source):
             if not is_rest:
                 yield line
             is_rest = not line.endswith(b"\n")
-        if source.size is None:
-            return
-        told = f"it had {source.size:,} bytes when the job began"
-        if counted.num_bytes != source.size:
-            raise OSError(f"{told}, and {counted.num_bytes:,} came")
-        if _find_sizes(source.path) != [(source.path, source.size)]:
-            raise OSError(f"{told}, and has another size now")
+        if source.size is not None:
+            told = f"it had {source.size:,} bytes when the job began"
+            if file.tell() != source.size:
+                raise OSError(f"{told}, and {file.tell():,} came")
+            if _find_sizes(source.path) != [(source.path, source.size)]:
+                raise OSError(f"{told}, and has another size now")
 
 
 def _read_rows(texts, json_keys):
@@ -6952,7 +6934,7 @@ def _run_worker(pipe, encoder):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     # The processes keep all cores busy already: threads of the tokenizers library would compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    torch.set_num_threads(1)  # and this process would wait for those of torch, lost by the fork
+    torch.set_num_threads(1)  # a fork leaves those of torch behind, and it would wait for them
     if isinstance(encoder, bytes):
         sys.path.append(os.getcwd())  # a tokenizer's module may lie beside the data
         encoder = pickle.loads(encoder)
@@ -7055,7 +7037,7 @@ def _make_record(path_prefix, tokenizer, inputs, job):
         "idx": os.path.getsize(get_idx_path(path_prefix)),
     }
     if job is not None:
-        record["job"] = job
+        record["job"] = str(job)
     return record
 
 
