@@ -5879,20 +5879,22 @@ def test_workers_of_a_process_with_threads(one, tmp_path, hf, monkeypatch):
 
 
 @linux
-def test_workers_of_a_process_with_threads_of_openmp(one, tmp_path):
-    """A fork has none of them, and what waits for their share of its work waits for ever."""
+def test_workers_do_without_threads_of_torch(one, tmp_path):
+    """Those of a process are gone after a fork, and what waits for them waits for ever."""
 
     def tokenize(text):
-        return [int(torch.ones(1 << 18).sum()) >> 18] * len(text)
+        assert torch.ones(1 << 20).sum() == 1 << 20  # shared out to all threads
+        return [torch.get_num_threads()]
 
     def run():
-        torch.set_num_threads(4)
-        one.preprocess(texts=["ab"] * 9, output_prefix=tmp_path / "o", tokenizer=job, workers=1)
-        one.preprocess(texts=["ab"] * 9, output_prefix=tmp_path / "o", tokenizer=job, workers=2)
+        torch.set_num_threads(2)
+        for workers in (1, 2):
+            job = {"tokenizer": Tok(tokenize=tokenize), "workers": workers}
+            one.preprocess(texts=["a"] * 4, output_prefix=tmp_path / f"{workers}", **job)
 
-    job = Tok(tokenize=tokenize)
     assert in_children(run, timeout=60) == [0]
-    assert texts_of(one, tmp_path / "o_text_document") == [[1, 1]] * 9
+    assert texts_of(one, tmp_path / "1_text_document") == [[2]] * 4
+    assert texts_of(one, tmp_path / "2_text_document") == [[1]] * 4
 
 
 @pytest.mark.parametrize("count", [1, 3])
