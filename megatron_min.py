@@ -477,7 +477,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.check = check
         self._verified = False
         self._fingerprint = None  # made when it is asked for
-        self._record = None  # section 18, read when it is asked for
+        self._record = None  # read when it is asked for: section 18
         self.absolute_prefix = _absolute(self.path_prefix)
         self._idx_path = get_idx_path(self.absolute_prefix)
         self._bin_path = get_bin_path(self.absolute_prefix)
@@ -975,15 +975,14 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #   {"text": ""}           ->     (no tokens)    ->                          0 1 1
 #   {"text": "bbb"}        ->     b b b $        ->  b b b $      4          0 1 1 2
 #
-# A line is a document; only blank lines do not count.  A document becomes one sequence, or, if the
-# text is a list of sentences, one sequence for each sentence that has tokens.  The end-of-document
-# token, eod, tells a model where one text stops and an unrelated one begins.  It is added only with
-# append_eod=True, which is not the default.  Without it, reset_position_ids, reset_attention_mask
-# and eod_mask_loss of section 3 find none.
+# A line that is not blank is a document.  It becomes one sequence, or, if the text is a list of
+# sentences, one sequence for each sentence that has tokens.  A document without tokens becomes no
+# sequence, but it has its entry in document_indices, where the number of sequences is repeated.
+# Upstream does the same.
 #
-# A document without tokens becomes no sequence and gets no eod.  But it has its entry in
-# document_indices, where the number of sequences is repeated, as in upstream.  So the pair has a
-# document for each line of the file that is not blank, in the same order.
+# The end-of-document token, eod, tells a model where one text stops and an unrelated one begins.
+# It is added only with append_eod=True, which is not the default.  Without it, reset_position_ids,
+# reset_attention_mask and eod_mask_loss of section 3 find none.
 #
 # A tokenizer is any object with these attributes; there is no class to inherit from:
 #
@@ -995,8 +994,7 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #   detokenize(ids)      ids, in a list, array, tensor or iterator -> str
 #   unique_identifiers   a dict that can be written as JSON and says which tokenizer this is, so
 #                        that arrays cached with one tokenizer are not used again with another
-#   tokenize_batch       (texts) -> the ids of each; it may be missing, as it is for speed alone: a
-#                        library can be faster on many texts (section 17)
+#   tokenize_batch       may be missing: (texts) -> the ids of each, for speed alone
 
 
 class ByteTokenizer:
@@ -1092,8 +1090,8 @@ def encode_jsonl(
     Raises        ValueError, KeyError or TypeError at a line that holds no such object; no pair
                   appears then
 
-    This is the definition of preprocess() in section 18, which writes the same bytes, by all cores
-    of a machine, and names the file and the line of an error.
+    This is the definition of preprocess() in section 18, which writes the same bytes, on all cores,
+    and names the file and the line of an error.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = pathlib.Path(folder, "corpus.jsonl")
@@ -6378,7 +6376,7 @@ def _find_pad_token_id(config):
 # This process goes round the workers: it takes the tokens of a block from the next one, sends it a
 # new block, and writes the tokens.  So the files do not depend on the number of workers: they are
 # those of encode_jsonl() in section 2, one pair for each JSON key.  A worker has one block at a
-# time, so nothing fills up; and a worker that dies is the end of its pipe, which is an error.
+# time, so nothing fills up; and where a worker dies its pipe ends, which is an error.
 #
 #   the loop of encode_jsonl()                  here, a block of lines at a time
 #
@@ -6398,15 +6396,11 @@ def _find_pad_token_id(config):
 #   read by       0/3                       1/3       1/3              2/3
 #
 # The pairs of the shards, merged in order, are the files of one job, byte for byte.  Each pair has
-# a record of what it was made from, such as this one of shard 1/3:
+# a record of what it was made from, such as this one of books_text_document_00001_of_00003:
 #
-#   books_text_document_00001_of_00003.bin, .idx, .record.json
-#
-#   {"tokenizer": {...}, "bin": 1200, "idx": 142,         the sizes of the pair, in bytes
-#    "inputs": [["b.jsonl", 1], ["c.jsonl.gz", 5]],       and how many documents each has given
-#    "job": "5d41402abc4b2a76b9719d911017c592"}           a digest of all inputs: of shards alone
-#
-# So document 0 of the pair is that of b.jsonl, and documents 1 to 5 are those of c.jsonl.gz.
+#   {"tokenizer": {...}, "bin": 1200, "idx": 142,       the sizes of the pair, in bytes
+#    "inputs": [["b.jsonl", 1], ["c.jsonl.gz", 5]],     document 0 is that of b.jsonl
+#    "job": "5d41402abc4b2a76b9719d911017c592"}         of a shard: a digest of all inputs
 
 # How much text a worker gets at a time.  Smaller blocks cost more messages; larger ones more
 # memory, and more time until the death of a worker is noticed.
@@ -6488,7 +6482,8 @@ def preprocess(
         inputs = [_Input("texts", None, _read_rows(texts, json_keys))]
     job = None
     if count > 1:
-        job = _digest_of_job(inputs, append_eod)
+        sizes = [[os.path.basename(each.name), each.size] for each in inputs]
+        job = _md5(json.dumps([sizes, bool(append_eod)]))  # what all shards have in common
         inputs = _take_shard(inputs, index, count)
 
     started = time.perf_counter()
@@ -6680,12 +6675,6 @@ def _take_shard(inputs, index, count):
             stacklevel=3,
         )
     return [each for each, shard in zip(inputs, shards, strict=True) if shard == index]
-
-
-def _digest_of_job(inputs, append_eod):
-    """A digest that the shards of a job have in common: of all its inputs, and of append_eod."""
-    names_and_sizes = [[os.path.basename(each.name), each.size] for each in inputs]
-    return _md5(json.dumps([names_and_sizes, bool(append_eod)]))
 
 
 def _read_lines(source):
@@ -6969,10 +6958,9 @@ def merge(
     """Append whole pairs, in the given order, into one new pair of the same dtype.
 
     The new pair equals the one that a single builder would have written, and its record lists the
-    inputs of all.  The output may not be one of the inputs; of the shards of a corpus, in whatever
-    folders they lie, all must be there, in order, made from the same inputs; and the records may
-    not name different tokenizers.  Cost: each byte is copied once.  Upstream:
-    tools/merge_datasets.py.
+    inputs of all.  The output may not be one of the inputs; of shards, in whatever folders they
+    lie, all must be there, in order, made from the same inputs; and the records may not name
+    different tokenizers.  Cost: each byte is copied once.  Upstream: tools/merge_datasets.py.
 
     >>> prefix = toy_corpus()
     >>> merge([prefix, prefix], prefix + "2")
@@ -7008,7 +6996,7 @@ def merge(
 
 
 def _check_shards(prefixes, records):
-    """Check that prefixes which are to be merged have all shards of a job, in order, or none."""
+    """Check that of a job whose shards are merged all are there, in order, of the same inputs."""
     wanted = []  # the names of the shards of a job that must come next, in order
     for prefix, record in [*zip(prefixes, records, strict=True), ("the end", {})]:
         name = os.path.basename(prefix)  # each machine may have a folder of its own
@@ -7073,10 +7061,7 @@ def _record_of(pair):
 
 
 def _input_of_document(record, document):
-    """Return the name of the input that has a document of a pair, and its number in there, from 0.
-
-    (None, None) if no record says it.  Blank lines do not count.
-    """
+    """Return the input of a document of a pair, and its number in there; None, None: not known."""
     ends = record.get("ends", [])
     i = bisect.bisect_right(ends, document)
     if i == len(ends):
@@ -7095,8 +7080,7 @@ def _identity_of_tokenizer(tokenizer):
 def _compare_tokenizers(prefix, record, other_place, other):
     """What to say of a pair whose record names another tokenizer than this; None if it does not.
 
-    None, which is not known, may be any one's identity.  And the package that reads a
-    tokenizer.json (section 17) makes no other tokenizer of it.
+    None may be any one's identity.  Which package reads a tokenizer.json makes no other tokenizer.
     """
     found = record.get("tokenizer")
     if found is None or other is None or found | {"package": None} == other | {"package": None}:

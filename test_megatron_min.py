@@ -6489,7 +6489,7 @@ multiprocessing.set_start_method("spawn", force=True)
 import megatron_min as mm
 
 if __name__ == "__main__":
-    mm.preprocess(texts=["a text"] * 99, output_prefix="out", workers=2)
+    mm.preprocess(None, "out", "beside:Tokenizer", texts=["a text"] * 99, workers=2)
     sys.exit(mm.main(["demo"]))
 """
 
@@ -6498,11 +6498,15 @@ if __name__ == "__main__":
 def test_platforms_without_fcntl_and_fork(tmp_path):
     """As Windows lacks them; workers are spawned there, and on macOS.
 
-    Nor is there a package of an extra: what does not use it does not import it.
+    They too find a tokenizer's module in the current folder.  Nor is there a package of an extra:
+    what does not use it does not import it.
     """
-    (tmp_path / "job.py").write_text(BARE_PLATFORM)
+    (tmp_path / "program").mkdir()
+    (tmp_path / "program" / "job.py").write_text(BARE_PLATFORM)
+    module = "import megatron_min\nclass Tokenizer(megatron_min.ByteTokenizer): pass\n"
+    (tmp_path / "beside.py").write_text(module)
     env = os.environ | {"PYTHONPATH": str(HERE)}
-    run = [sys.executable, "job.py"]
+    run = [sys.executable, "program/job.py"]
     done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=300)
     assert done.returncode == 0 and "equal: True" in done.stdout, done.stderr
 
