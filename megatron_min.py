@@ -6638,16 +6638,16 @@ def _query_left_out(path):
 
 def _find_compression(name):
     """Return the module that reads a compressed file, by the end of its name; None: it is not."""
-    end = name.lower()
-    if end.endswith((".bz2", ".xz", ".lzma", ".zip", ".tar")):
+    lower = name.lower()
+    if lower.endswith((".bz2", ".xz", ".lzma", ".zip", ".tar")):
         # Python's bz2 and lzma take a damaged second stream for the end of the file.
         raise ValueError(
             f"{name}: only .gz and .zst are read: unpack or recompress it first, as by "
             "bzcat F | zstd > F.zst"
         )
-    if end.endswith(".gz"):
+    if lower.endswith(".gz"):
         return gzip
-    if not end.endswith(".zst"):
+    if not lower.endswith(".zst"):
         return None
     for module in ("compression.zstd", "backports.zstd"):
         with contextlib.suppress(ModuleNotFoundError):
