@@ -846,11 +846,11 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         sequence_pointers -= num_bytes  # where each sequence begins
         index = _NewFile(idx_path, digits=self._bin.digits)
         try:
-            index.file.write(_HEADER.pack(_MAGIC, _VERSION, code, n, m))
-            index.file.write(lengths)
-            index.file.write(sequence_pointers)
-            index.file.write(self.document_indices)
-            index.file.write(self.sequence_modes)
+            index.write(_HEADER.pack(_MAGIC, _VERSION, code, n, m))
+            index.write(lengths)
+            index.write(sequence_pointers)
+            index.write(self.document_indices)
+            index.write(self.sequence_modes)
             _commit_pair(self._bin, index)
             self._is_final = True
         finally:
@@ -901,7 +901,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         """Write to the .bin file.  If a write fails, the file is given up: a part may be in it."""
         self._refuse_if_closed()
         try:
-            self._bin.file.write(content)
+            self._bin.write(content)
         except BaseException:
             self._bin.discard()
             raise
@@ -4558,23 +4558,22 @@ def forward_backward_no_pipelining(
 #   rename  corpus.bin                           in one step: a reader finds the old or the new one
 #
 # A pair has two names, and no step gives both.  In these steps an .idx never stands beside a .bin
-# of another pair, and a .bin is never without its .idx:
+# of another pair.  So who finds the same .idx before and after opening the .bin has a pair:
 #
-#   step   corpus.bin   corpus.idx   corpus.idx.*.old.tmp   corpus.idx.*.tmp
-#   0      old          old                                 new                 both are synced
-#   1      old                       old                    new                 the old record goes
-#   2      new                       old                    new                 the old .idx goes
-#   3      new          new                                                     the folder is synced
+#   step   corpus.bin   corpus.idx   corpus.bin.X.tmp   corpus.idx.X.tmp
+#   0      old          old          new                new                 both are synced
+#   1      old                       new                new                 the old record goes too
+#   2      new                                          new
+#   3      new          new                                                 the folder is synced
 #
-# If step 1 or 2 fails, the old .idx comes back; the old record does not.  So who finds the same
-# .idx before and after opening the .bin has a pair.  (The steps of two jobs that write one pair at
-# the same moment may mix: there are no locks, which not all disks have.)
+# What ends a job before step 1 (step 2, if there was no old .idx) leaves the old pair.  What ends
+# it later, be it an error, a signal or a kill, leaves the new pair: whole in the two files with one
+# X, or, where corpus.bin.X.tmp is gone, in corpus.bin and corpus.idx.X.tmp.  Rename them by hand,
+# the .bin first.  An OSError names them.
 #
-# After an error, or a signal that ends our commands, temporary files are removed, at the latest
-# when the process ends.  One that is killed (kill -9, no power, a second signal meanwhile) leaves
-# them behind.  They can be deleted by hand, except where a .bin has no .idx.  There one of them is
-# the .idx, to be renamed: the newest corpus.idx.*.tmp, with .old or without.  But one without, with
-# digits X, does not count if there is a corpus.bin.X.tmp: then its .bin has no name either.
+# All other temporary files are removed, at the latest when the process ends.  A kill leaves them
+# behind, to be deleted by hand; of a pair, where corpus.idx is there.  (The steps of two jobs that
+# write one pair at the same moment may mix: there are no locks, which not all disks have.)
 
 
 class _NewFile:
@@ -4583,12 +4582,12 @@ class _NewFile:
     path       made absolute: the process may change its folder meanwhile
     synced     have the disk hold the file before it gets its name; False for what can be made again
     digits     a part of its temporary name, random by default; an .idx has those of its .bin
-    file       the open file, to write to; the error of a write names it
+    file       the open file
     temporary  its name until commit()
 
     In a with block the file is committed at the end, or removed if an exception ends the block.
     It is also removed, by the process that began it and by no other, when this object goes.
-    OSError if the folder is missing, or the disk is full.
+    OSError, with the name of the file, if the folder is missing or the disk is full.
     """
 
     def __init__(self, path: str | os.PathLike, synced: bool = True, digits: str = "") -> None:
@@ -4602,19 +4601,26 @@ class _NewFile:
             raise FileNotFoundError(f"{folder}: no such local folder")
         # Before the file is there: a signal may come at any moment.
         self._remove = weakref.finalize(self, _remove_file, self.temporary, os.getpid())
-        self.file = io.BufferedWriter(_FileNamedInErrors(self.temporary, "x"), 1 << 20)
+        self.file = open(self.temporary, "xb", 1 << 20)
         weakref.finalize(self, self.file.raw.close)  # for one that nobody ends
 
+    def write(self, content: typing.Any) -> None:
+        """Write bytes, or the bytes of an array."""
+        with _named(self.temporary, "cannot be written"):
+            self.file.write(content)
+
     def sync(self) -> None:
-        """Have the disk hold all that was written; OSError if it is full."""
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        """Have the disk hold all that was written."""
+        with _named(self.temporary, "cannot be written"):
+            self.file.flush()
+            os.fsync(self.file.fileno())
 
     def finish(self) -> None:
         """Close the whole file; it has its temporary name still."""
         if self.synced:
             self.sync()
-        self.file.close()
+        with _named(self.temporary, "cannot be written"):
+            self.file.close()
 
     def commit(self) -> None:
         """Give the file its name."""
@@ -4622,19 +4628,14 @@ class _NewFile:
             self.finish()
         os.replace(self.temporary, self.path)
 
-    def keep(self) -> None:
-        """Leave it to the caller to remove the file; ValueError if it was removed."""
-        if self._remove.detach() is None:
-            raise ValueError(f"{self.path}: it was discarded before it had its name")
-
     def discard(self) -> None:
-        """Remove the file; after commit(), and after keep(), this does nothing."""
+        """Close and remove the file; after commit() there is none."""
         with contextlib.suppress(OSError):
             self.file.raw.close()  # without what is not yet written
         self._remove()
 
-    def __enter__(self) -> typing.BinaryIO:
-        return self.file
+    def __enter__(self) -> "_NewFile":
+        return self
 
     def __exit__(self, kind, error, traceback):
         try:
@@ -4644,21 +4645,9 @@ class _NewFile:
             self.discard()
 
 
-class _FileNamedInErrors(io.FileIO):
-    """A file whose name stands in the error of a write, as that of a full disk."""
-
-    def write(self, content: bytes) -> int:
-        """Write bytes, and return how many; OSError, with the name of the file, if it fails."""
-        try:
-            return super().write(content)
-        except OSError as error:
-            error.filename = self.name
-            raise
-
-
-def _remove_file(path, process=None):
-    """Remove a file that may be there; with the number of a process, only in that process."""
-    if process in (None, os.getpid()):
+def _remove_file(path, process):
+    """Remove a file that may be there, in the process with this number only."""
+    if process == os.getpid():
         with contextlib.suppress(OSError):  # the disk may refuse this
             os.unlink(path)
 
@@ -4667,74 +4656,50 @@ def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
     """Give a .bin and its .idx their names, as drawn above; OSError if the disk refuses a step."""
     tokens.finish()
     index.finish()
-    _undisturbed(_name_pair, tokens, index)
-
-
-def _name_pair(tokens, index):
-    """Steps 1 to 3 of _commit_pair()."""
-    old_index = f"{index.temporary.removesuffix('.tmp')}.old.tmp"
-    old_record = pathlib.Path(f"{index.path.removesuffix('.idx')}.record.json")  # section 18
-    tokens.keep()
+    has_old = _is_there(index.path)
     try:
-        index.keep()
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(index.path, old_index)
-        old_record.unlink(missing_ok=True)
+        for new_file in (tokens, index):
+            new_file._remove.detach()  # from now on discard() only closes it
+        pathlib.Path(f"{index.path.removesuffix('.idx')}.record.json").unlink(missing_ok=True)
+        pathlib.Path(index.path).unlink(missing_ok=True)
         os.replace(tokens.temporary, tokens.path)
-        _remove_file(old_index)
         os.replace(index.temporary, index.path)
         for folder in {os.path.dirname(tokens.path), os.path.dirname(index.path)}:
             _sync_folder(folder)
     except BaseException:
-        # A rename over a network may fail and be made: look which name the .bin has.
-        if os.path.basename(tokens.temporary) in os.listdir(os.path.dirname(tokens.path)):
-            with contextlib.suppress(OSError):
-                os.replace(old_index, index.path)
-            # The .bin last: an .idx without it would seem to be that of the .bin with a name.
-            _remove_file(index.temporary)
-            _remove_file(tokens.temporary)
-        else:
-            _remove_file(old_index)
-        raise
+        # A step over a network may fail and be made: look which names are there.
+        if _is_there(tokens.temporary) and has_old == _is_there(index.path):
+            _remove_file(index.temporary, os.getpid())
+            _remove_file(tokens.temporary, os.getpid())
+            raise
+        names = []
+        for new_file in (tokens, index):
+            has_name = not _is_there(new_file.temporary)
+            names.append(new_file.path if has_name else new_file.temporary)
+        with _named(" and ".join(names), "the new pair is whole in these two files"):
+            raise
+
+
+def _is_there(path):
+    """Whether a name is in its folder; OSError where the disk does not say it."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _sync_folder(folder):
-    """Have the disk hold the names of the files in a folder; Windows, and some disks, cannot."""
-    if sys.platform == "win32":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Have the disk hold the names of the files in a folder, where the file system can do that."""
     try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def _undisturbed(function, *arguments):
-    """Call a function in a thread of its own, as signals are answered in the main thread alone.
-
-    When this raises what a signal raises, the function has ended, or has not begun and never does;
-    but after a second signal it may still run.
-    """
-    future = concurrent.futures.Future()
-    thread = threading.Thread(target=_fulfil, args=(future, function, *arguments))
-    try:
-        thread.start()
-        return future.result()
-    finally:
-        if not future.cancel():  # it has begun
-            concurrent.futures.wait([future])
-
-
-def _fulfil(future, function, *arguments):
-    """Give a future what a function returns or raises, unless it was cancelled."""
-    if future.set_running_or_notify_cancel():
+        descriptor = os.open(folder, os.O_RDONLY)
         try:
-            future.set_result(function(*arguments))
-        except BaseException as error:
-            future.set_exception(error)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+            raise
 
 
 # ==============================================================================
@@ -4911,7 +4876,7 @@ def _save_arrays(stem, arrays, description, manifest):
                 noted["crc32"] = zlib.crc32(content, zlib.crc32(header))
             new_file = _NewFile(f"{stem}-{name}.npy", synced=size > _CHECKED_BYTES)
             new_files.enter_context(new_file).write(header)
-            new_file.file.write(content)
+            new_file.write(content)
             new_file.finish()
             manifest["files"][name] = noted
             if size > _FEW_BYTES:
@@ -6868,7 +6833,9 @@ def _encode_blocks(encoder, blocks, workers):
             with warnings.catch_warnings():
                 # Python 3.12 and later warn of threads here: the worker does without them.
                 warnings.filterwarnings("ignore", ".*multi-threaded.* fork", DeprecationWarning)
-                _undisturbed(process.start)  # Python loses a signal that comes while it forks
+                # In a thread: Python loses a signal that comes while the main thread forks.
+                with concurrent.futures.ThreadPoolExecutor(1) as thread:
+                    thread.submit(process.start).result()
             end_of_worker.close()  # so that the pipe ends when the worker does
         blocks = itertools.chain(blocks, [None] * workers)  # a last round takes what is left
         for number, block in enumerate(blocks):
