@@ -4606,8 +4606,11 @@ class _NewFile:
 
     def write(self, content: typing.Any) -> None:
         """Write bytes, or the bytes of an array."""
-        with _named(self.temporary, "cannot be written"):
+        try:
             self.file.write(content)
+        except OSError:
+            with _named(self.temporary, "cannot be written"):  # here: each with block takes 1 us
+                raise
 
     def sync(self) -> None:
         """Have the disk hold all that was written."""
