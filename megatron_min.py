@@ -4596,8 +4596,8 @@ def _refuse_sums_of_one_rank(model):
 # the .bin first.  An OSError names them.
 #
 # All other temporary files are removed, at the latest when the process ends.  A kill leaves them
-# behind, to be deleted by hand; of a pair, where corpus.idx is there.  (The steps of two jobs that
-# write one pair at the same moment may mix: there are no locks, which not all disks have.)
+# behind: they can be deleted, but for those of such a pair.  (The steps of two jobs that write one
+# pair at the same moment may mix: there are no locks, which not all disks have.)
 
 
 class _NewFile:
