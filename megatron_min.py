@@ -5236,8 +5236,8 @@ def _refuse_passwords(names: typing.Any, is_input: bool = False) -> None:
             )
         if not is_input and ("?" in url or re.search("::[a-z0-9+.:-]*://", url, re.IGNORECASE)):
             raise ValueError(
-                "the URL of a pair is scheme://place/name, without a query (?) and without another "
-                "link before it, such as simplecache::"
+                "the URL of a pair is scheme://place/name, without a query (?), which may be a "
+                "password, and without simplecache:: or the like, which may keep what has changed"
             )
     elif isinstance(names, collections.abc.Sequence):
         for name in names:
