@@ -465,8 +465,8 @@ class IndexedDataset(torch.utils.data.Dataset):
         self._verified = False
         self._fingerprint = None  # made when it is asked for: section 12
         self._record = None  # read when it is asked for: section 18
-        # A stamp is the size and the time of a file (section 12).  The .idx must have the same one
-        # when the .bin is open: section 11 says why the pair was not replaced meanwhile then.
+        # A stamp is the size and the time of a file (section 12).  If that of the .idx is the same
+        # when the .bin is open, the pair was not replaced meanwhile: section 11 says why.
         idx_stamp = self._stamp_of_index()
         local_path = self._idx_path
         if _is_remote(local_path):
@@ -494,7 +494,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         if _file_stamp(self._idx_path) != idx_stamp:
             wanted = "one that stays while it is opened"
             raise _format_error(self._idx_path, "file", wanted, "another")
-        self._in_files = {name: vars(self)[name] for name in _OPENED}  # for a pickle: section 12
+        self._in_files = {name: getattr(self, name) for name in _OPENED}  # section 12
         if self.check:
             self.verify()
 
@@ -4681,16 +4681,15 @@ def _fulfil(future, function, *arguments):
 #
 # When they are what is asked for, and the data are the same.  Three things say so:
 #
-#   description   what was asked for: its digest is in the names of the files
+#   description   what was asked for: its md5 is in the names of the files
 #   stamp         the size and the time of a file: has it changed since somebody looked?
 #   fingerprint   sizes, lengths, and the ends of the tokens: are these the data, wherever they are?
 #
-#   <hash>-GPTDataset-train-description.txt      hash is the md5 of this text
+#   <hash>-GPTDataset-train-description.txt
 #                          -document_index.npy   and -sample_index.npy, -shuffle_index.npy
 #                          -manifest.json        written last: what the arrays were made from; the
-#                                                stamps and the fingerprint of the pair; what a
-#                                                start needs to know of them (facts); of each array
-#                                                file the size and a CRC-32; a CRC-32 of all this
+#                          stamps and the fingerprint of the pair; what a start needs to know of the
+#                          arrays (facts); of each file its size and a CRC-32; a CRC-32 of all this
 #
 #   found at a start                               then
 #   a manifest of the same data, and the files     the arrays are read, large ones mapped
@@ -4700,11 +4699,9 @@ def _fulfil(future, function, *arguments):
 #   anything else: damaged, or of other data       built and saved, with a warning that says why
 #   a folder that cannot be written                built, with a warning; they stay in memory
 #
-# A pair that was touched, and a copy on another disk that is opened by the same name, find the
-# cache too: their stamps differ, but not their fingerprints.
-#
-# Of an array file above 1 MiB the CRC-32 is that of its ends, so that a start need not read it
-# whole.  It is synced before it has its name: then no loss of power can leave holes in it.
+# A pair that was touched, and a copy that is opened by the same name, find the cache, too.  Of an
+# array file above 1 MiB the CRC-32 is that of its ends: it is not read whole at a start.  It is
+# synced before it has its name: then no loss of power can leave holes in it.
 
 _CACHE_FORMAT = 6  # a number to count up when the same manifest comes to mean other arrays
 _CHECKED_BYTES = 1 << 20  # an array file of up to so many is read, and checked, at each start
@@ -4923,19 +4920,17 @@ def _note_of_pair(pair):
 
 
 def _is_noted(pair, note):
-    """Are these the data of a note?  Where the stamps are those of the note, nothing is read.
+    """Are these the data of a note?  Nothing is read where the stamps are equal, and have a time.
 
     DatasetFormatError for a damaged .idx: of its arrays the fingerprint has the lengths alone.
     """
-    has_times = all(stamp["changed"] for stamp in pair._stamps.values())  # a storage may tell none
+    has_times = all(stamp["changed"] for stamp in pair._stamps.values())
     if has_times and note["stamps"] == pair._stamps:
         pair._fingerprint = note["fingerprint"]
     else:
         pair.verify()
     return note["fingerprint"] == pair.fingerprint()
 
-
-# -- Pickles -----------------------------------------------------------------------------------
 
 _OPENED = ("sequence_lengths", "sequence_pointers", "document_indices", "sequence_modes", "_tokens")
 
@@ -4947,16 +4942,13 @@ def _state_without_files(dataset):
     """
     state = vars(dataset).copy()
     for name, values in state.pop("_in_files").items():
-        if state[name] is values:
+        if state.get(name) is values:
             del state[name]
     return state
 
 
 def _find_left_out(dataset, state, find_or_build):
-    """Give a dataset the state of its pickle, and the arrays that this left out.
-
-    find_or_build   called with the dataset, returns all arrays
-    """
+    """Set the state of a pickle, and what it left out: find_or_build(dataset) has all arrays."""
     vars(dataset).update(state)
     dataset._in_files = {}
     if any(name not in state for name in dataset.index_names):
@@ -4967,10 +4959,9 @@ def _find_left_out(dataset, state, find_or_build):
 
 def _state_of_pair(pair):
     """The state of a pair for a pickle, without what was read and checked, but with its note."""
-    state = _state_without_files(pair)
+    state = _state_without_files(pair) | {"_note": _note_of_pair(pair)}
     for name in ("_stamps", "_verified", "_fingerprint", "_record"):
         del state[name]
-    state["_note"] = _note_of_pair(pair)
     return state
 
 
@@ -5174,12 +5165,11 @@ class _RemoteFile:
             if error.__cause__ is not None:  # fsspec says so, whatever happened to its question
                 error = error.__cause__
         status = getattr(error, "status", None)  # of HTTP
-        if isinstance(error, FileNotFoundError) or status in (404, 410):
-            return FileNotFoundError, error
-        if isinstance(error, PermissionError) or status in (401, 403):
-            return PermissionError, error
-        if isinstance(error, io.UnsupportedOperation):
-            return io.UnsupportedOperation, error
+        kinds = {FileNotFoundError: (404, 410), PermissionError: (401, 403)}
+        kinds |= {io.UnsupportedOperation: (), MemoryError: ()}
+        for kind, statuses in kinds.items():
+            if isinstance(error, kind) or status in statuses:
+                return kind, error
         return OSError, error
 
 
@@ -5217,8 +5207,8 @@ _PASSWORD = re.compile(
 def _refuse_passwords(names: typing.Any, is_input: bool = False) -> None:
     """ValueError, which does not show it, for a URL with a password; names may be nested lists.
 
-    The URL of a pair may have no query, which may be a signature, and be no chain, whose own cache
-    would answer for an object that has changed.  That of an input may.
+    Unless it is an input, also for one with a query, which may be a signature, and for a chain of
+    fsspec, whose own cache would answer for an object that has changed.
 
     >>> urls = ["s3://KEY:SECRET@bucket/c", "http://host:8080/a@b"]
     >>> [_PASSWORD.search(url) is not None for url in urls]
@@ -5226,18 +5216,13 @@ def _refuse_passwords(names: typing.Any, is_input: bool = False) -> None:
     """
     if isinstance(names, (str, os.PathLike)):
         url = os.fspath(names)
-        if not _is_remote(url):
-            return
-        if _PASSWORD.search(url):
+        is_no_pair = _is_remote(url) and re.search(r"\?|::[A-Za-z0-9+.:-]*://", url)
+        if _PASSWORD.search(url) or (is_no_pair and not is_input):
             raise ValueError(
-                "a URL that holds a password is refused, for names get into messages and files: "
-                "give it to the package fsspec by its own configuration, such as FSSPEC_S3_KEY and "
+                "a URL that holds a password is refused, and, of a pair, one with a query (?) or a "
+                "chain such as simplecache::s3://, for names get into messages and files: give "
+                "secrets to the package fsspec by its own configuration, such as FSSPEC_S3_KEY and "
                 "FSSPEC_S3_SECRET in the environment"
-            )
-        if not is_input and ("?" in url or re.search("::[a-z0-9+.:-]*://", url, re.IGNORECASE)):
-            raise ValueError(
-                "the URL of a pair is scheme://place/name, without a query (?), which may be a "
-                "password, and without simplecache:: or the like, which may keep what has changed"
             )
     elif isinstance(names, collections.abc.Sequence):
         for name in names:
