@@ -393,7 +393,7 @@ class _MappedTokens:
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
         self.tokens = np.zeros(0, dtype)
         if os.path.getsize(path) > 0:  # an empty file cannot be mapped
-            with _named(path, "it cannot be mapped: mmap_bin_files=False reads it", OSError):
+            with _named(path, "cannot be mapped (mmap_bin_files=False reads it)", OSError):
                 self.tokens = np.asarray(np.memmap(path, dtype, "r"))
 
     def read(self, first: int, count: int) -> np.ndarray:
@@ -799,6 +799,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         num_bytes = lengths.astype(np.int64) * self._token_dtype.itemsize
         sequence_pointers = np.cumsum(num_bytes)
         sequence_pointers -= num_bytes  # where each sequence begins
+        # With the digits of the temporary .bin, so that one sees which files belong together.
         index = _NewFile(idx_path, digits=self._bin.digits)
         try:
             index.file.write(_HEADER.pack(_MAGIC, _VERSION, code, n, m))

@@ -576,7 +576,7 @@ def test_a_damaged_index_is_refused_or_read_in_bounds(one, tmp_path, modes):
     tokens = bytes(range(36))
     (tmp_path / "p.bin").write_bytes(tokens)
     whole = idx_bytes([3, 2, 0, 4], [0, 1, 3, 3, 4], modes=modes)
-    damages = [whole + whole[-1:], whole[:-1], whole[:34], whole[:33], b""]
+    damages = [whole + whole[-1:], whole[:-1], whole[:34], whole[:33], b"", idx_bytes([], [])]
     single = [b"\x01", b"\x04", b"\x09", b"\x80"]
     forged = [struct.pack("<q", number) for number in FORGED]
     for end in range(1, len(whole), 4):  # words end there; but at 17 there is the dtype
