@@ -1011,7 +1011,6 @@ BAD_CONFIGS = [  # what is changed in a good config, a word of the sentence
     ({"blend": ([], None)}, "a blend is"),
     ({"blend": ("p", None)}, "a blend is"),
     ({"blend": (HIDDEN, None)}, "a blend is"),
-    ({"blend": 5}, "a blend is"),
     ({"blend": (["p"], [-2])}, "weight of p"),
     ({"blend_per_split": PER_SPLIT, "blend": None}, "blend_per_split"),
     (WITHOUT_BLEND | {"blend_per_split": PER_SPLIT[:2]}, "blend_per_split"),
@@ -1020,7 +1019,6 @@ BAD_CONFIGS = [  # what is changed in a good config, a word of the sentence
     (WITHOUT_BLEND | {"blend_phases": PHASES}, "blend_phases"),
     (WITHOUT_BLEND | {"blend_phases": PHASES, "blend_per_split": PER_SPLIT[::-1]}, "blend_phases"),
     ({"blend_phases": PHASES, "split": "0,1,1"}, "blend_phases"),
-    ({"blend_phases": [(4, [1, 1])]}, "phase 0"),
     ({"tokenizer": "bytes"}, "got str, which lacks unique_identifiers"),
     ({"tokenizer": Tok}, "make an object of Tok"),
     ({"tokenizer": Tok(unique_identifiers="Tok")}, "got Tok, which lacks unique_identifiers"),
@@ -1046,6 +1044,21 @@ def test_a_config_derives_its_other_fields(one):
     packed = config(one, create_attention_mask=True, inter_document_masking=True)
     assert not packed.has_dense_mask
     assert config(one, tokenizer=Unfinished()).eod_mask_loss is False  # so eod is not used
+
+
+def test_blends_weights_and_phases_may_be_any_sequences(one, tmp_path):
+    """Neither lists nor tuples, as OmegaConf's ListConfig; of a config and of a BlendedDataset."""
+    items = collections.UserList
+    p = mk(one, tmp_path / "p", [[1] * 20] * 9)
+    mix = items([items([p, p]), items([1, 2])])
+    phases = items([items([4, items([1, 2])]), items([4, np.array([2, 1])])])
+    wanted = config(one, ([p, p], [1, 2]), blend_phases=[(4, [1, 2]), (4, [2, 1])])
+    wanted = build(one, [8, 0, 0], wanted)[0]
+    for fields in ({"blend": mix, "split": "1"}, {"blend_per_split": items([mix, None, None])}):
+        found = build(one, [8, 0, 0], config(one, **fields, blend_phases=phases))[0]
+        assert pairs_of(found) == pairs_of(wanted)
+    found = one.BlendedDataset(wanted.datasets, None, None, wanted.config, phases=phases)
+    assert found.unique_description == wanted.unique_description
 
 
 def test_numpy_numbers_and_paths_are_taken(one, tmp_path):
@@ -1667,7 +1680,8 @@ def test_refused_blends(one):
         (([1, math.nan], 4), "weight of bare"),
         (([1, math.inf], 4), "weight of bare"),
         (([0, 0], 4), "sum"),
-        (([1], 4), "1 weights for 2"),
+        (([1], 4), "wanted 2 weights"),
+        ((2, 4), "wanted 2 weights"),
         (([1.5, 2.5], None), "numbers of samples"),
         (([1, 1], -1), "size"),
         # more than there are, which in upstream is an IndexError in the run
@@ -1675,11 +1689,15 @@ def test_refused_blends(one):
         (([12, 10], None), "takes 12 .* has 9; .* takes 10 .* has 9"),
         (([1, 1], 4, [(4, [1, 1])]), "None"),  # phases stand for weights and size
         ((None, None, []), "wanted"),
-        ((None, None, [(4, [1])]), "phase 0"),
-        ((None, None, [(4, [1, 1]), (4, [1, -1])]), "phase 1: weight of bare"),
+        ((None, None, [(4, [1])]), "phase 0: .*wanted 2 weights"),
+        ((None, None, [(0, [1, 1])]), "phase 0: .*1 sample or more: got 0"),
+        ((None, None, [(4.5, [1, 1])]), "phase 0: .*float"),
+        ((None, None, [(4, [1, 1]), (4, [1, -1])]), "phase 1: .*weight of bare"),
     ):
         with pytest.raises(ValueError, match=word):
             blended(one, [9, 9], *arguments)
+    with pytest.raises(ValueError, match="phase 0: .*wanted 1 weights"):
+        build(one, [4, 0, 0], config(one, (["p"], None), blend_phases=[(4, [1, 1])]))
 
 
 def pairs_of(ds):
@@ -2242,13 +2260,18 @@ PACKED = {"packed": True}
 
 
 def hand_made_batch(rng, rows=ROWS, length=LENGTH):
-    """A batch as a loader's, in which all tokens count; with any mask, and any positions."""
+    """A batch as a loader's, in which all tokens count; with any positions.
+
+    Its mask is any that hides no first token from a last one, as one that keeps documents apart.
+    """
     ids = torch.from_numpy(rng.integers(0, 50, (rows, length + 1)))
+    mask = torch.from_numpy(rng.random((rows, 1, length, length)) < 0.5)
+    mask[:, 0, -1, 0] = False
     return {
         "tokens": ids[:, :-1].contiguous(),
         "labels": ids[:, 1:].contiguous(),
         "loss_mask": torch.ones(rows, length),
-        "attention_mask": torch.from_numpy(rng.random((rows, 1, length, length)) < 0.5),
+        "attention_mask": mask,
         "position_ids": torch.from_numpy(rng.integers(0, length, (rows, length))),
     }
 
@@ -2324,6 +2347,20 @@ def test_a_batch_that_does_not_fit_is_refused(one):
             one.get_batch(iter([batch]), one.ParallelGroups(), **SHAPE, **options)
     with pytest.raises(ValueError, match="data_iterator"):
         one.get_batch(None, one.ParallelGroups(), **SHAPE)
+
+
+def test_a_mask_that_keeps_documents_apart_is_not_left_out(one, tmp_path):
+    """Upstream: it is, without a word.  One of whole rows may be."""
+    prefix = mk(one, tmp_path / "p", [[1, 2, 0] * 6])
+    groups = one.ParallelGroups()
+    shape = {"micro_batch_size": 1, "sequence_length": 8}
+    whole = batch_of(gpt(one, prefix, **WITH_MASK), [0])
+    apart = batch_of(gpt(one, prefix, **WITH_MASK, reset_attention_mask=True), [0])
+    for batch in (whole, apart | {"attention_mask": None}):
+        assert one.get_batch(iter([batch]), groups, **shape)["attention_mask"] is None
+    words = "keeps documents apart.*create_attention_mask=True, or batches without"
+    with pytest.raises(ValueError, match=words):
+        one.get_batch(iter([apart]), groups, **shape)
 
 
 # -- The cut for context parallelism -----------------------------------------------------------
@@ -2727,6 +2764,55 @@ def test_a_step_has_the_gradients_of_the_mean_over_its_micro_batches(one, step):
         assert not any(gradient.any() for gradient in gradients(net).values())
 
 
+class Averaged(torch.nn.parallel.DistributedDataParallel):
+    """One of torch's, without what it needs of a job."""
+
+    def __init__(self, module):
+        torch.nn.Module.__init__(self)
+        self.module = module
+
+
+def wrapped_by_torch(kind):
+    """A model whose gradients torch averages over the ranks."""
+    net = torch.nn.Linear(2, 2)
+    if kind == "Averaged":
+        return Averaged(net)
+    fsdp = importlib.import_module("torch.distributed.fsdp")
+    if kind == "FullyShardedDataParallel":
+        return quiet(fsdp.FullyShardedDataParallel, net, device_id=torch.device("cpu"))
+    return fsdp.fully_shard(net, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "Averaged",
+        pytest.param("FullyShardedDataParallel", marks=pytest.mark.slow),  # to import it takes 3 s
+        pytest.param("FSDPLinear", marks=pytest.mark.slow),
+    ],
+)
+def test_sums_over_the_tokens_of_one_rank_are_refused(one, group, monkeypatch, kind):
+    """Where torch averages over several ranks, the tokens of one would divide what is of all."""
+    model = wrapped_by_torch(kind)
+
+    def step(results, model):
+        return sum(param.sum() for param in model.parameters()), next(results)
+
+    def sums(loss):
+        return loss, 2, "sum"
+
+    def mean(loss):
+        return loss, "mean"
+
+    run_step(one, step, [sums], model)
+    monkeypatch.setattr(torch.distributed, "get_world_size", mock.Mock(return_value=2))
+    run_step(one, step, [mean], model)
+    run_step(one, step, [sums], model, forward_only=True)
+    run_step(one, step, [sums], torch.nn.Linear(2, 2))  # what a plain model needs, its user knows
+    with pytest.raises(ValueError, match=f"is a {kind} of torch.*tokens of this rank"):
+        run_step(one, step, [sums], model)
+
+
 def test_steps_that_cannot_be(one):
     """Without pipelining there is one model: a second would be left out in silence."""
     with pytest.raises(ValueError, match="num_microbatches"):
@@ -2898,6 +2984,18 @@ def test_a_pair_appears_where_it_was_begun(one, tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx"]
 
 
+@linux
+@pytest.mark.parametrize("synced", [True, False])
+def test_the_error_of_a_full_disk_names_the_file(one, tmp_path, synced):
+    """It comes at the end, or while the file is written.  Nothing is left."""
+    for size in (1 << 17, 3 << 20):
+        names = r"cannot be written: File too large: '.*/p\.[0-9a-f]{16}\.tmp'"
+        with pytest.raises(OSError, match=names), files_of_64_kib():
+            with one._NewFile(tmp_path / "p", synced) as file:
+                file.write(bytes(size))
+    assert os.listdir(tmp_path) == []
+
+
 def make_pair(one, folder, generation):
     """A pair and its record, of sizes that are the same in each of two generations."""
     with one.IndexedDatasetBuilder(folder / "p.bin", np.uint8, multimodal=True) as builder:
@@ -2906,44 +3004,77 @@ def make_pair(one, folder, generation):
     one._write_record(folder / "p", None, [[f"{generation}.jsonl", 1]])
 
 
-@pytest.fixture
-def old_and_new(one, tmp_path):
-    """The files that make_pair() makes in each generation, {name: bytes}."""
+@pytest.fixture(params=["an old pair", "no old pair"])
+def old_and_new(request, one, tmp_path):
+    """The files before make_pair() makes the second generation, and after, {name: bytes}."""
     found = []
     for generation in (1, 2):
         folder = tmp_path / f"{generation}"
         folder.mkdir()
-        make_pair(one, folder, generation)
+        if generation == 2 or request.param == "an old pair":
+            make_pair(one, folder, generation)
         found.append(files_of(folder))
     return found
+
+
+def run_with(faults, one, tmp_path):
+    """Make the second generation in a new folder -> the folder, and the error or None."""
+    folder = pathlib.Path(tempfile.mkdtemp(dir=tmp_path))
+    shutil.copytree(tmp_path / "1", folder, dirs_exist_ok=True)
+    try:
+        with faults:
+            make_pair(one, folder, 2)
+    except (OSError, KeyboardInterrupt) as error:
+        error.__context__ = error.__cause__ = None  # these and the traceback hold what the job has
+        return folder, error.with_traceback(None)
+    return folder, None
+
+
+def what_is_left(files, old, new, note, clean=True):
+    """Which pair section 11 says is in these files: the old one, or the new one, and where.
+
+    clean  there is no other temporary file
+    """
+    temporary = {name for name in files if name.endswith(".tmp")}
+    names = ["p.bin", "p.idx"]
+    if "p.idx" not in files and (old or "p.bin" in files):
+        [names[1]] = [name for name in temporary if name.startswith("p.idx.")]
+        if names[1].replace("idx", "bin") in files:
+            names[0] = names[1].replace("idx", "bin")
+    assert not clean or temporary <= set(names), note
+    pair = [files.get(name) for name in names]
+    for made, kind in ((old, "old"), (new, f"new, {len(temporary & set(names))} to be renamed")):
+        if pair == [made.get("p.bin"), made.get("p.idx")]:
+            assert files.get("p.record.json") in (None, made.get("p.record.json")), note
+            return kind
+    raise AssertionError(note)
 
 
 class Calls:
     """In a with block, the calls that make, sync, name, look for and remove files.
 
-    act     what happens at some of them
-    at      the numbers of these, of all calls together, from 1 on
-    works   does such a call do its work before, as a rename over a network may that then fails?
-    look    called before each call: what is there then is what a kill -9 would leave
-    names   of the calls so far, and the threads that made them
+    at     the number of the one that fails, from 1 on, or None
+    works  does it do its work before, as a rename over a network may that then fails?
+    names  of the calls so far
+    seen   the files before each call, {name: bytes}: what a kill -9 would leave
     """
 
-    def __init__(self, one, act=None, at=(), works=False, look=None):
+    def __init__(self, one, tmp_path, at=None, works=False):
         self.one = one
-        self.act = act
+        self.tmp_path = tmp_path
         self.at = at
         self.works = works
-        self.look = look
-        self.names, self.threads = [], []
+        self.names = []
+        self.seen = []
         self.patches = pytest.MonkeyPatch()
 
     def __enter__(self):
         gc.disable()  # what earlier tests left would close its files among the calls
-        for name in ("close", "fsync", "replace", "unlink", "listdir"):
+        for name in ("open", "close", "fsync", "replace", "unlink", "lstat"):
             call = functools.partial(self.call, name, getattr(os, name))
             self.patches.setattr(os, name, call)
-        call = functools.partial(self.call, "open", self.one._FileNamedInErrors)
-        self.patches.setattr(self.one, "_FileNamedInErrors", call)
+        call = functools.partial(self.call, "open", open)
+        self.patches.setattr(self.one, "open", call, raising=False)
 
     def __exit__(self, *error):
         self.patches.undo()
@@ -2951,22 +3082,42 @@ class Calls:
 
     def call(self, name, function, *arguments, **options):
         self.names.append(name)
-        self.threads.append(threading.current_thread())
-        acts = len(self.names) in self.at
-        if self.look is not None:
-            self.look()
-        if acts and not self.works:
-            self.act()
+        fails = len(self.names) == self.at
+        if self.at is None:
+            [folder] = set(self.tmp_path.glob("tmp*"))
+            self.seen.append(files_of(folder))
         try:
-            return function(*arguments, **options)
+            if self.works or not fails:
+                return function(*arguments, **options)
         finally:
-            if acts and self.works:
-                self.act()
+            if fails:
+                raise OSError(errno.EIO, "broken")
+
+
+def test_a_commit_that_is_killed_or_fails_at_any_call_on_files(one, tmp_path, old_and_new):
+    """What fails may have been made.  The error names the files that are to be renamed."""
+    old, new = old_and_new
+    usual = Calls(one, tmp_path)
+    folder, error = run_with(usual, one, tmp_path)
+    assert (error, files_of(folder)) == (None, new)
+    kinds = [what_is_left(files, old, new, "killed", clean=False) for files in usual.seen]
+    counts = (2, 1, 0) if old else (1, 0)
+    assert list(dict.fromkeys(kinds)) == ["old", *[f"new, {n} to be renamed" for n in counts]]
+    for at, works in itertools.product(range(1, len(usual.names) + 1), (False, True)):
+        note = (at, usual.names[at - 1], works)
+        folder, error = run_with(Calls(one, tmp_path, at, works), one, tmp_path)
+        files = files_of(folder)
+        what_is_left(files, old, new, note)
+        if error is None:  # it did not remove what was not there any more
+            assert (usual.names[at - 1], files) == ("unlink", new), note
+        else:
+            assert error.errno == errno.EIO, note
+            assert all(name in str(error) for name in files if name.endswith(".tmp")), note
 
 
 @contextlib.contextmanager
 def ctrl_c(one, kind, numbers, at):
-    """In a with block, Ctrl-C before one line of the module, or before one instruction of Python.
+    """In a with block, Ctrl-C before one line of the module, or one instruction ("opcode") of it.
 
     Those of this thread take the numbers, from 1 on.
     """
@@ -2987,174 +3138,53 @@ def ctrl_c(one, kind, numbers, at):
         sys.settrace(before)
 
 
-def new_folder(tmp_path, has_old):
-    """A folder with the pair of generation 1, or without."""
-    folder = pathlib.Path(tempfile.mkdtemp(dir=tmp_path))
-    if has_old:
-        shutil.copytree(tmp_path / "1", folder, dirs_exist_ok=True)
-    return folder
-
-
-def run_with(faults, one, folder):
-    """Make the pair of generation 2 -> the error, or None."""
-    try:
-        with faults:
-            make_pair(one, folder, 2)
-    except (Exception, KeyboardInterrupt) as error:
-        error.__context__ = error.__cause__ = None  # these and the traceback hold what the job has
-        return error.with_traceback(None)
-    return None
-
-
-def calls_of_a_commit(one, folder):
-    """All calls where none fails."""
-    calls = Calls(one)
-    assert run_with(calls, one, folder) is None
-    return calls
-
-
-def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, old_and_new, monkeypatch):
-    """Both files of a pair; then their folder, which is of a system that cannot sync one."""
-    folder = new_folder(tmp_path, True)
-    synced = []
-
-    def sync(descriptor):
-        if os.path.isdir(descriptor):
-            raise OSError(errno.EINVAL, "Invalid argument")
-        synced.append(os.fstat(descriptor).st_size)
-
-    monkeypatch.setattr(os, "fsync", sync)
-    names = calls_of_a_commit(one, folder).names
-    assert synced == [(folder / f"p.{end}").stat().st_size for end in ("bin", "idx")]
-    found = [name for name in names if name in ("fsync", "replace")]
-    assert found == ["fsync"] * 2 + ["replace"] * 3 + ["fsync"] + ["replace"]  # this is the record
-
-
-def check_what_is_left(folder, possible, note, clean=True):
-    """The files of a generation, or a .bin and the .idx that section 11 says is its.
-
-    possible   the generations that may be there, {name: bytes}; {}: no pair
-    clean      is nothing there that is of no use, but what earlier jobs have left?
-    The record may be missing, but is none of another generation.
-    """
-    if clean and any(name.endswith(".tmp") for name in os.listdir(folder)):
-        gc.collect(1)  # the object of a file, which is young, may be in a cycle
-    files = files_of(folder)
-    temporary = {name for name in files if name.endswith(".tmp")}
-    used = set()
-    if "p.bin" in files and "p.idx" not in files:
-        found = []
-        for path in folder.glob("p.idx.*.tmp"):
-            if path.name.replace(".idx.", ".bin.") not in temporary:
-                found.append((path.stat().st_mtime_ns, path.name))
-        _, its_index = max(found)
-        used.add(its_index)
-        files["p.idx"] = files[its_index]
-    pairs = [[made.get(f"p.{end}") for end in ("bin", "idx")] for made in (files, *possible)]
-    assert pairs[0] in pairs[1:], note
-    its_record = possible[pairs.index(pairs[0], 1) - 1].get("p.record.json")
-    assert files.get("p.record.json") in (None, its_record), note
-    assert not clean or temporary - LEFT_BEFORE == used, note
-
-
-LEFT_BEFORE = {"p.bin.0.tmp", "p.idx.1.old.tmp", "p.bin.1.tmp", "p.idx.1.tmp"}
-
-
-def test_wherever_a_commit_fails_or_dies_a_pair_is_whole_or_can_be_made_whole(
-    one, tmp_path, old_and_new
-):
-    """Any call on files fails, or two of them do; and at any call the process may be killed.
-
-    Nothing else is left, but what cannot be removed.
-    """
-    old, new = old_and_new
-    fail = mock.Mock(side_effect=OSError(errno.EIO, "broken"))
-    for has_old, works, reach in ((True, False, 5), (True, True, 5), (False, False, 1)):
-        possible = [old if has_old else {}, new]
-        usual = calls_of_a_commit(one, new_folder(tmp_path, has_old)).names
-        assert len(usual) > 10
-        for first, name in enumerate(usual, 1):
-            for second in range(first, first + reach):
-                folder = new_folder(tmp_path, has_old)
-                for left in LEFT_BEFORE:  # by two jobs, killed while they wrote, and at step 1
-                    (folder / left).touch()
-                    os.utime(folder / left, (1, 1))
-                note = (first, second, name, has_old, works)
-                look = functools.partial(check_what_is_left, folder, possible, note, clean=False)
-                calls = Calls(one, fail, {first, second}, works, look)
-                error = run_with(calls, one, folder)
-                may_stay = first != second or (name == "unlink" and not works)
-                check_what_is_left(folder, possible, note, clean=not may_stay)
-                if error is None:
-                    assert name == "unlink", note
-                    check_what_is_left(folder, [new], note, clean=False)
-                else:
-                    assert getattr(error, "errno", None) == errno.EIO, (note, error)
-
-
 @pytest.mark.parametrize("kind", ["line", pytest.param("opcode", marks=pytest.mark.slow)])
-def test_ctrl_c_at_any_moment_leaves_one_of_the_two_pairs(one, tmp_path, old_and_new, kind):
-    """And no other file."""
+def test_ctrl_c_at_any_moment(one, tmp_path, old_and_new, kind):
+    """Leaves the old pair, or the new one, and no other file."""
+    old, new = old_and_new
+    kinds = set()
     for number in itertools.count(1):
-        folder = new_folder(tmp_path, True)
         steps = itertools.count(1)
         faults = ctrl_c(one, kind, steps, number)
         # In a thread of its own: Python 3.11 may forget there that an error is dealt with.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            error = pool.submit(run_with, faults, one, folder).result()
-        check_what_is_left(folder, old_and_new, number)
+            folder, error = pool.submit(run_with, faults, one, tmp_path).result()
+        files = files_of(folder)
+        kinds.add(what_is_left(files, old, new, number))
+        shutil.rmtree(folder)
         if error is None:
             break
-    assert files_of(folder) == old_and_new[1]
+    assert files == new
     assert next(steps) == number > 50
+    assert len(kinds) == (4 if old else 3)
 
 
-@linux
-@pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_does_not_stop_a_commit_that_has_begun(one, tmp_path, old_and_new, times):
-    """The first one waits for it, in its thread; a second one does not, and discards nothing."""
-    _, new = old_and_new
-    del new["p.record.json"]
-    due = []
+@pytest.mark.parametrize("call", ["open", "fsync"])
+def test_files_and_their_folder_are_on_the_disk(one, tmp_path, monkeypatch, call):
+    """Both files before they get their names.  Some systems cannot sync a folder, or open it."""
+    calls = []
+    original = {name: getattr(os, name) for name in ("open", "fsync", "replace")}
 
-    def interrupt(number, frame):
-        if due:
-            due.pop()
-            raise KeyboardInterrupt
+    def noted(name, target, *arguments):
+        calls.append(name)
+        if name == call and os.path.isdir(target):
+            raise OSError(code, os.strerror(code))
+        return original[name](target, *arguments)
 
-    def interrupt_main_thread():
-        for _ in range(times):
-            due.append(1)
-            while due:  # one that comes just before the main thread waits does not wake it
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
-                time.sleep(0.001)
-        time.sleep(0.01)  # so that what does not wait is seen
-
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    threads = calls_of_a_commit(one, new_folder(tmp_path, True)).threads
-    in_commit = [at for at, thread in enumerate(threads, 1) if thread != threading.main_thread()]
-    for number in in_commit:
-        folder = new_folder(tmp_path, True)
-        calls = Calls(one, interrupt_main_thread, {number})
-        assert isinstance(run_with(calls, one, folder), KeyboardInterrupt)
-        calls.threads[number - 1].join()
-        assert files_of(folder) == new
-    signal.signal(signal.SIGUSR1, before)
-    assert len(in_commit) > 6
-
-
-@pytest.mark.parametrize("given_up", [".bin", ".idx"])
-def test_a_commit_that_begins_too_late_changes_nothing(one, tmp_path, given_up):
-    """Its thread may begin when the main thread has given up the pair."""
-    mk(one, tmp_path / "p", [[1]])
-    before = files_of(tmp_path)
-    pair = {ending: one._NewFile(tmp_path / f"p{ending}") for ending in (".bin", ".idx")}
-    pair[given_up].discard()
-    with pytest.raises(ValueError, match=rf"p\{given_up}: it was discarded"):
-        one._name_pair(*pair.values())
-    for new_file in pair.values():
-        new_file.discard()
-    assert files_of(tmp_path) == before
+    for name in original:
+        monkeypatch.setattr(os, name, functools.partial(noted, name))
+    for code in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
+        mk(one, tmp_path / f"{code}", [[1]])
+    for code in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+        with pytest.raises(OSError, match=rf"{code}\.bin and .*{code}\.idx") as caught:
+            mk(one, tmp_path / f"{code}", [[1]])
+        assert caught.value.errno == code
+    for number in (errno.ENOTSUP, errno.EIO):
+        assert one.IndexedDataset(tmp_path / f"{number}")[0].tolist() == [1]
+    usual = ["fsync", "fsync", "replace", "replace", "open"]
+    if call == "fsync":
+        usual.append("fsync")
+    assert calls == 6 * usual
 
 
 # ==============================================================================
@@ -5202,7 +5232,7 @@ def test_a_package_that_is_missing_is_named(one, tmp_path, hf, monkeypatch):
         "gigatoken": functools.partial(one.build_tokenizer, f"gigatoken:{hf}"),
         "tokenizers": functools.partial(one.build_tokenizer, hf),
         "nltk.tokenize.punkt": functools.partial(one.preprocess, **job, split_sentences=True),
-        "pyarrow.parquet": functools.partial(chat, one, tmp_path / "a.parquet"),
+        "pyarrow.parquet": functools.partial(chat, one, jsonl(tmp_path / "a.parquet", [])),
     }.items():
         monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
         with pytest.raises(ImportError, match=rf": pip install {module.partition('.')[0]}$"):
@@ -5234,12 +5264,10 @@ def test_text_and_ids_of_all_kinds(one, hf):
 
 
 def test_what_is_no_tokenizer_makes_no_corpus(one, tmp_path):
-    """Not even of decimal numbers, which could be taken for ids."""
+    """By the attributes that it lacks; it is given no text to try it."""
     path = jsonl(tmp_path / "a.jsonl", ["12 7"])
     for tokenizer, fields, words in (
-        # as in the package transformers:
-        (Tok(tokenize=str.split), {}, r"got Tok, whose tokenize.* makes \['a'\] of"),
-        (Tok(tokenize=str.upper), {}, "got Tok, whose tokenize.* makes 'A' of 'a'"),
+        (Tok(tokenize=None), {}, "got Tok, which lacks tokenize"),
         (Tok(vocab_size=None), {}, "got Tok, which lacks vocab_size"),
         (Tok(eod=None), {"append_eod": True}, "got Tok, which lacks eod"),
     ):
@@ -5247,23 +5275,10 @@ def test_what_is_no_tokenizer_makes_no_corpus(one, tmp_path):
             with pytest.raises(ValueError, match=words):
                 make(path, tmp_path / "o", tokenizer, **fields)
     assert os.listdir(tmp_path) == ["a.jsonl"]
-
-
-def test_two_eods_are_told(one, tmp_path):
-    """One by the tokenizer, as by a file's post-processor, and one by append_eod."""
-    path = jsonl(tmp_path / "a.jsonl", ["a", ""])
-    for of_letter, of_nothing, append_eod, count in (
-        ([1, 0], [0], True, 1),
-        ([1, 0], [0], False, 0),
-        ([0, 1], [0], True, 0),  # it begins texts so
-        ([1, 2], [2], True, 0),  # it ends texts in another token
-        ([0], [], True, 0),  # a letter that is not known
-    ):
-        tokenizer = Tok(tokenize={"a": of_letter, "": of_nothing}.get)
-        for make in (one.preprocess, one.encode_jsonl):
-            _, messages = heard(make, path, tmp_path / "o", tokenizer, append_eod=append_eod)
-            assert len(messages) == count
-            assert all("ends texts in eod by itself" in text for text in messages)
+    tokenize = mock.Mock(return_value=[1, 0])
+    made = one.preprocess(path, tmp_path / "o", Tok(tokenize=tokenize), append_eod=True)
+    assert texts_of(one, made["text"]) == [[1, 0, 0]]  # a tokenizer's own eod is its own
+    tokenize.assert_called_once_with("12 7")
 
 
 PIECES = ["the", " the", "The", " ", "\n", "\r\n", "\t", "12345", "don't", "é", "e\u0301", "日本"]
@@ -5832,7 +5847,7 @@ def test_what_a_tokenizer_raises_at_a_line(one, tmp_path):
         return acting(fail)
 
     job = {"texts": ["1", "13", "2"], "output_prefix": tmp_path / "o"}
-    panics = failing(Panic("an index is out of bounds"), "13", "a", "")  # it is tried by the others
+    panics = failing(Panic("an index is out of bounds"), "13")
     with pytest.raises(ValueError, match="texts: line 2: Panic: an index is out of bounds"):
         one.preprocess(tokenizer=panics, workers=2, **job)
     with pytest.warns(UserWarning, match="left out 1 bad lines; the first: .*line 2: Panic: "):
@@ -5842,7 +5857,7 @@ def test_what_a_tokenizer_raises_at_a_line(one, tmp_path):
         with pytest.raises(ChildProcessError, match="no room"):
             one.preprocess(tokenizer=failing(error, "13"), on_error="skip", workers=2, **job)
     with pytest.raises(KeyboardInterrupt):
-        one.preprocess(tokenizer=failing(KeyboardInterrupt(), "a"), **job)
+        one.preprocess(tokenizer=failing(KeyboardInterrupt(), "13"), **job)
 
 
 def test_a_process_that_may_have_no_children(one, tmp_path, monkeypatch):
@@ -6062,7 +6077,7 @@ def test_samples_of_conversations_equal_the_rules(one, tmp_path, kind, pad):
 
 
 def test_files_of_rows_are_told_apart(one, tmp_path):
-    """By their sizes and both ends, wherever they lie.  A pickle is of one of them."""
+    """By their sizes and both ends, wherever they lie."""
     row = json.dumps({"messages": ROW})
     gap = "\n" * 9000
     contents = [f" {row}{gap}{row}", f"{row}\n{gap}{row}", f"{row}{gap}{row} "]
@@ -6073,10 +6088,33 @@ def test_files_of_rows_are_told_apart(one, tmp_path):
         path.write_text(content)
         found.add(str(chat(one, path).dataset.fingerprint()))
     assert len(found) == len(contents)
-    pickled = pickle.dumps(chat(one, path))
-    path.write_text(contents[0])
-    with pytest.raises(one.DatasetFormatError, match="replaced"):
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_file_of_rows_that_is_replaced(one, tmp_path, kind):
+    """By one of equal size: the file that was opened is read on; who unpickles it refuses another.
+
+    A pickle has no row of Parquet.  A file that is written where it lies, as by cp, is an error.
+    """
+    old, new = tmp_path / f"a.{kind}", tmp_path / f"b.{kind}"
+    rows = [[ROW[0], {"role": "assistant", "content": str(k)}] for k in range(10, 99)]
+    write_rows(old, rows, np.random.default_rng(0))
+    write_rows(new, rows[::-1], np.random.default_rng(0))
+    ds = chat(one, old)
+    wanted = ds[1]["tokens"].tolist()
+    pickled = pickle.dumps(ds)
+    assert b"assistant" not in pickled
+    assert pickle.loads(pickled)[1]["tokens"].tolist() == wanted
+    os.replace(new, old)
+    assert ds[1]["tokens"].tolist() == wanted
+    with pytest.raises(one.DatasetFormatError, match=f"a.{kind}: .*replaced"):
         pickle.loads(pickled)
+    if kind == "jsonl":
+        os.utime(old, (0, 0))  # what is written now has another time
+        ds = chat(one, old)
+        write_rows(old, rows, np.random.default_rng(0))
+        with pytest.raises(ValueError, match="a.jsonl was written while it is read"):
+            ds[1]
 
 
 def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
@@ -6108,12 +6146,9 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
     for number, words in enumerate(bad.values(), 1):
         with pytest.raises(ValueError, match=rf"chat\.jsonl, line {2 * number + 1}: .*{words}"):
             ds[number]
-    os.remove(path)
-    with pytest.raises(FileNotFoundError, match=r"chat\.jsonl"):  # which is not the row's fault
-        ds[0]
-    os.mkdir(path)  # such as the index cache of a pair
-    with pytest.raises(FileNotFoundError, match=r"chat\.jsonl: no such file of conversations"):
-        chat(one, path)
+    folder = tmp_path  # such as that of the index cache of a pair
+    with pytest.raises(FileNotFoundError, match="no such file of conversations"):
+        chat(one, folder)
 
 
 def test_a_file_of_no_rows_is_refused_when_it_is_opened(one, tmp_path):
@@ -6126,6 +6161,7 @@ def test_a_file_of_no_rows_is_refused_when_it_is_opened(one, tmp_path):
     for name, content, words in (
         ("list.jsonl", json.dumps([{"messages": ROW}], indent=1).encode(), no_row),
         ("compressed.jsonl", gzip.compress(good.encode()), no_row),
+        ("compressed.jsonl.GZ", gzip.compress(good.encode()), "unpack it first"),
         ("other_rows.jsonl", f'{{"text": "a"}}\n{good}'.encode(), no_row),
         ("no_lists.parquet", None, no_row),
         ("text.parquet", None, no_parquet),
@@ -6152,7 +6188,7 @@ def test_the_first_sample_without_any_loss_is_told(one, tmp_path):
 def test_what_fine_tuning_refuses(one, tmp_path):
     """Such as one target for three tokens, which would be spread over all of them."""
     one_target = mock.Mock(return_value=([1, 2, 3], [5]))
-    with_start = mock.Mock(return_value=[5])  # as a BOS around each text, of which this has none
+    with_start = {"": [5]}.get  # as a BOS around each text, of which this has none
     path = jsonl(tmp_path / "chat.jsonl", [ROW], "messages")
     for fields, words in (
         ({"create_attention_mask": True}, "create_attention_mask must be False"),
@@ -6255,6 +6291,23 @@ def test_trace_and_find_of_random_blends(one, tmp_path):
         for prefix in pairs:
             for sequence in range(len(one.IndexedDataset(prefix))):
                 assert one.find(blend, prefix, sequence) == wanted[prefix, sequence]
+
+
+def test_a_pair_is_found_by_any_path_that_means_it(one, tmp_path, monkeypatch):
+    """Though the job goes to another folder: a relative path then means another place."""
+    mk(one, tmp_path / "a", [[1] * 9] * 3)
+    monkeypatch.chdir(tmp_path)
+    blend = build(one, [9, 0, 0], config(one, (["a", str(tmp_path / "a")], [1, 1])))[0]
+    wanted = one.find(blend.datasets[0], "a", 1)
+    assert len(wanted) > 0
+    for prefix in (tmp_path / "a", f"{tmp_path}/b/../a", "./a"):
+        assert one.find(blend.datasets[0], prefix, 1) == wanted
+        assert one.find(blend, prefix, 1) == one.find(blend, "a", 1)
+    os.mkdir("b")
+    monkeypatch.chdir("b")
+    assert one.find(blend.datasets[0], "a", 1) == one.find(blend.datasets[0], "../a", 1) == wanted
+    with pytest.raises(ValueError, match=r"\./a is not a pair"):
+        one.find(blend, "./a", 1)
 
 
 def test_what_cannot_be_traced_or_found(one, tmp_path):
@@ -6392,6 +6445,17 @@ def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch):
     code, _, err = command(one, capsys, "merge", "--input", "p", "--output-prefix", "q")
     sentence = "megatron-min: ZeroDivisionError: a bad value\n"
     assert (code, err) == (1, f"warning: a warning of two lines\n{sentence}")
+
+
+@pytest.mark.parametrize("encoding, text", [("ascii", r"\u65e5\xe9"), ("cp1252", r"\u65e5é")])
+def test_a_console_that_cannot_show_a_character(one, tmp_path, capsys, monkeypatch, encoding, text):
+    """It shows an escape, of a path as of a text, and the command goes on to its end."""
+    prefix = mk(one, tmp_path / "日é", [list("日é".encode())], np.uint8)
+    console = io.TextIOWrapper(io.BytesIO(), encoding, newline="\n")
+    monkeypatch.setattr(sys, "stdout", console)
+    assert command(one, capsys, "inspect", prefix)[0] == 0
+    first, *_, last = console.buffer.getvalue().decode(encoding).splitlines()
+    assert f"/{text}: 1 sequences" in first and last == f"decoded: '{text}'"
 
 
 class Signalled(Tok):
@@ -6543,6 +6607,17 @@ def signal_once():
 os.register_at_fork(before=signal_once)
 threading.Thread(target=time.sleep, args=[60], daemon=True).start()
 """
+IN_A_DEL = """
+sys.unraisablehook = print  # of what is raised there
+class Last:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+def make():
+    Last()
+    return mm.ByteTokenizer()
+words = "preprocess --input a.jsonl --output-prefix o --no-verbose --tokenizer __main__:make"
+sys.exit(mm.main(words.split()))
+"""
 KILLED_BY_A_WORKER = """
 class Killing(mm.ByteTokenizer):
     def tokenize_batch(self, texts):
@@ -6561,6 +6636,7 @@ ENDS = {  # lines, the exit code, files, what stands on stderr
     "its reader has seen enough": (CLOSED_PIPE + PREPROCESS, 0, MADE, ""),
     # Python drops what is raised in a thread that forks.
     "a signal while a worker is started": (AT_A_FORK + PREPROCESS, 143, ["seen"], ""),
+    "a signal inside of a __del__": (IN_A_DEL, 143, MADE, ""),
     "the command is killed, and not its workers": (KILLED_BY_A_WORKER, -9, ["out"], ""),
 }
 
