@@ -528,12 +528,11 @@ class IndexedDataset(torch.utils.data.Dataset):
         if m < 1:
             raise _format_error(path, "length of document_indices", "at least 1", m)
         without_modes = 34 + 12 * n + 8 * m
-        with_modes = without_modes + n
-        if found != with_modes and (self.multimodal or found != without_modes):
-            wanted = f"{without_modes}, or {with_modes} with modes"
-            if self.multimodal:
-                wanted = f"{with_modes}, with modes"
-            raise _format_error(path, "file size", wanted, found)
+        sizes = [without_modes + n]
+        if not self.multimodal:
+            sizes.append(without_modes)
+        if found not in sizes:
+            raise _format_error(path, "file size", f"{sizes} (the first with modes)", found)
         return code, n, m, found > without_modes
 
     def _check_ends(self, bin_size):
@@ -725,7 +724,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         lengths, modes = self._read_lengths(content, lengths, modes)
         self._write(content)
         self.sequence_lengths.extend(lengths)
-        self.sequence_modes.extend(modes)
+        if self.multimodal:
+            self.sequence_modes.extend(modes)
 
     def add_document(
         self, tensor: typing.Any, lengths: typing.Iterable[int], modes: typing.Any = None
@@ -826,11 +826,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         path = self._bin.path
         try:
             lengths = array.array("i", iter(lengths))  # array("i", bytes) would copy their memory
-            if not self.multimodal:
-                modes = []
-            elif modes is None:
-                modes = bytes(len(lengths))
-            modes = array.array("b", modes)
+            if self.multimodal:
+                modes = array.array("b", bytes(len(lengths)) if modes is None else modes)
         except OverflowError as error:  # it does not say what is too large
             found = f"lengths {lengths!s:.60}, modes {modes!s:.60}"
             raise ValueError(f"{path}: {found}: {error}") from None
