@@ -3976,29 +3976,15 @@ def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
 # -- Passwords ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "url, is_refused",
-    [
-        ("s3://key:pass/word@bucket/c", True),  # pass is no port
-        ("s3://KEY:SECRET", True),
-        ("ftp://user:@host/c", True),
-        ("HTTPS://token@host/x", True),
-        ("http://user:12::x@host/x", True),
-        ("http://user:pw@[::1]:80/x", True),
-        ("s3://[KEY:SECRET]@bucket/c", True),
-        ("simplecache::s3://KEY:SECRET@bucket/c", True),
-        ("zip://a.jsonl::filecache::http://user@host/x.zip", True),
-        ("s3://bucket/a:b@c", False),
-        ("http://host:8080/a@b", False),
-        ("http://[2001:db8::1]:80/x", False),
-        ("abfs://container@account.dfs.core.windows.net/x", False),
-        ("hdfs://user@host:8020/c", False),
-        ("zip://a.jsonl::filecache::s3://bucket/x.zip", False),
-        ("data/a:b@c", False),
-    ],
-)
-def test_what_a_url_with_a_password_is(one, url, is_refused):
-    assert (one._PASSWORD.search(url) is not None) == is_refused
+def test_what_a_url_with_a_password_is(one):
+    refused = ["s3://key:pass/word@bucket/c", "s3://KEY:SECRET", "ftp://user:@host/c"]
+    refused += ["HTTPS://token@host/x", "http://user:12::x@host/x", "http://user:pw@[::1]:80/x"]
+    refused += ["s3://[KEY:SECRET]@bucket/c", "simplecache::s3://KEY:SECRET@bucket/c"]
+    refused += ["zip://a.jsonl::filecache::http://user@host/x.zip"]
+    taken = ["s3://bucket/a:b@c", "http://host:8080/a@b", "http://[2001:db8::1]:80/x", "data/a:b@c"]
+    taken += ["abfs://container@account.dfs.core.windows.net/x", "hdfs://user@host:8020/c"]
+    taken += ["zip://a.jsonl::filecache::s3://bucket/x.zip", "http://[::1]/x"]
+    assert [url for url in refused + taken if one._PASSWORD.search(url)] == refused
 
 
 def test_a_url_that_may_hold_a_secret_is_refused_at_every_door(one, some_pair, tmp_path, caplog):
