@@ -211,7 +211,8 @@ def _is_remote(path: str | os.PathLike) -> bool:
     >>> _is_remote("s3://bucket/corpus.idx"), _is_remote("data/corpus.idx")
     (True, False)
     """
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)) is not None
+    # a chain of fsspec is one too: simplecache::s3://bucket/corpus
+    return re.match(r"[A-Za-z][A-Za-z0-9+.:-]*://", os.fspath(path)) is not None
 
 
 def _absolute(path):
@@ -252,26 +253,6 @@ def _named(name, words, kind=ValueError):
             reason = f"{words}: {error.strerror}"
             raise OSError(error.errno, reason, os.fspath(name)) from error
         raise kind(f"{name}: {words}: {_one_line(error)}") from error
-
-
-# What it means that the system has nothing left for a file, and which limit says so.
-_LIMITS = {
-    errno.EMFILE: "this process has too many open files: see ulimit -n",
-    errno.ENFILE: "all processes together have too many open files: see fs.file-max",
-    errno.ENOMEM: "no memory, or no memory map, is left: see vm.max_map_count",
-}
-
-
-@contextlib.contextmanager
-def _limits_named(path):
-    """Have the error of a system that has nothing left for a file name the file and the limit."""
-    try:
-        yield
-    except (OSError, MemoryError) as error:
-        code = errno.ENOMEM if isinstance(error, MemoryError) else error.errno
-        if code not in _LIMITS:
-            raise
-        raise OSError(code, _LIMITS[code], os.fspath(path)) from None
 
 
 def _is_distributed() -> bool:
@@ -387,6 +368,23 @@ def get_bin_path(path_prefix: str | os.PathLike) -> str:
     return f"{os.fspath(path_prefix)}.bin"
 
 
+# A mapping holds a file descriptor, of which a process may have few.  With hundreds of corpora they
+# would run out, so an index of at most so many bytes is read instead.
+_FEW_BYTES = 64 << 10
+
+
+def _read_or_map_file(path: str | os.PathLike) -> np.ndarray:
+    """The bytes of an index, as a read-only array, which keeps its mapping alive if it has one.
+
+    At most _FEW_BYTES are read, more are mapped; and read where the system refuses to map them.
+    """
+    if os.path.getsize(path) > _FEW_BYTES:
+        with contextlib.suppress(Exception):
+            return np.asarray(np.memmap(path, np.uint8, "r"))
+    with open(path, "rb") as file:
+        return np.frombuffer(file.read(), np.uint8)
+
+
 class _MappedTokens:
     """The tokens of a .bin file that is mapped into memory.
 
@@ -395,8 +393,10 @@ class _MappedTokens:
     """
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
-        content = _read_or_map_file(path, 0)  # an empty file cannot be mapped
-        self.tokens = content.view(dtype)
+        self.tokens = np.zeros(0, dtype)
+        if os.path.getsize(path) > 0:  # an empty file cannot be mapped
+            with _named(path, "cannot be mapped (mmap_bin_files=False reads it)", OSError):
+                self.tokens = np.asarray(np.memmap(path, dtype, "r"))
 
     def read(self, first: int, count: int) -> np.ndarray:
         """Return count tokens from token first on."""
@@ -407,23 +407,6 @@ class _MappedTokens:
         return [self.read(first, count) for first, count in spans]
 
 
-# A mapping holds a file descriptor, of which a process may have few.  With hundreds of corpora they
-# would run out, so an index of so few bytes is read instead.
-_FEW_BYTES = 64 << 10
-
-
-def _read_or_map_file(path: str | os.PathLike, few_bytes: int = _FEW_BYTES) -> np.ndarray:
-    """The bytes of a file, as a read-only array: read if they are so few, else mapped.
-
-    The array keeps its mapping alive.
-    """
-    with _limits_named(path):
-        if os.path.getsize(path) > few_bytes:
-            return np.asarray(np.memmap(path, np.uint8, "r"))
-        with open(path, "rb") as file:
-            return np.frombuffer(file.read(), np.uint8)
-
-
 # A file may be damaged, cut short or forged, so nothing of it is used unchecked:
 #
 #   what              when                              what is checked
@@ -432,7 +415,7 @@ def _read_or_map_file(path: str | os.PathLike, few_bytes: int = _FEW_BYTES) -> n
 #   entries                                             sequence ends where the .bin ends
 #   all entries       in verify(), with check=True,     lengths are >= 0, each pointer is the sum
 #                     and before section 5 builds its   of the lengths before it, in bytes, and
-#                     orders, in O(n)                   documents never go back
+#                     orders, in O(n)                   documents never decrease
 #   one place         at every access                   the bounds of the sequence and of the .bin
 
 
@@ -467,7 +450,6 @@ class IndexedDataset(torch.utils.data.Dataset):
         *,
         check: bool = False,
     ) -> None:
-        _refuse_passwords(path_prefix)
         if object_storage_config is None:
             object_storage_config = ObjectStorageConfig()
         self.path_prefix = os.fspath(path_prefix)
@@ -475,31 +457,47 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.mmap = mmap
         self.object_storage_config = object_storage_config
         self.check = check
-        self._verified = False
-        self._fingerprint = None  # made when it is asked for
-        self._record = None  # read when it is asked for: section 18
         self.absolute_prefix = _absolute(self.path_prefix)
         self._idx_path = get_idx_path(self.absolute_prefix)
         self._bin_path = get_bin_path(self.absolute_prefix)
-        self._idx_stamp = self._stamp_of_index()
+        self._open()
+
+    def _open(self):
+        """Open both files, and look at their ends; a dataset that is unpickled does so, too."""
+        self._verified = False
+        self._fingerprint = None  # made when it is asked for: section 12
+        self._record = None  # read when it is asked for: section 18
+        # A stamp is the size and the time of a file (section 12).  If that of the .idx is the same
+        # when the .bin is open, the pair was not replaced meanwhile: section 11 says why.
+        idx_stamp = self._stamp_of_index()
         local_path = self._idx_path
         if _is_remote(local_path):
-            local_path = _fetch_index(self._idx_path, self._idx_stamp, object_storage_config)
+            local_path = _fetch_index(self._idx_path, idx_stamp, self.object_storage_config)
         content = _read_or_map_file(local_path)
-        code, n, m = self._read_header(content)
+        code, n, m, self.has_modes = self._read_header(content)
         self.dtype = DType.dtype_from_code(code)
         self.sequence_lengths = np.frombuffer(content, np.int32, n, 34)
         self.sequence_pointers = np.frombuffer(content, np.int64, n, 34 + 4 * n)
         self.document_indices = np.frombuffer(content, np.int64, m, 34 + 12 * n)
         self.sequence_modes = None
-        if multimodal:
+        if self.multimodal:
             self.sequence_modes = np.frombuffer(content, np.int8, n, 34 + 12 * n + 8 * m)
-        self._bin_stamp = _file_stamp(self._bin_path)
+        bin_stamp = _file_stamp(self._bin_path)
         self._token_bytes = DType.size(self.dtype)
-        self.num_tokens = self._bin_stamp["size"] // self._token_bytes
-        self._check_ends()
-        self._tokens = self._open_bin()
-        if check:
+        self.num_tokens = bin_stamp["size"] // self._token_bytes
+        self._check_ends(bin_stamp["size"])
+        if _is_remote(self._bin_path):
+            self._tokens = _RemoteFile(self._bin_path, self.dtype)
+        elif self.mmap:
+            self._tokens = _MappedTokens(self._bin_path, self.dtype)
+        else:
+            self._tokens = _FileTokens(self._bin_path, self.dtype)
+        self._stamps = {"idx": idx_stamp, "bin": bin_stamp}
+        if _file_stamp(self._idx_path) != idx_stamp:
+            wanted = "one that stays while it is opened"
+            raise _format_error(self._idx_path, "file", wanted, "another")
+        self._in_files = {name: getattr(self, name) for name in _OPENED}  # section 12
+        if self.check:
             self.verify()
 
     def _stamp_of_index(self):
@@ -519,7 +517,7 @@ class IndexedDataset(torch.utils.data.Dataset):
             raise FileNotFoundError(errno.ENOENT, reason, self._idx_path) from None
 
     def _read_header(self, content):
-        """(dtype code, n, m) of an .idx that has the size that they ask for."""
+        """(dtype code, n, m, whether there are modes) of an .idx of the size that they ask for."""
         path = self._idx_path
         found = len(content)
         if found < _HEADER.size:
@@ -529,26 +527,26 @@ class IndexedDataset(torch.utils.data.Dataset):
             raise _format_error(path, "magic, version", (_MAGIC, _VERSION), (magic, version))
         if not 1 <= code <= 8:
             raise _format_error(path, "dtype code", "1 to 8", code)
+        if m < 1:
+            raise _format_error(path, "length of document_indices", "at least 1", m)
         without_modes = 34 + 12 * n + 8 * m
-        sizes = {"with modes": without_modes + n}
+        sizes = [without_modes + n]
         if not self.multimodal:
-            sizes["without"] = without_modes
-        if found not in sizes.values():
-            raise _format_error(path, "file size", sizes, found)
-        self.has_modes = found > without_modes
-        return code, n, m
+            sizes.append(without_modes)
+        if found not in sizes:
+            raise _format_error(path, "file size", f"{sizes} (the first with modes)", found)
+        return code, n, m, found > without_modes
 
-    def _check_ends(self):
+    def _check_ends(self, bin_size):
         """The documents run from 0 to n, and the last sequence ends where the .bin ends."""
         n = len(self)
-        documents = self.document_indices[:1].tolist() + self.document_indices[-1:].tolist()
+        documents = [int(self.document_indices[0]), int(self.document_indices[-1])]
         if documents != [0, n]:
             raise _format_error(self._idx_path, "document_indices", f"from 0 to {n}", documents)
         end = 0
         if n:
             last_size = int(self.sequence_lengths[-1]) * self._token_bytes
             end = int(self.sequence_pointers[-1]) + last_size
-        bin_size = self._bin_stamp["size"]
         if bin_size != end or end % self._token_bytes:
             raise _format_error(
                 self._bin_path,
@@ -556,20 +554,6 @@ class IndexedDataset(torch.utils.data.Dataset):
                 f"{end} bytes, as {self._idx_path} says, a multiple of {self._token_bytes}",
                 f"{bin_size}: the file is truncated, or belongs to another .idx",
             )
-
-    def _open_bin(self):
-        """Where the tokens come from."""
-        if _is_remote(self._bin_path):
-            tokens = _RemoteFile(self._bin_path, self.dtype)
-        elif self.mmap:
-            tokens = _MappedTokens(self._bin_path, self.dtype)
-        else:
-            tokens = _FileTokens(self._bin_path, self.dtype)
-        # Another process may replace the pair meanwhile; section 11 says why this is enough.
-        if _file_stamp(self._idx_path) != self._idx_stamp:
-            wanted = "one that stays while it is opened"
-            raise _format_error(self._idx_path, "file", wanted, "another")
-        return tokens
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -634,7 +618,8 @@ class IndexedDataset(torch.utils.data.Dataset):
         # 32 GB for a billion sequences.
         size = 1 << 15
         for low in range(0, max(len(self), len(self.document_indices)), size):
-            # Copies, for the file has these arrays at odd addresses, which numpy reads slowly.
+            # Copies: the file has these arrays at addresses that are no multiple of 8, which numpy
+            # reads slowly.
             num_bytes = self.sequence_lengths[low : low + size].astype(np.int64)
             pointers = self.sequence_pointers[low : low + size + 1].copy()  # one of the next chunk
             documents = self.document_indices[low : low + size + 1].copy()
@@ -657,8 +642,7 @@ class IndexedDataset(torch.utils.data.Dataset):
     @staticmethod
     def exists(path_prefix: str | os.PathLike) -> bool:
         """Return True if both files of the pair exist."""
-        _refuse_passwords(path_prefix)
-        try:
+        try:  # only a file that is there has a stamp
             _file_stamp(get_idx_path(path_prefix))
             _file_stamp(get_bin_path(path_prefix))
         except (FileNotFoundError, NotADirectoryError):
@@ -681,7 +665,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         """Return document_indices, under upstream's name."""
         return self.document_indices
 
-    # ---- how caches (section 12), states (section 14) and pickles know the pair again
+    # ---- how caches, states and pickles know the pair again: section 12
 
     def fingerprint(self) -> dict:
         """Return what tells these data from others, wherever the files lie and whenever they came.
@@ -690,54 +674,15 @@ class IndexedDataset(torch.utils.data.Dataset):
         the first and the last 4,096 bytes of the .bin.  Cost: 4 bytes of each sequence are read,
         once.
         """
-        if self._fingerprint is None:
-            some = min(4096 // self._token_bytes, self.num_tokens)
-            ends = self._tokens.read_many([(0, some), (self.num_tokens - some, some)])
-            self._fingerprint = {
-                "idx_size": self._idx_stamp["size"],
-                "bin_size": self._bin_stamp["size"],
-                "lengths_crc32": zlib.crc32(self.sequence_lengths),
-                "bin_ends_crc32": zlib.crc32(np.concatenate(ends)),
-            }
-        return self._fingerprint
+        return _fingerprint_of_pair(self)
 
-    def note(self) -> dict:
-        """Return what may be noted of these data: their fingerprint, and which .idx has it."""
-        return {"idx": self._idx_stamp, "fingerprint": self.fingerprint()}
+    def __getstate__(self):
+        """What a pickle has: all attributes, but nothing that is in the files."""
+        return _state_of_pair(self)
 
-    def is_noted(self, note: dict) -> bool:
-        """Are these the data of a note?  An .idx of the same size and time is not read again.
-
-        DatasetFormatError for a damaged .idx: of its arrays the fingerprint has the lengths alone.
-        """
-        if note["idx"] == self._idx_stamp:
-            self._fingerprint = note["fingerprint"]
-        else:
-            self.verify()
-        return note["fingerprint"] == self.fingerprint()
-
-    def __reduce__(self):
-        """Pickle the path: who unpickles it opens the pair again."""
-        open_again = functools.partial(type(self), check=self.check)
-        arguments = self.absolute_prefix, self.multimodal, self.mmap, self.object_storage_config
-        return open_again, arguments, self.note()
-
-    def __setstate__(self, note):
-        """Refuse a pair that was opened just now, and is another than that of the pickle."""
-        if not self.is_noted(note):
-            wanted = note["fingerprint"]
-            reason = "the pair was replaced after the dataset was pickled: build it again"
-            found = f"{self.fingerprint()}: {reason}"
-            raise _format_error(self.path_prefix, "fingerprint", wanted, found)
-
-
-def _file_stamp(path: str | os.PathLike) -> dict:
-    """Return what tells a file from one that is written later: its size, and its last change."""
-    if _is_remote(path):
-        return _RemoteFile(path).stamp()
-    stat = os.stat(path)
-    # What unpacks or copies a file may set its st_mtime_ns to an old time, but no st_ctime_ns.
-    return {"size": stat.st_size, "changed": max(stat.st_mtime_ns, stat.st_ctime_ns)}
+    def __setstate__(self, state):
+        """Open the pair again; DatasetFormatError if it is another than that of the pickle."""
+        _restore_pair(self, state)
 
 
 class IndexedDatasetBuilder(contextlib.AbstractContextManager):
@@ -750,7 +695,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
     Use a builder in a with block: the block ends in finalize(), with the .idx beside the .bin, or,
     if an exception ends it, without any file.  Without a with block, call finalize() yourself: a
-    builder that goes before leaves no file.
+    builder that is dropped before leaves no file.
     Wrong input is a ValueError, or a TypeError where a length or a mode is no integer, before any
     of it is written.  After a write that failed, as on a full disk, nothing more can be added.
 
@@ -773,6 +718,16 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self.document_indices = array.array("q", [0])  # int64
         self._bin = _NewFile(bin_path)  # appears under its name when it is whole (section 11)
         self._is_final = False  # True once finalize() has made the pair
+
+    def add_sequences(
+        self, content: bytes, lengths: typing.Iterable[int], modes: typing.Any = None
+    ) -> None:
+        """Append sequences, laid end to end in bytes as _encode_tokens() makes them."""
+        lengths, modes = self._read_lengths(content, lengths, modes)
+        self._write(content)
+        self.sequence_lengths.extend(lengths)
+        if self.multimodal:
+            self.sequence_modes.extend(modes)
 
     def add_document(
         self, tensor: typing.Any, lengths: typing.Iterable[int], modes: typing.Any = None
@@ -800,7 +755,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     def add_index(self, path_prefix: str | os.PathLike) -> None:
         """Append a whole pair of the same dtype: its bytes are copied, its documents renumbered.
 
-        ValueError where modes would be lost.  ValueError for the pair that is being written.
+        ValueError where modes would be lost, and for the pair that is being written.
         """
         source = get_bin_path(path_prefix)
         target = self._bin.path
@@ -846,6 +801,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         num_bytes = lengths.astype(np.int64) * self._token_dtype.itemsize
         sequence_pointers = np.cumsum(num_bytes)
         sequence_pointers -= num_bytes  # where each sequence begins
+        # With the digits of the temporary .bin, so that one sees which files belong together.
         index = _NewFile(idx_path, digits=self._bin.digits)
         try:
             index.write(_HEADER.pack(_MAGIC, _VERSION, code, n, m))
@@ -867,13 +823,11 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
     # ---- The rest is what these methods share, and what section 18 calls.
 
-    def add_sequences(
-        self, content: bytes, lengths: typing.Iterable[int], modes: typing.Any = None
-    ) -> None:
-        """Append sequences, laid end to end in bytes as _encode_tokens() makes them."""
+    def _read_lengths(self, content, lengths, modes):
+        """Lengths and modes as arrays; ValueError for those that do not fit the tokens."""
         path = self._bin.path
         try:
-            lengths = array.array("i", iter(lengths))  # it would take bytes for memory
+            lengths = array.array("i", iter(lengths))  # array("i", bytes) would copy their memory
             if self.multimodal:
                 modes = array.array("b", bytes(len(lengths)) if modes is None else modes)
         except OverflowError as error:  # it does not say what is too large
@@ -890,10 +844,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
                 f"{path}: wanted a mode for each of the {len(lengths)} sequences, "
                 f"got {len(modes)} modes"
             )
-        self._write(content)
-        self.sequence_lengths.extend(lengths)
-        if self.multimodal:
-            self.sequence_modes.extend(modes)
+        return lengths, modes
 
     def sync(self) -> None:
         """Have the disk hold all tokens so far; OSError if it is full."""
@@ -934,7 +885,7 @@ def _encode_tokens(values, dtype):
     if ids.dtype.kind == "U":  # decimal strings
         ids = np.array([int(text) for text in ids])
     if ids.dtype.kind not in "biu":  # bool, signed, unsigned
-        raise ValueError(f"{dtype} tokens must be integers, below 2**63, got {values!s:.60}")
+        raise ValueError(f"{dtype} tokens must be integers of 64 bits, got {values!s:.60}")
     tokens = ids.astype(dtype)
     misfits = (tokens != ids).nonzero()[0]
     if len(misfits):
@@ -1379,7 +1330,6 @@ def get_blend_from_list(
     """
     if blend is None:
         return None
-    _refuse_passwords(blend)
     if not _is_list(blend):
         raise ValueError("wanted a list of prefixes, or of weights and prefixes")
     entries = [str(entry).strip() for entry in blend]
@@ -1390,7 +1340,7 @@ def get_blend_from_list(
     pairs = len(entries) // 2
     if pairs == 0 or is_number != [True, False] * pairs:
         raise ValueError(
-            f"blend {entries}: wanted prefixes, or weights and prefixes in turn "
+            f"blend: wanted prefixes, or weights and prefixes in turn, got {len(entries)} entries "
             "(write a prefix that is a number with its folder: ./2023)"
         )
     return entries[1::2], values[0::2]
@@ -1968,8 +1918,7 @@ class GPTDataset(MegatronDataset):
 
     A subclass may override __getitem__(k), which returns a sample, whatever its keys are;
     _query_document_sample_shuffle_indices(k), which returns the tokens of one; and
-    _build_document_sample_shuffle_indices(), which returns the three arrays.  The arrays of an
-    object may be set, too.
+    _build_document_sample_shuffle_indices(), which returns the three arrays.
 
     >>> prefix = toy_corpus()
     >>> config = GPTDatasetConfig(1234, 4, blend=([prefix], None), split="1",
@@ -2161,30 +2110,18 @@ class GPTDataset(MegatronDataset):
 
         Without a cache this would be
             self.epoch_plan, arrays = self._build_arrays()
-        _load_or_build() (section 12) does so where it finds no files of these arrays, and writes
-        them.
+        Section 12 does so where it finds no files of these arrays, and writes them.
         """
-        documents = self._documents
-        if isinstance(documents, range):
-            described = f"{documents.start} to {documents.stop - 1}"
-        else:
-            described = _md5(documents.astype(np.int64).tobytes())
-        made_from = {
-            "documents": described,
-            "keeps_short": self._keeps_short,
-            "extra_token": self._extra,
-            "stable_order": bool(self.config.stable_order),
-        }
-        facts, arrays, self._in_files = _load_or_build(
-            self._cache_folder,
-            f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}",
-            self.index_names,
-            self.unique_description,
-            made_from,
-            self.dataset if isinstance(self.dataset, IndexedDataset) else None,
-            self._build_arrays,
+        plan, arrays, self._in_files = _load_or_build(
+            folder=self._cache_folder,
+            stem=f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}",
+            names=self.index_names,
+            description=self.unique_description,
+            made_from=_what_orders_are_made_from(self),
+            pair=self.dataset if isinstance(self.dataset, IndexedDataset) else None,
+            build=self._build_arrays,
         )
-        self.epoch_plan = EpochPlan(*facts)
+        self.epoch_plan = EpochPlan(*plan)
         return arrays
 
     def _build_arrays(self):
@@ -2270,14 +2207,13 @@ class GPTDataset(MegatronDataset):
         return f"{folder}/{type(self).__name__}_indices"
 
     def __getstate__(self):
-        """Leave out of a pickle what another process finds in files, or makes."""
+        """Leave out of a pickle what another process finds in files, or makes: section 12."""
         state = _state_without_files(self)
         state.pop("indices", None)  # made from _documents
         return state
 
     def __setstate__(self, state):
-        vars(self).update(state)
-        _find_left_out(self, GPTDataset._build_document_sample_shuffle_indices)
+        _find_left_out(self, state, GPTDataset._build_document_sample_shuffle_indices)
 
     # ---- what the builder asks
 
@@ -2752,13 +2688,13 @@ class BlendedDataset(_Identified):
     def _build_indices(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the two arrays, and keep how many samples each dataset gives.  Upstream's name."""
         self._taken, arrays, self._in_files = _load_or_build(
-            self._cache_folder,
-            f"{self.unique_description_hash}-{type(self).__name__}-{self.split.name}",
-            self.index_names,
-            self.unique_description,
-            {},  # the identifiers say what they are made from
-            None,
-            self._build_arrays,
+            folder=self._cache_folder,
+            stem=f"{self.unique_description_hash}-{type(self).__name__}-{self.split.name}",
+            names=self.index_names,
+            description=self.unique_description,
+            made_from={},  # the description says it all
+            pair=None,
+            build=self._build_arrays,
         )
         return arrays
 
@@ -2791,12 +2727,11 @@ class BlendedDataset(_Identified):
         return np.array(self._taken, np.int64)
 
     def __getstate__(self):
-        """Leave out of a pickle what another process finds in files."""
+        """Leave out of a pickle what another process finds in files: section 12."""
         return _state_without_files(self)
 
     def __setstate__(self, state):
-        vars(self).update(state)
-        _find_left_out(self, BlendedDataset._build_indices)
+        _find_left_out(self, state, BlendedDataset._build_indices)
 
     # ---- sample i
 
@@ -4780,15 +4715,17 @@ def _sync_folder(folder):
 # ==============================================================================
 # Question answered here: when may arrays made earlier be used again?
 #
-# The name of the files is a digest of what was asked for.  What the arrays were made from, and what
-# they are, stands in a manifest, which is written last:
+# When they are what is asked for, and the data are the same.  Three things say so:
 #
-#   <hash>-GPTDataset-train-description.txt      what was asked for; hash is the md5 of this text
+#   description   what was asked for: its md5 is in the names of the files
+#   stamp         the size and the time of a file: has it changed since somebody looked?
+#   fingerprint   sizes, lengths, and the ends of the tokens: are these the data, wherever they are?
+#
+#   <hash>-GPTDataset-train-description.txt
 #                          -document_index.npy   and -sample_index.npy, -shuffle_index.npy
-#                          -manifest.json        what the arrays were made from, and the fingerprint
-#                                                of the pair; what a start needs to know of them
-#                                                (facts); of each array file the size and, up to
-#                                                1 MiB, a CRC-32; a CRC-32 of all this
+#                          -manifest.json        written last: what the arrays were made from; the
+#                          stamps and the fingerprint of the pair; what a start needs to know of the
+#                          arrays (facts); of each file its size and a CRC-32; a CRC-32 of all this
 #
 #   found at a start                               then
 #   a manifest of the same data, and the files     the arrays are read, large ones mapped
@@ -4798,11 +4735,11 @@ def _sync_folder(folder):
 #   anything else: damaged, or of other data       built and saved, with a warning that says why
 #   a folder that cannot be written                built, with a warning; they stay in memory
 #
-# A pair that was touched, and a copy on another disk that is opened by the same name, find the
-# cache too.  An array above 1 MiB is not read whole at a start.  So it is synced before it has its
-# name: then no loss of power can leave holes in it.
+# A pair that was touched, and a copy that is opened by the same name, find the cache, too.  Of an
+# array file above 1 MiB the CRC-32 is that of its ends: it is not read whole at a start.  It is
+# synced before it has its name: then no loss of power can leave holes in it.
 
-_CACHE_FORMAT = 5  # a number to count up when the same manifest comes to mean other arrays
+_CACHE_FORMAT = 6  # a number to count up when the same manifest comes to mean other arrays
 _CHECKED_BYTES = 1 << 20  # an array file of up to so many is read, and checked, at each start
 
 
@@ -4841,21 +4778,14 @@ def _load_or_build(
             facts, in_files = found
             return facts, list(in_files.values()), in_files
     except Exception as error:
-        _raise_limit(error)
         reason = f"{type(error).__name__}: {error}"
         warnings.warn(f"the index cache {stem}-* is rebuilt: {reason}", stacklevel=4)
     facts, arrays = build()
-    manifest = {
-        "format": _CACHE_FORMAT,
-        "made_from": made_from,
-        "pair": None if pair is None else pair.note(),
-        "facts": facts,
-        "files": {},
-    }
+    note = None if pair is None else _note_of_pair(pair)
+    manifest = {"format": _CACHE_FORMAT, "made_from": made_from, "pair": note, "facts": facts}
     try:
         in_files = _save_arrays(stem, dict(zip(names, arrays, strict=True)), description, manifest)
     except OSError as error:
-        _raise_limit(error)
         warnings.warn(
             f"the index cache {stem}-* cannot be written ({error}): the indices stay in memory; "
             "set path_to_cache to a folder that can be",
@@ -4863,12 +4793,6 @@ def _load_or_build(
         )
         return facts, arrays, {}
     return facts, list(in_files.values()), in_files
-
-
-def _raise_limit(error):
-    """Raise an error that no cache can help: the system has no file, no map or no memory left."""
-    if isinstance(error, MemoryError) or getattr(error, "errno", None) in _LIMITS:
-        raise error
 
 
 def _find_arrays(stem, names, made_from, pair):
@@ -4887,8 +4811,8 @@ def _find_arrays(stem, names, made_from, pair):
     if manifest["made_from"] != made_from:
         raise DatasetFormatError(f"it was made from {manifest['made_from']}, now from {made_from}")
     note = manifest["pair"]
-    if pair is not None and (note is None or not pair.is_noted(note)):
-        raise DatasetFormatError(f"the pair was {note}, is {pair.note()}")
+    if pair is not None and (note is None or not _is_noted(pair, note)):
+        raise DatasetFormatError(f"the pair was {note}, is {_note_of_pair(pair)}")
     in_files = {}
     for name in names:
         in_files[name] = _open_array(f"{stem}-{name}.npy", manifest["files"][name])
@@ -4901,7 +4825,7 @@ def _find_arrays(stem, names, made_from, pair):
 def _read_manifest(stem):
     """The content of the manifest; None if there is none."""
     try:
-        with _limits_named(stem), open(f"{stem}-manifest.json", "rb") as file:
+        with open(f"{stem}-manifest.json", "rb") as file:
             return file.read()
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -4918,11 +4842,20 @@ def _open_array(path, noted):
     name = os.path.basename(path)
     if size != noted["size"]:
         raise DatasetFormatError(f"{name} had {noted['size']} bytes, has {size}")
-    if size <= _CHECKED_BYTES and zlib.crc32(content) != noted["crc32"]:
+    if _crc32_of_file(b"", content) != noted["crc32"]:
         raise DatasetFormatError(f"{name} has another CRC-32")
     dtype = np.dtype(noted["dtype"])
     header_bytes = size - math.prod(noted["shape"]) * dtype.itemsize
     return np.frombuffer(content, dtype, offset=header_bytes).reshape(noted["shape"])
+
+
+def _crc32_of_file(header, content):
+    """CRC-32 of the bytes of an array file; of a large one of the first and the last 4,096."""
+    crc32 = zlib.crc32(header)
+    if len(header) + len(content) > _CHECKED_BYTES:
+        crc32 = zlib.crc32(content[: 4096 - len(header)], crc32)
+        content = content[-4096:]
+    return zlib.crc32(content, crc32)
 
 
 def _save_arrays(stem, arrays, description, manifest):
@@ -4934,6 +4867,7 @@ def _save_arrays(stem, arrays, description, manifest):
     """
     os.makedirs(os.path.dirname(stem), exist_ok=True)
     in_files = {}
+    manifest["files"] = {}
     with contextlib.ExitStack() as new_files:  # its end gives them their names
         for name, values in arrays.items():
             # np.save() writes the same, and takes 0.1 ms more: with hundreds of small corpora
@@ -4945,8 +4879,7 @@ def _save_arrays(stem, arrays, description, manifest):
             content = values.reshape(-1).view(np.uint8)
             size = len(header) + len(content)
             noted = {"size": size, "dtype": values.dtype.str, "shape": values.shape}
-            if size <= _CHECKED_BYTES:
-                noted["crc32"] = zlib.crc32(content, zlib.crc32(header))
+            noted["crc32"] = _crc32_of_file(header, content)
             new_file = _NewFile(f"{stem}-{name}.npy", synced=size > _CHECKED_BYTES)
             new_files.enter_context(new_file).write(header)
             new_file.write(content)
@@ -4967,25 +4900,118 @@ def _save_arrays(stem, arrays, description, manifest):
     return in_files
 
 
+def _what_orders_are_made_from(dataset):
+    """What the arrays of a GPTDataset are made from, where upstream's description does not say it.
+
+    Of a pair the manifest has the fingerprint; a reader of the user's own has only its lengths.
+    """
+    documents = dataset._documents
+    if isinstance(documents, range):
+        described = f"{documents.start} to {documents.stop - 1}"
+    else:
+        described = _md5(documents.astype(np.int64).tobytes())
+    made_from = {
+        "documents": described,
+        "keeps_short": dataset._keeps_short,
+        "extra_token": dataset._extra,
+        "stable_order": bool(dataset.config.stable_order),
+    }
+    if not isinstance(dataset.dataset, IndexedDataset):
+        lengths = np.array(dataset.dataset.sequence_lengths, np.int64)
+        made_from["lengths_crc32"] = zlib.crc32(lengths)
+    return made_from
+
+
+# -- Are these the same data? ------------------------------------------------------------------
+
+
+def _file_stamp(path: str | os.PathLike) -> dict:
+    """Return what tells a file from one that is written later: its size, and its last change."""
+    if _is_remote(path):
+        _refuse_passwords(path)
+        return _RemoteFile(path).stamp()
+    stat = os.stat(path)
+    # What unpacks or copies a file may set its st_mtime_ns to an old time, but not its st_ctime_ns.
+    return {"size": stat.st_size, "changed": max(stat.st_mtime_ns, stat.st_ctime_ns)}
+
+
+def _fingerprint_of_pair(pair):
+    """What IndexedDataset.fingerprint() returns; it is made once."""
+    if pair._fingerprint is None:
+        tokens = pair._in_files["_tokens"]
+        some = min(4096 // pair._token_bytes, pair.num_tokens)
+        ends = tokens.read_many([(0, some), (pair.num_tokens - some, some)])
+        pair._fingerprint = {
+            "idx_size": pair._stamps["idx"]["size"],
+            "bin_size": pair._stamps["bin"]["size"],
+            "lengths_crc32": zlib.crc32(pair._in_files["sequence_lengths"]),
+            "bin_ends_crc32": zlib.crc32(np.concatenate(ends)),
+        }
+    return pair._fingerprint
+
+
+def _note_of_pair(pair):
+    """What is noted of a pair: its fingerprint, and the stamps of the files that have it."""
+    return {"stamps": pair._stamps, "fingerprint": pair.fingerprint()}
+
+
+def _is_noted(pair, note):
+    """Are these the data of a note?  Nothing is read where the stamps are equal, and have a time.
+
+    DatasetFormatError for a damaged .idx: of its arrays the fingerprint has the lengths alone.
+    """
+    has_times = all(stamp["changed"] for stamp in pair._stamps.values())
+    if has_times and note["stamps"] == pair._stamps:
+        pair._fingerprint = note["fingerprint"]
+    else:
+        pair.verify()
+    return note["fingerprint"] == pair.fingerprint()
+
+
+_OPENED = ("sequence_lengths", "sequence_pointers", "document_indices", "sequence_modes", "_tokens")
+
+
 def _state_without_files(dataset):
-    """The state of a dataset for a pickle, without the arrays that another process finds in files.
+    """The state of a dataset or a pair for a pickle, without what another process finds in files.
 
     An array that a user has set, or a subclass, is not that of the file, and stays.
     """
     state = vars(dataset).copy()
     for name, values in state.pop("_in_files").items():
-        if state[name] is values:
+        if state.get(name) is values:
             del state[name]
     return state
 
 
-def _find_left_out(dataset, find_or_build):
-    """Set the arrays of a dataset that its pickle left out; find_or_build(dataset) returns all."""
+def _find_left_out(dataset, state, find_or_build):
+    """Set the state of a pickle, and what it left out: find_or_build(dataset) has all arrays."""
+    vars(dataset).update(state)
     dataset._in_files = {}
-    if any(name not in vars(dataset) for name in dataset.index_names):
+    if any(name not in state for name in dataset.index_names):
         arrays = find_or_build(dataset)
         for name, values in zip(dataset.index_names, arrays, strict=True):
             vars(dataset).setdefault(name, values)
+
+
+def _state_of_pair(pair):
+    """The state of a pair for a pickle, without what was read and checked, but with its note."""
+    state = _state_without_files(pair) | {"_note": _note_of_pair(pair)}
+    for name in ("_stamps", "_verified", "_fingerprint", "_record"):
+        del state[name]
+    return state
+
+
+def _restore_pair(pair, state):
+    """Give a pair the state of its pickle, and open its files, which must be those of the note."""
+    attributes = state.copy()
+    note = attributes.pop("_note")
+    vars(pair).update(attributes)
+    pair._open()
+    if not _is_noted(pair, note):
+        reason = "the pair was replaced after the dataset was pickled: build it again"
+        found = f"{pair.fingerprint()}: {reason}"
+        raise _format_error(pair.path_prefix, "fingerprint", note["fingerprint"], found)
+    vars(pair).update(attributes)  # an array that a user has set
 
 
 # ==============================================================================
@@ -5010,8 +5036,8 @@ def _find_left_out(dataset, find_or_build):
 #   first try    range 1 ok   range 2 ok   range 3 --   range 4 ok
 #   second try                             range 3 ok
 #
-# A URL that holds a password is refused wherever one is given, as names get into messages, caches,
-# records and pickles.
+# Names get into messages, caches, records and pickles.  So a URL that holds a password is refused
+# in a config, where an object is opened, and where a file is made.
 
 
 @dataclasses.dataclass
@@ -5044,8 +5070,7 @@ class _FileTokens:
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
         self.path = os.fspath(path)
         self.dtype = np.dtype(dtype)
-        with _limits_named(path):
-            self._file = open(path, "rb", buffering=0)
+        self._file = open(path, "rb", buffering=0)
         weakref.finalize(self, self._file.close)  # closes the file when this object is gone
 
     def read(self, first: int, count: int) -> np.ndarray:
@@ -5072,9 +5097,10 @@ class _RemoteFile:
     url     such as s3://bucket/corpus.bin
     dtype   of its tokens; by default they are bytes
 
-    Every request is tried again after growing pauses, unless the object is not there or may not be
-    read.  An error names the object.  Objects can be pickled, and used by threads and by forked
-    processes: fsspec keeps one connection for each process.
+    Every request is tried again after growing pauses, unless the object is not there, may not be
+    read, or comes as a whole where a range was asked for.  An error names the object.  Objects can
+    be pickled, and used by threads and by forked processes: fsspec keeps one connection for each
+    process.
     """
 
     _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
@@ -5083,6 +5109,7 @@ class _RemoteFile:
     _CHANGED += ("Last-Modified", "LastModified", "modificationTime", "mtime", "created")
 
     def __init__(self, url: str | os.PathLike, dtype: type = np.uint8) -> None:
+        _refuse_passwords(url, is_input=True)
         self.url = os.fspath(url)
         self.dtype = np.dtype(dtype)
 
@@ -5108,10 +5135,13 @@ class _RemoteFile:
         for (begin, end), content in zip(missing, found, strict=True):
             if isinstance(content, BaseException):
                 errors.append(content)
-            elif len(content) != end - begin:
-                errors.append(OSError(f"bytes {begin} to {end} came as {len(content)} bytes"))
-            else:
+            elif len(content) == end - begin:
                 contents[begin, end] = content
+            else:
+                reason = f"bytes {begin} to {end} came as {len(content)} bytes"
+                if len(content) > end - begin:
+                    raise io.UnsupportedOperation(f"{reason}: the server does not know ranges")
+                errors.append(OSError(reason))
         if errors:
             raise errors[0]
 
@@ -5160,34 +5190,35 @@ class _RemoteFile:
             try:
                 return function(file_system, path, *arguments)
             except Exception as error:
-                named = self._named(error)
-                if pause is None or type(named) is not OSError:
-                    raise named from error
+                kind, reason = self._kind_of_error(error)
+                if pause is None or kind is not OSError:
+                    raise kind(f"{self.url}: {type(reason).__name__}: {reason}") from reason
             time.sleep(pause)
 
-    def _named(self, error):
-        """The error to raise for one of a client's; only a plain OSError is worth another try."""
+    def _kind_of_error(self, error):
+        """(class, cause) of a client's error; only a plain OSError is worth another try."""
         if self.url.startswith("http") and isinstance(error, FileNotFoundError):
             if error.__cause__ is not None:  # fsspec says so, whatever happened to its question
                 error = error.__cause__
         status = getattr(error, "status", None)  # of HTTP
-        kind = OSError
-        if isinstance(error, FileNotFoundError) or status in (404, 410):
-            kind = FileNotFoundError
-        elif isinstance(error, PermissionError) or status in (401, 403):
-            kind = PermissionError
-        return kind(f"{self.url}: {type(error).__name__}: {error}")
+        kinds = {FileNotFoundError: (404, 410), PermissionError: (401, 403)}
+        kinds |= {io.UnsupportedOperation: (), MemoryError: ()}
+        for kind, statuses in kinds.items():
+            if isinstance(error, kind) or status in statuses:
+                return kind, error
+        return OSError, error
 
 
 def _fetch_index(url: str, stamp: dict, config: ObjectStorageConfig) -> str:
     """Return the path of a local copy of an .idx file, which is made where there is none.
 
-    Its name says which object it is of, and which state of it.  Processes that start together may
-    copy it at the same time: each copy appears whole, and they are equal.
+    Its name says which object it is of, and which state of it; where the storage tells no state, it
+    is copied each time.  Processes that start together may copy it at the same time: each copy
+    appears whole, and they are equal.
     """
     name = _md5(f"{url} {stamp['size']} {stamp['changed']}")
     copied = os.path.join(config.path_to_idx_cache, f"{name}.idx")
-    if os.path.exists(copied):
+    if stamp["changed"] and os.path.exists(copied):
         return copied
     os.makedirs(config.path_to_idx_cache, exist_ok=True)
     remote = _RemoteFile(url)
@@ -5200,37 +5231,38 @@ def _fetch_index(url: str, stamp: dict, config: ObjectStorageConfig) -> str:
     return copied
 
 
-def _refuse_passwords(names: typing.Any) -> None:
-    """ValueError, which does not show it, for a URL with a password; names may be nested lists."""
+# How a password is recognized; rather one URL too many is refused.
+_PASSWORD = re.compile(
+    r"(^|::)[a-z][a-z0-9+.-]*://"  # the URL begins here, or another link of a chain, and then comes
+    r"(?![^/:]*(\[[^/\]]*\])?(:[0-9]+)?(/|\Z|::[a-z0-9+.:-]*://))"  # more than name, [::1] and port
+    r"|(^|::)https?://[^/]*@",
+    re.IGNORECASE,
+)
+
+
+def _refuse_passwords(names: typing.Any, is_input: bool = False) -> None:
+    """ValueError, which does not show it, for a URL with a password; names may be nested lists.
+
+    Unless it is an input, also for one with a query, which may be a signature, and for a chain of
+    fsspec, whose own cache would answer for an object that has changed.
+
+    >>> urls = ["s3://KEY:SECRET@bucket/c", "http://host:8080/a@b"]
+    >>> [_PASSWORD.search(url) is not None for url in urls]
+    [True, False]
+    """
     if isinstance(names, (str, os.PathLike)):
-        if _holds_password(os.fspath(names)):
+        url = os.fspath(names)
+        is_no_pair = _is_remote(url) and re.search(r"\?|::[A-Za-z0-9+.:-]*://", url)
+        if _PASSWORD.search(url) or (is_no_pair and not is_input):
             raise ValueError(
-                "a URL that holds a password, as in s3://KEY:SECRET@bucket/corpus, is refused, for "
-                "names get into messages and files: give it to the package fsspec by its own "
-                "configuration, such as FSSPEC_S3_KEY and FSSPEC_S3_SECRET in the environment"
+                "a URL that holds a password is refused, and, of a pair, one with a query (?) or a "
+                "chain such as simplecache::s3://, for names get into messages and files: give "
+                "secrets to the package fsspec by its own configuration, such as FSSPEC_S3_KEY and "
+                "FSSPEC_S3_SECRET in the environment"
             )
     elif isinstance(names, collections.abc.Sequence):
         for name in names:
-            _refuse_passwords(name)
-
-
-def _holds_password(url: str) -> bool:
-    """Return True for a URL that holds a password; rather one too many is taken for one.
-
-    Before the first / behind ://, a colon may stand in front of a port, or inside of [ ], and
-    nowhere else; and for http and https there may be no @.
-
-    >>> _holds_password("s3://KEY:SECRET@bucket/c"), _holds_password("http://host:8080/a@b")
-    (True, False)
-    """
-    for link in re.split(r"::(?=[A-Za-z0-9+.:-]*://)", url):  # of a chain: simplecache::s3://...
-        scheme, _, rest = link.partition("://")
-        server = rest.partition("/")[0]
-        if re.fullmatch(r"[^:]*(\[[^\]]*\])?(:[0-9]+)?", server) is None:
-            return True
-        if scheme.lower() in ("http", "https") and "@" in server:
-            return True
-    return False
+            _refuse_passwords(name, is_input)
 
 
 # ==============================================================================
@@ -6560,7 +6592,7 @@ def _find_inputs(paths):
     if isinstance(paths, (str, os.PathLike)):
         paths = [paths]
     paths = [os.fspath(path) for path in paths]
-    _refuse_passwords(paths)
+    _refuse_passwords(paths, is_input=True)
     inputs = []
     for path in paths:
         with _query_left_out(path):
