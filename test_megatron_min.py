@@ -7093,38 +7093,36 @@ def test_readmes_first_lines_as_they_stand(one, first_lines, inputs, capsys, mon
         run_here("documents.py", capsys)
 
 
-def test_readmes_words_on_cyclic_and_epochs(one, first_lines, tmp_path):
-    [numbers] = re.findall(r"`(next\(itertools.+)`", first_lines)
-    [num_tokens] = re.findall(r"num_tokens is `(.+?)`", first_lines)
+def test_readmes_expressions(one, readme, first_lines, tmp_path):
+    """For whole epochs, for a step of "cyclic", and for a pair without a record."""
     prefix = mk(one, tmp_path / "p", [np.arange(n) for n in range(1, 30)])
     fields = {"split": "90,10,0", "tokenizer": Tok(), "create_attention_mask": False}
 
-    def build(num_samples, prefixes):
+    def build(num_samples, *prefixes):
         config = one.GPTDatasetConfig(1234, 8, blend=(prefixes, None), **fields)
         sizes = [num_samples, 0, 0]
-        return one.BlendedMegatronDatasetBuilder(
-            one.GPTDataset, sizes, lambda: True, config
-        ).build()[0]
+        builder = one.BlendedMegatronDatasetBuilder(one.GPTDataset, sizes, lambda: True, config)
+        return builder.build()[0]
 
-    train = build(None, [prefix])
-    num_tokens = eval(num_tokens, {"train": train})
+    train = build(None, prefix)
+    [num_tokens] = re.findall("num_tokens is `(.+?)`", first_lines)
     for epochs in (1, 3):
-        count = one.count_samples(epochs * num_tokens, 8)
+        count = one.count_samples(epochs * eval(num_tokens), 8)
         for more in (0, 1):
-            assert build(count + more, [prefix]).epoch_plan.num_epochs == epochs + more
-    once = build(None, [prefix, prefix])
+            assert build(count + more, prefix).epoch_plan.num_epochs == epochs + more
+    once = build(None, prefix, prefix)
     assert once.samples_taken().tolist() == [len(train), len(train)]
+    [numbers] = re.findall(r"`(next\(itertools.+)`", first_lines)
     for step in (0, 4):
-        loaders = []
-        for _ in range(2):
-            loaders.append(
-                one.build_pretraining_data_loader(
-                    once, 0, micro_batch_size=3, dataloader_type="cyclic"
-                )
-            )
-        ks = eval(numbers, {"itertools": itertools, "loader": loaders[0], "step": step})
-        batch = next(itertools.islice(loaders[1], step, None))
-        same(batch["tokens"], batch_of(once, ks)["tokens"])
+        cyclic = {"micro_batch_size": 3, "dataloader_type": "cyclic"}
+        loader = one.build_pretraining_data_loader(once, 0, **cyclic)
+        batch = next(itertools.islice(loader, step, None))
+        loader = one.build_pretraining_data_loader(once, 0, **cyclic)
+        same(batch["tokens"], batch_of(once, eval(numbers))["tokens"])
+    [is_below] = re.findall("`(IndexedDataset.+ < vocab_size)`", readme)
+    for vocab_size in (28, 29):  # the highest id is 28
+        names = vars(one) | {"prefix": prefix, "vocab_size": vocab_size}
+        assert eval(is_below, names) == (vocab_size == 29)
 
 
 def test_readmes_shards_merge_to_the_pair_of_one_job(one, readme, tmp_path, monkeypatch):
@@ -7156,7 +7154,7 @@ def test_readmes_lines_for_parquet(one, readme, tmp_path, monkeypatch):
 
 
 def run_training(script, ranks=1, **layout):
-    """What README's script prints, on so many ranks, in the current folder."""
+    """What a script of README prints, on so many ranks, in the current folder."""
     pathlib.Path("train.py").write_text(script)
     env = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"} | layout
     launcher = []
@@ -7192,6 +7190,37 @@ def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, readme, tmp_pa
     )
     script = forkserver + script.replace(" **dp)", " num_workers=1, **dp)")  # as from 3.14 on
     assert run_training(script, MEGATRON_MIN_C="0") == lines
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_does(first_lines, inputs):
+    """By the changes that README's first lines tell of; one goes on where they stopped."""
+    script = "import torch\ntorch.manual_seed(1)\n" + pathlib.Path("pretrain.py").read_text()
+    run_training(script)
+    wanted = torch.load("checkpoint.pt")
+    os.remove("checkpoint.pt")
+    told = re.findall("`(.+?)`", " ".join(first_lines.partition("By `torchrun")[2].split()))
+    begin, rank, sizes, wrap, loss, if_rank_0 = told[:6]
+    by_two = script
+    for old, new in (
+        ("steps, batch_size", f"{begin}\n{rank}\nsteps, batch_size"),
+        ("micro_batch_size=batch_size", sizes),
+        ("    start =", f"    {wrap}\n    start ="),
+        ("loss = loss_of(model, batch)", f"loss = {loss}"),
+        ("if (step + 1) % 20 == 0:", f"{if_rank_0} and (step + 1) % 20 == 0:"),
+    ):
+        assert old in by_two
+        by_two = by_two.replace(old, new)
+    run_training(by_two.replace("S = 100,", "S = 60,"), 2)
+    assert torch.load("checkpoint.pt")["loader"]["consumed_samples"] == 60 * 8
+    run_training(script)
+    found = torch.load("checkpoint.pt")
+    assert found["loader"] == wanted["loader"]
+    torch.testing.assert_close(found["model"], wanted["model"], rtol=1e-3, atol=1e-3)
+    documents = pathlib.Path("documents.py").read_text()
+    lines = run_training(documents)
+    pathlib.Path("pretrain.py").write_text(by_two)
+    assert sorted(run_training(documents, 2)) == sorted(2 * lines)  # each process prints them
 
 
 def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path, monkeypatch):
