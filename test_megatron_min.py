@@ -7199,8 +7199,8 @@ def test_two_processes_learn_what_one_does(first_lines, inputs):
     run_training(script)
     wanted = torch.load("checkpoint.pt")
     os.remove("checkpoint.pt")
-    told = re.findall("`(.+?)`", " ".join(first_lines.partition("By `torchrun")[2].split()))
-    begin, rank, sizes, wrap, loss, if_rank_0 = told[:6]
+    words = " ".join(first_lines[first_lines.index("By `torchrun") :].split())
+    _, begin, rank, sizes, wrap, loss, if_rank_0 = re.findall("`(.+?)`", words)[:7]
     by_two = script
     for old, new in (
         ("steps, batch_size", f"{begin}\n{rank}\nsteps, batch_size"),
