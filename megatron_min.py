@@ -846,11 +846,11 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         sequence_pointers -= num_bytes  # where each sequence begins
         index = _NewFile(idx_path, digits=self._bin.digits)
         try:
-            index.file.write(_HEADER.pack(_MAGIC, _VERSION, code, n, m))
-            index.file.write(lengths)
-            index.file.write(sequence_pointers)
-            index.file.write(self.document_indices)
-            index.file.write(self.sequence_modes)
+            index.write(_HEADER.pack(_MAGIC, _VERSION, code, n, m))
+            index.write(lengths)
+            index.write(sequence_pointers)
+            index.write(self.document_indices)
+            index.write(self.sequence_modes)
             _commit_pair(self._bin, index)
             self._is_final = True
         finally:
@@ -901,7 +901,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         """Write to the .bin file.  If a write fails, the file is given up: a part may be in it."""
         self._refuse_if_closed()
         try:
-            self._bin.file.write(content)
+            self._bin.write(content)
         except BaseException:
             self._bin.discard()
             raise
@@ -3633,8 +3633,8 @@ class ParallelGroups:
     1
     """
 
-    # The kinds with a process group; those with pp are for the trainer.  ranks(), rank(), size()
-    # and rank_lists() take any other too.
+    # The kinds with a process group; those with pp are not used here.  ranks(), rank(), size() and
+    # rank_lists() take any other too.
     _KINDS = ("tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "tp-cp-pp")
 
     @staticmethod
@@ -3780,7 +3780,7 @@ def get_batch_on_this_tp_rank(
     micro_batch_size       B, rows of a batch
     sequence_length        S, tokens of a row
     create_attention_mask  the first and the last stage need the dense mask too: give it
-                           config.has_dense_mask
+                           config.has_dense_mask.  False: a mask that the batch has is left out
     mtp                    this stage, whichever it is, predicts several tokens ahead (multi-token
                            prediction): it needs tokens, position_ids, labels and loss_mask
     packed                 the batches have cu_seqlens and max_seqlen, and every stage needs them
@@ -3791,25 +3791,26 @@ def get_batch_on_this_tp_rank(
                            may not attend; None for what this pipeline stage does not need.  If
                            packed also cu_seqlens, int32 (B, S+1), and max_seqlen, int32 (B,)
     Raises                 what the reader met, on every rank of its tp group: StopIteration at the
-                           end of the data, ValueError where a tensor has another shape, or where
-                           a batch has cu_seqlens and packed is False, or the other way round
+                           end of the data, ValueError where a tensor has another shape, where a
+                           batch has cu_seqlens and packed is False, or the other way round, or
+                           where a mask that is left out keeps documents apart
 
     With several tp ranks the tensors are views of one buffer, which is broadcast at once.
     Upstream: get_batch_on_this_tp_rank, which broadcasts one tensor at a time.
     """
     batch = dict.fromkeys(_BATCH_KEYS)
-    row = (micro_batch_size, sequence_length)
-    layout = _layout_of_stage(groups, row, create_attention_mask, mtp, packed)
+    shape = (micro_batch_size, sequence_length)
+    layout = _layout_of_stage(groups, shape, create_attention_mask, mtp, packed)
     if not layout:
         return batch
     if device is None:
-        device = _device_of_group()
+        device = _device_of_group()  # section 15
     device = torch.device(device)
     if groups.size("tp") == 1:
-        for key, tensor in _read_batch(data_iterator, layout).items():
+        for key, tensor in _read_batch(data_iterator, layout, create_attention_mask).items():
             batch[key] = tensor.to(device, non_blocking=True)
     else:
-        batch.update(_share_batch(data_iterator, layout, groups, device))
+        batch.update(_share_batch(data_iterator, layout, create_attention_mask, groups, device))
     return batch
 
 
@@ -3833,7 +3834,7 @@ def _layout_of_stage(groups, shape, create_attention_mask, mtp, packed):
     return layout
 
 
-def _read_batch(data_iterator, layout):
+def _read_batch(data_iterator, layout, create_attention_mask):
     """Read the next batch, and return the tensors of the layout."""
     if data_iterator is None:
         raise ValueError("this rank reads for its group: give a data_iterator, not None")
@@ -3846,6 +3847,8 @@ def _read_batch(data_iterator, layout):
             f"packed={packed} does not fit this batch: give packed=True where batches have "
             "cu_seqlens, as those of inter_document_masking and of SFTDataset, and only there"
         )
+    if not create_attention_mask:
+        _refuse_mask_of_documents(batch.get("attention_mask"))
     tensors = {}
     for key, (shape, dtype) in layout.items():
         found = None
@@ -3862,7 +3865,25 @@ def _read_batch(data_iterator, layout):
     return tensors
 
 
-def _share_batch(data_iterator, layout, groups, device):
+def _refuse_mask_of_documents(mask):
+    """ValueError for a mask, (B, 1, S, S), that must not be left out: it keeps documents apart.
+
+    Then the last token of a row may not attend to the first.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+        return
+    if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != mask.shape[3]:
+        return
+    hidden_from_last = mask[:, 0, -1]
+    if (hidden_from_last[:, 0] & ~hidden_from_last[:, -1]).any():
+        raise ValueError(
+            "batch['attention_mask'] keeps documents apart, and would be left out, so that tokens "
+            "attend to other documents: give get_batch create_attention_mask=True, or batches "
+            "without this mask"
+        )
+
+
+def _share_batch(data_iterator, layout, create_attention_mask, groups, device):
     """What tp rank 0 reads, or its error, on every rank of its tensor-parallel group.
 
     The tensors travel end to end in one buffer.  Its memory is pinned where it goes on to a GPU, so
@@ -3875,7 +3896,8 @@ def _share_batch(data_iterator, layout, groups, device):
     views = _cut_views(buffer, sent)
     error = None
     if groups.rank("tp") == 0:
-        tensors, error = _attempt(_read_batch, data_iterator, layout)
+        # Section 15: every error but KeyboardInterrupt and the like.
+        tensors, error = _attempt(_read_batch, data_iterator, layout, create_attention_mask)
         if error is None:
             for key, tensor in tensors.items():
                 views[key].copy_(tensor)
@@ -3915,7 +3937,7 @@ def get_batch_on_this_cp_rank(
                is cut by itself.  Everything else (None, dataset_id, cu_seqlens, max_seqlen) is
                passed on: the last two stay those of the whole row.
     use_per_sequence_balancing
-               with cu_seqlens too, cut the whole row and not every document
+               upstream's name: cut the whole row, and not every document, with cu_seqlens too
     Returns    a new dict, with rows of S / cp_size tokens; the batch is not changed
     Raises     ValueError where S, or the length of a document, is no multiple of 2*cp_size, or
                where cu_seqlens decreases, or leaves 0 .. S.  SFTDataset fills its documents up to
@@ -3956,9 +3978,9 @@ def get_batch_on_this_cp_rank(
     chunks_of_rows = [_chunks_of_row(bounds, cp_rank, cp_size) for bounds in bounds_of_rows]
     for key, value in batch.items():
         dim = 2 if key == "attention_mask" else 1
-        if key in ("dataset_id", "cu_seqlens", "max_seqlen") or not isinstance(value, torch.Tensor):
+        if key == "cu_seqlens" or not isinstance(value, torch.Tensor):
             continue
-        if value.ndim <= dim or value.shape[dim] != length:
+        if value.ndim <= dim or value.shape[dim] != length:  # it has no axis of the tokens
             continue
         if cuts_documents:
             rows = []
@@ -4022,9 +4044,8 @@ def _take_chunks(tensor, dim, chunks):
 # All data-parallel ranks start with the same parameters.  Each computes the gradients of its own
 # batches, and then takes the average over all ranks as its own gradient.  So all take the same
 # step, and stay equal.  If the loss of a rank is a mean, and all ranks count equally many tokens,
-# the average is the gradient of the global batch, which is the samples of all ranks in one step.
-# If not, each rank gives the sum of its losses, and finalize_model_grads() makes the sum over all
-# ranks, divided by the tokens of all.
+# the average is the gradient of the global batch.  If not, each rank gives the sum of its losses,
+# and finalize_model_grads() makes the sum over all ranks, divided by the tokens of all.
 #
 # The average is made by a collective, which is a call that all ranks of a group make together:
 #
@@ -4043,7 +4064,7 @@ def _take_chunks(tensor, dim, chunks):
 # the step p.grad is made of p.main_grad, in the dtype of the parameter.
 #
 # A step with overlap_grad_reduce.  Time runs to the right, and each line of = is a bucket on its
-# way to all ranks:
+# way to all ranks (without, finish_grad_sync() sends all buckets, and then waits):
 #
 #   a gradient comes     head     w3     w2     w1     embed
 #   bucket 0                 =============
@@ -4051,38 +4072,13 @@ def _take_chunks(tensor, dim, chunks):
 #   bucket 2                                                =============
 #   finish_grad_sync()                                        waits for all   |
 #
-# Without overlap_grad_reduce, finish_grad_sync() sends all buckets, and then waits.
+# A bucket is sent when its last gradient is there and all buckets before it are sent.  So all ranks
+# send in the same order, whatever parameters their batches use.  A parameter without a gradient
+# counts as zero; its bucket, and those behind it, are sent at the end.  A tied parameter, which the
+# model has under two names, is one parameter; it stands where the first of the names does.
 #
-# With overlap_grad_reduce a bucket is sent when its last gradient is there and all buckets before
-# it are sent.  So all ranks send in the same order, whatever parameters their batches use.  A
-# parameter without a gradient counts as zero; its bucket, and those behind it, are sent at the end.
-# A tied parameter, which the model has under two names, is one parameter; it stands where the first
-# of the names does.
-#
-# A training step, where there is one pipeline stage.  (With several, the schedule of the stages is
-# the trainer's.)  The loader is that of section 14; an example that runs with batches_of(), which
-# part I has, is in the docstring of forward_backward_no_pipelining().
-#
-#   model = DistributedDataParallel(module, groups.group("dp-cp"))    once, before the first step;
-#                                          cp ranks have the same weights and different tokens
-#   model.broadcast_params()               once, if not all ranks made the same module: unlike
-#                                          torch's class, this one does not do it by itself
-#   batches = iter(loader)                 once a turn, at tp 0; the other tp ranks have None.  At
-#                                          its end get_batch() raises StopIteration
-#   model.zero_grad_buffer()
-#   forward_backward_no_pipelining(...)    for each micro-batch:
-#       batch = get_batch(...)                                         section 9
-#       logits = model(batch["tokens"])                                one for each possible token
-#       losses = cross_entropy(logits, batch["labels"])                one for each label
-#       loss = (losses * batch["loss_mask"]).sum()                     the labels that count
-#       tokens = batch["loss_mask"].sum()                              how many these are
-#       loss.backward()                                                adds to the gradients
-#     and then finalize_model_grads()      adds them over all ranks, and divides by all tokens
-#   optimizer.step()                       on each rank, with the same gradients (or its shard)
-#   loader.state_dict()                    for a checkpoint: which samples were used (section 14)
-#
-# The five lines from get_batch() to the number of tokens are the user's: the first three stand in
-# forward_step_func, the other two in the loss_func that it returns.
+# A whole step runs in the docstring of forward_backward_no_pipelining(): zero_grad_buffer(), the
+# micro-batches, and optimizer.step(), on each rank with the same gradients (or its shard of them).
 
 
 @dataclasses.dataclass
@@ -4112,8 +4108,9 @@ class DistributedDataParallel(torch.nn.Module):
                                optimizers read.  Others may set grad to None; main_grad stays.)
                                Whatever converts, replaces or unfreezes parameters, such as
                                module.to(), comes before the wrapping
-    group                      the process group to average over: that of "dp-cp".  None: all ranks,
-                               right only without tp and pp
+    group                      the process group to average over: that of "dp-cp", as cp ranks have
+                               the same weights and different tokens.  None: all ranks, right only
+                               without tp and pp
     bucket_size                elements that are sent at once, at least (the last bucket has the
                                rest)
     overlap_grad_reduce        send each bucket during backward; False: all buckets at the end
@@ -4171,10 +4168,13 @@ class DistributedDataParallel(torch.nn.Module):
         self.check_for_nan_in_grad = check_for_nan_in_grad
         self.grad_reduce_in_fp32 = grad_reduce_in_fp32
         self._in_sync = True  # False under no_sync()
+        self._num_sent = 0  # buckets that were sent in this step
+        self._is_averaged = False  # True: finish_grad_sync(), called again, sends nothing
+        self._not_finite = []  # names of parameters with nan or inf in what this rank has sent
         self._make_buffers()
 
     def _make_buffers(self):
-        """Make all buffers, and have each gradient of the parameters announced."""
+        """Make all buffers, and hook each parameter."""
         self.grad_buffers = []
         self.grad_shards = []
         self._names = {param: name for name, param in self.module.named_parameters()}
@@ -4235,22 +4235,11 @@ class DistributedDataParallel(torch.nn.Module):
 
     def _on_gradient(self, param):
         """Take the gradient that backward has added; send the buckets that are complete now."""
-        number = self._bucket_of[param]
-        if number < self._num_sent:
-            raise RuntimeError(
-                f"gradient of {self._names[param]} after it was sent: put all backwards of a step "
-                "but the last under no_sync(); if there was one backward, its layer is in several "
-                "reentrant checkpoints: give them use_reentrant=False, or do not overlap"
-            )
-        if self._is_averaged and self.grad_reduce_in_fp32:
-            raise RuntimeError(
-                f"gradient of {self._names[param]} after finish_grad_sync(): with "
-                "grad_reduce_in_fp32 call zero_grad_buffer() before each step"
-            )
+        self._refuse_late_gradient(param)
         self._put_into_buffer(param)
         self._is_averaged = False
         if self._in_sync and self.overlap_grad_reduce:
-            self._buckets[number].waiting.discard(param)
+            self._buckets[self._bucket_of[param]].waiting.discard(param)
             while self._num_sent < len(self._buckets):
                 if self._buckets[self._num_sent].waiting:
                     break
@@ -4263,8 +4252,8 @@ class DistributedDataParallel(torch.nn.Module):
                 param.main_grad.add_(param.grad)
             param.grad = None
             return
-        # It is main_grad, unless somebody has set it to None.  None means zero; if backward came
-        # after that, it has made a new tensor.
+        # param.grad is main_grad, unless somebody has set it to None.  None means zero; if backward
+        # came after that, it has made a new tensor.
         if param.grad is None:
             param.main_grad.zero_()
         elif param.grad is not param.main_grad:
@@ -4339,7 +4328,7 @@ class DistributedDataParallel(torch.nn.Module):
                 bucket.handle.wait()
                 bucket.handle = None
             bucket.waiting = set(bucket.params)
-        self._num_sent = 0  # buckets that were sent in this step
+        self._num_sent = 0
 
     def zero_grad_buffer(self) -> None:
         """Begin a step: every gradient is 0, and every param.main_grad a view of the buffers again.
@@ -4354,8 +4343,8 @@ class DistributedDataParallel(torch.nn.Module):
             if not self.grad_reduce_in_fp32:
                 param.grad = param.main_grad
         self._wait_and_reset()
-        self._is_averaged = False  # True: finish_grad_sync(), called again, sends nothing
-        self._not_finite = []  # names of parameters with nan or inf in what this rank has sent
+        self._is_averaged = False
+        self._not_finite = []
         for buffer in self.grad_buffers:
             buffer.zero_()
 
@@ -4366,11 +4355,28 @@ class DistributedDataParallel(torch.nn.Module):
         self._write_grads()
 
     def broadcast_params(self) -> None:
-        """Give every rank the parameters of the group's first rank, frozen ones included."""
+        """Give every rank the parameters of the group's first rank, frozen ones included.
+
+        Call it once if not all ranks made the same module: torch's class does so by itself.
+        """
         if self.size == 1:
             return
         for param in self.module.parameters():
             torch.distributed.broadcast(param.data, group=self.group, group_src=0)
+
+    def _refuse_late_gradient(self, param):
+        """RuntimeError for a gradient that would be in no average."""
+        if self._bucket_of[param] < self._num_sent:
+            raise RuntimeError(
+                f"gradient of {self._names[param]} after it was sent: put all backwards of a step "
+                "but the last under no_sync(); if there was one backward, its layer is in several "
+                "reentrant checkpoints: give them use_reentrant=False, or do not overlap"
+            )
+        if self._is_averaged and self.grad_reduce_in_fp32:
+            raise RuntimeError(
+                f"gradient of {self._names[param]} after finish_grad_sync(): with "
+                "grad_reduce_in_fp32 call zero_grad_buffer() before each step"
+            )
 
     def _refuse_changed_parameters(self):
         """ValueError for a parameter whose gradient has no place in the buffers any more."""
@@ -4463,7 +4469,8 @@ def forward_backward_no_pipelining(
                        over all micro-batches; where the model is a DistributedDataParallel, over
                        those of all ranks
     data_iterator      is passed on to forward_step_func
-    model              a DistributedDataParallel, a plain module, or a list of one of these
+    model              a DistributedDataParallel, a plain module, or a list of one of these.  With
+                       a class of torch that averages over the ranks the losses must be means
     num_microbatches   how many to run, at least 1
     forward_only       no backward, and nothing is sent; call it under torch.no_grad()
     seq_length, micro_batch_size, decoder_seq_length
@@ -4522,6 +4529,8 @@ def forward_backward_no_pipelining(
             output, loss_func = forward_step_func(data_iterator, model)
             result = loss_func(output)
             if len(result) == 3:
+                if not forward_only:
+                    _refuse_sums_of_one_rank(model)
                 loss, tokens, report = result
                 token_counts.append(tokens)
             else:
@@ -4544,6 +4553,21 @@ def forward_backward_no_pipelining(
     return reports
 
 
+def _refuse_sums_of_one_rank(model):
+    """ValueError where torch averages a model's gradients over ranks, before they are divided."""
+    if not _is_distributed() or torch.distributed.get_world_size() == 1:
+        return
+    # Told by name: torch.distributed.fsdp is slow to import, and most jobs do without it.
+    names = {kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("torch.")}
+    if names & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}:
+        raise ValueError(
+            f"the model is a {type(model).__name__} of torch, which averages over the ranks, and "
+            "the loss is a sum, which would be divided by the tokens of this rank alone: have "
+            "loss_func return a mean, (loss, report), or wrap the model in the "
+            "DistributedDataParallel of this module"
+        )
+
+
 # ==============================================================================
 # PART II: THE WORKSHOP
 # ==============================================================================
@@ -4558,23 +4582,22 @@ def forward_backward_no_pipelining(
 #   rename  corpus.bin                           in one step: a reader finds the old or the new one
 #
 # A pair has two names, and no step gives both.  In these steps an .idx never stands beside a .bin
-# of another pair, and a .bin is never without its .idx:
+# of another pair.  So who finds the same .idx before and after opening the .bin has a pair:
 #
-#   step   corpus.bin   corpus.idx   corpus.idx.*.old.tmp   corpus.idx.*.tmp
-#   0      old          old                                 new                 both are synced
-#   1      old                       old                    new                 the old record goes
-#   2      new                       old                    new                 the old .idx goes
-#   3      new          new                                                     the folder is synced
+#   step   corpus.bin   corpus.idx   corpus.bin.X.tmp   corpus.idx.X.tmp
+#   0      old          old          new                new                 both are synced
+#   1      old                       new                new                 the old record goes too
+#   2      new                                          new
+#   3      new          new                                                 the folder is synced
 #
-# If step 1 or 2 fails, the old .idx comes back; the old record does not.  So who finds the same
-# .idx before and after opening the .bin has a pair.  (The steps of two jobs that write one pair at
-# the same moment may mix: there are no locks, which not all disks have.)
+# What ends a job before step 1 (step 2, if there was no old .idx) leaves the old pair.  What ends
+# it later, be it an error, a signal or a kill, leaves the new pair: whole in the two files with one
+# X, or, where corpus.bin.X.tmp is gone, in corpus.bin and corpus.idx.X.tmp.  Rename them by hand,
+# the .bin first.  An OSError names them.
 #
-# After an error, or a signal that ends our commands, temporary files are removed, at the latest
-# when the process ends.  One that is killed (kill -9, no power, a second signal meanwhile) leaves
-# them behind.  They can be deleted by hand, except where a .bin has no .idx.  There one of them is
-# the .idx, to be renamed: the newest corpus.idx.*.tmp, with .old or without.  But one without, with
-# digits X, does not count if there is a corpus.bin.X.tmp: then its .bin has no name either.
+# All other temporary files are removed, at the latest when the process ends.  A kill leaves them
+# behind: they can be deleted, but for those of such a pair.  (The steps of two jobs that write one
+# pair at the same moment may mix: there are no locks, which not all disks have.)
 
 
 class _NewFile:
@@ -4583,12 +4606,12 @@ class _NewFile:
     path       made absolute: the process may change its folder meanwhile
     synced     have the disk hold the file before it gets its name; False for what can be made again
     digits     a part of its temporary name, random by default; an .idx has those of its .bin
-    file       the open file, to write to; the error of a write names it
+    file       the open file
     temporary  its name until commit()
 
     In a with block the file is committed at the end, or removed if an exception ends the block.
     It is also removed, by the process that began it and by no other, when this object goes.
-    OSError if the folder is missing, or the disk is full.
+    OSError, with the name of the file, if the folder is missing or the disk is full.
     """
 
     def __init__(self, path: str | os.PathLike, synced: bool = True, digits: str = "") -> None:
@@ -4602,19 +4625,29 @@ class _NewFile:
             raise FileNotFoundError(f"{folder}: no such local folder")
         # Before the file is there: a signal may come at any moment.
         self._remove = weakref.finalize(self, _remove_file, self.temporary, os.getpid())
-        self.file = io.BufferedWriter(_FileNamedInErrors(self.temporary, "x"), 1 << 20)
+        self.file = open(self.temporary, "xb", 1 << 20)
         weakref.finalize(self, self.file.raw.close)  # for one that nobody ends
 
+    def write(self, content: typing.Any) -> None:
+        """Write bytes, or the bytes of an array."""
+        try:
+            self.file.write(content)
+        except OSError:
+            with _named(self.temporary, "cannot be written"):  # here: each with block takes 1 us
+                raise
+
     def sync(self) -> None:
-        """Have the disk hold all that was written; OSError if it is full."""
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        """Have the disk hold all that was written."""
+        with _named(self.temporary, "cannot be written"):
+            self.file.flush()
+            os.fsync(self.file.fileno())
 
     def finish(self) -> None:
         """Close the whole file; it has its temporary name still."""
         if self.synced:
             self.sync()
-        self.file.close()
+        with _named(self.temporary, "cannot be written"):
+            self.file.close()
 
     def commit(self) -> None:
         """Give the file its name."""
@@ -4622,19 +4655,14 @@ class _NewFile:
             self.finish()
         os.replace(self.temporary, self.path)
 
-    def keep(self) -> None:
-        """Leave it to the caller to remove the file; ValueError if it was removed."""
-        if self._remove.detach() is None:
-            raise ValueError(f"{self.path}: it was discarded before it had its name")
-
     def discard(self) -> None:
-        """Remove the file; after commit(), and after keep(), this does nothing."""
+        """Close and remove the file; after commit() there is none."""
         with contextlib.suppress(OSError):
             self.file.raw.close()  # without what is not yet written
         self._remove()
 
-    def __enter__(self) -> typing.BinaryIO:
-        return self.file
+    def __enter__(self) -> "_NewFile":
+        return self
 
     def __exit__(self, kind, error, traceback):
         try:
@@ -4644,21 +4672,9 @@ class _NewFile:
             self.discard()
 
 
-class _FileNamedInErrors(io.FileIO):
-    """A file whose name stands in the error of a write, as that of a full disk."""
-
-    def write(self, content: bytes) -> int:
-        """Write bytes, and return how many; OSError, with the name of the file, if it fails."""
-        try:
-            return super().write(content)
-        except OSError as error:
-            error.filename = self.name
-            raise
-
-
-def _remove_file(path, process=None):
-    """Remove a file that may be there; with the number of a process, only in that process."""
-    if process in (None, os.getpid()):
+def _remove_file(path, process):
+    """Remove a file that may be there, in the process with this number only."""
+    if process == os.getpid():
         with contextlib.suppress(OSError):  # the disk may refuse this
             os.unlink(path)
 
@@ -4667,74 +4683,50 @@ def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
     """Give a .bin and its .idx their names, as drawn above; OSError if the disk refuses a step."""
     tokens.finish()
     index.finish()
-    _undisturbed(_name_pair, tokens, index)
-
-
-def _name_pair(tokens, index):
-    """Steps 1 to 3 of _commit_pair()."""
-    old_index = f"{index.temporary.removesuffix('.tmp')}.old.tmp"
-    old_record = pathlib.Path(f"{index.path.removesuffix('.idx')}.record.json")  # section 18
-    tokens.keep()
+    has_old = _is_there(index.path)
     try:
-        index.keep()
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(index.path, old_index)
-        old_record.unlink(missing_ok=True)
+        for new_file in (tokens, index):
+            new_file._remove.detach()  # from now on discard() only closes it
+        pathlib.Path(f"{index.path.removesuffix('.idx')}.record.json").unlink(missing_ok=True)
+        pathlib.Path(index.path).unlink(missing_ok=True)
         os.replace(tokens.temporary, tokens.path)
-        _remove_file(old_index)
         os.replace(index.temporary, index.path)
         for folder in {os.path.dirname(tokens.path), os.path.dirname(index.path)}:
             _sync_folder(folder)
     except BaseException:
-        # A rename over a network may fail and be made: look which name the .bin has.
-        if os.path.basename(tokens.temporary) in os.listdir(os.path.dirname(tokens.path)):
-            with contextlib.suppress(OSError):
-                os.replace(old_index, index.path)
-            # The .bin last: an .idx without it would seem to be that of the .bin with a name.
-            _remove_file(index.temporary)
-            _remove_file(tokens.temporary)
-        else:
-            _remove_file(old_index)
-        raise
+        # A step over a network may fail and be made: look which names are there.
+        if _is_there(tokens.temporary) and has_old == _is_there(index.path):
+            _remove_file(index.temporary, os.getpid())
+            _remove_file(tokens.temporary, os.getpid())
+            raise
+        names = []
+        for new_file in (tokens, index):
+            has_name = not _is_there(new_file.temporary)
+            names.append(new_file.path if has_name else new_file.temporary)
+        with _named(" and ".join(names), "the new pair is whole in these two files"):
+            raise
+
+
+def _is_there(path):
+    """Whether a name is in its folder; OSError where the disk does not say it."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _sync_folder(folder):
-    """Have the disk hold the names of the files in a folder; Windows, and some disks, cannot."""
-    if sys.platform == "win32":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Have the disk hold the names of the files in a folder, where the file system can do that."""
     try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def _undisturbed(function, *arguments):
-    """Call a function in a thread of its own, as signals are answered in the main thread alone.
-
-    When this raises what a signal raises, the function has ended, or has not begun and never does;
-    but after a second signal it may still run.
-    """
-    future = concurrent.futures.Future()
-    thread = threading.Thread(target=_fulfil, args=(future, function, *arguments))
-    try:
-        thread.start()
-        return future.result()
-    finally:
-        if not future.cancel():  # it has begun
-            concurrent.futures.wait([future])
-
-
-def _fulfil(future, function, *arguments):
-    """Give a future what a function returns or raises, unless it was cancelled."""
-    if future.set_running_or_notify_cancel():
+        descriptor = os.open(folder, os.O_RDONLY)
         try:
-            future.set_result(function(*arguments))
-        except BaseException as error:
-            future.set_exception(error)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+            raise
 
 
 # ==============================================================================
@@ -4911,7 +4903,7 @@ def _save_arrays(stem, arrays, description, manifest):
                 noted["crc32"] = zlib.crc32(content, zlib.crc32(header))
             new_file = _NewFile(f"{stem}-{name}.npy", synced=size > _CHECKED_BYTES)
             new_files.enter_context(new_file).write(header)
-            new_file.file.write(content)
+            new_file.write(content)
             new_file.finish()
             manifest["files"][name] = noted
             if size > _FEW_BYTES:
@@ -6868,7 +6860,9 @@ def _encode_blocks(encoder, blocks, workers):
             with warnings.catch_warnings():
                 # Python 3.12 and later warn of threads here: the worker does without them.
                 warnings.filterwarnings("ignore", ".*multi-threaded.* fork", DeprecationWarning)
-                _undisturbed(process.start)  # Python loses a signal that comes while it forks
+                # In a thread: Python loses a signal that comes while the main thread forks.
+                with concurrent.futures.ThreadPoolExecutor(1) as thread:
+                    thread.submit(process.start).result()
             end_of_worker.close()  # so that the pipe ends when the worker does
         blocks = itertools.chain(blocks, [None] * workers)  # a last round takes what is left
         for number, block in enumerate(blocks):

@@ -2212,13 +2212,18 @@ PACKED = {"packed": True}
 
 
 def hand_made_batch(rng, rows=ROWS, length=LENGTH):
-    """A batch as a loader's, in which all tokens count; with any mask, and any positions."""
+    """A batch as a loader's, in which all tokens count; with any positions.
+
+    Its mask is any that hides no first token from a last one, as one that keeps documents apart.
+    """
     ids = torch.from_numpy(rng.integers(0, 50, (rows, length + 1)))
+    mask = torch.from_numpy(rng.random((rows, 1, length, length)) < 0.5)
+    mask[:, 0, -1, 0] = False
     return {
         "tokens": ids[:, :-1].contiguous(),
         "labels": ids[:, 1:].contiguous(),
         "loss_mask": torch.ones(rows, length),
-        "attention_mask": torch.from_numpy(rng.random((rows, 1, length, length)) < 0.5),
+        "attention_mask": mask,
         "position_ids": torch.from_numpy(rng.integers(0, length, (rows, length))),
     }
 
@@ -2294,6 +2299,20 @@ def test_a_batch_that_does_not_fit_is_refused(one):
             one.get_batch(iter([batch]), one.ParallelGroups(), **SHAPE, **options)
     with pytest.raises(ValueError, match="data_iterator"):
         one.get_batch(None, one.ParallelGroups(), **SHAPE)
+
+
+def test_a_mask_that_keeps_documents_apart_is_not_left_out(one, tmp_path):
+    """Upstream: it is, without a word.  One of whole rows may be."""
+    prefix = mk(one, tmp_path / "p", [[1, 2, 0] * 6])
+    groups = one.ParallelGroups()
+    shape = {"micro_batch_size": 1, "sequence_length": 8}
+    whole = batch_of(gpt(one, prefix, **WITH_MASK), [0])
+    apart = batch_of(gpt(one, prefix, **WITH_MASK, reset_attention_mask=True), [0])
+    for batch in (whole, apart | {"attention_mask": None}):
+        assert one.get_batch(iter([batch]), groups, **shape)["attention_mask"] is None
+    words = "keeps documents apart.*create_attention_mask=True, or batches without"
+    with pytest.raises(ValueError, match=words):
+        one.get_batch(iter([apart]), groups, **shape)
 
 
 # -- The cut for context parallelism -----------------------------------------------------------
@@ -2697,6 +2716,55 @@ def test_a_step_has_the_gradients_of_the_mean_over_its_micro_batches(one, step):
         assert not any(gradient.any() for gradient in gradients(net).values())
 
 
+class Averaged(torch.nn.parallel.DistributedDataParallel):
+    """One of torch's, without what it needs of a job."""
+
+    def __init__(self, module):
+        torch.nn.Module.__init__(self)
+        self.module = module
+
+
+def wrapped_by_torch(kind):
+    """A model whose gradients torch averages over the ranks."""
+    net = torch.nn.Linear(2, 2)
+    if kind == "Averaged":
+        return Averaged(net)
+    fsdp = importlib.import_module("torch.distributed.fsdp")
+    if kind == "FullyShardedDataParallel":
+        return quiet(fsdp.FullyShardedDataParallel, net, device_id=torch.device("cpu"))
+    return fsdp.fully_shard(net, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "Averaged",
+        pytest.param("FullyShardedDataParallel", marks=pytest.mark.slow),  # to import it takes 3 s
+        pytest.param("FSDPLinear", marks=pytest.mark.slow),
+    ],
+)
+def test_sums_over_the_tokens_of_one_rank_are_refused(one, group, monkeypatch, kind):
+    """Where torch averages over several ranks, the tokens of one would divide what is of all."""
+    model = wrapped_by_torch(kind)
+
+    def step(results, model):
+        return sum(param.sum() for param in model.parameters()), next(results)
+
+    def sums(loss):
+        return loss, 2, "sum"
+
+    def mean(loss):
+        return loss, "mean"
+
+    run_step(one, step, [sums], model)
+    monkeypatch.setattr(torch.distributed, "get_world_size", mock.Mock(return_value=2))
+    run_step(one, step, [mean], model)
+    run_step(one, step, [sums], model, forward_only=True)
+    run_step(one, step, [sums], torch.nn.Linear(2, 2))  # what a plain model needs, its user knows
+    with pytest.raises(ValueError, match=f"is a {kind} of torch.*tokens of this rank"):
+        run_step(one, step, [sums], model)
+
+
 def test_steps_that_cannot_be(one):
     """Without pipelining there is one model: a second would be left out in silence."""
     with pytest.raises(ValueError, match="num_microbatches"):
@@ -2868,6 +2936,18 @@ def test_a_pair_appears_where_it_was_begun(one, tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx"]
 
 
+@linux
+@pytest.mark.parametrize("synced", [True, False])
+def test_the_error_of_a_full_disk_names_the_file(one, tmp_path, synced):
+    """It comes at the end, or while the file is written.  Nothing is left."""
+    for size in (1 << 17, 3 << 20):
+        names = r"cannot be written: File too large: '.*/p\.[0-9a-f]{16}\.tmp'"
+        with pytest.raises(OSError, match=names), files_of_64_kib():
+            with one._NewFile(tmp_path / "p", synced) as file:
+                file.write(bytes(size))
+    assert os.listdir(tmp_path) == []
+
+
 def make_pair(one, folder, generation):
     """A pair and its record, of sizes that are the same in each of two generations."""
     with one.IndexedDatasetBuilder(folder / "p.bin", np.uint8, multimodal=True) as builder:
@@ -2876,44 +2956,77 @@ def make_pair(one, folder, generation):
     one._write_record(folder / "p", None, [[f"{generation}.jsonl", 1]])
 
 
-@pytest.fixture
-def old_and_new(one, tmp_path):
-    """The files that make_pair() makes in each generation, {name: bytes}."""
+@pytest.fixture(params=["an old pair", "no old pair"])
+def old_and_new(request, one, tmp_path):
+    """The files before make_pair() makes the second generation, and after, {name: bytes}."""
     found = []
     for generation in (1, 2):
         folder = tmp_path / f"{generation}"
         folder.mkdir()
-        make_pair(one, folder, generation)
+        if generation == 2 or request.param == "an old pair":
+            make_pair(one, folder, generation)
         found.append(files_of(folder))
     return found
+
+
+def run_with(faults, one, tmp_path):
+    """Make the second generation in a new folder -> the folder, and the error or None."""
+    folder = pathlib.Path(tempfile.mkdtemp(dir=tmp_path))
+    shutil.copytree(tmp_path / "1", folder, dirs_exist_ok=True)
+    try:
+        with faults:
+            make_pair(one, folder, 2)
+    except (OSError, KeyboardInterrupt) as error:
+        error.__context__ = error.__cause__ = None  # these and the traceback hold what the job has
+        return folder, error.with_traceback(None)
+    return folder, None
+
+
+def what_is_left(files, old, new, note, clean=True):
+    """Which pair section 11 says is in these files: the old one, or the new one, and where.
+
+    clean  there is no other temporary file
+    """
+    temporary = {name for name in files if name.endswith(".tmp")}
+    names = ["p.bin", "p.idx"]
+    if "p.idx" not in files and (old or "p.bin" in files):
+        [names[1]] = [name for name in temporary if name.startswith("p.idx.")]
+        if names[1].replace("idx", "bin") in files:
+            names[0] = names[1].replace("idx", "bin")
+    assert not clean or temporary <= set(names), note
+    pair = [files.get(name) for name in names]
+    for made, kind in ((old, "old"), (new, f"new, {len(temporary & set(names))} to be renamed")):
+        if pair == [made.get("p.bin"), made.get("p.idx")]:
+            assert files.get("p.record.json") in (None, made.get("p.record.json")), note
+            return kind
+    raise AssertionError(note)
 
 
 class Calls:
     """In a with block, the calls that make, sync, name, look for and remove files.
 
-    act     what happens at some of them
-    at      the numbers of these, of all calls together, from 1 on
-    works   does such a call do its work before, as a rename over a network may that then fails?
-    look    called before each call: what is there then is what a kill -9 would leave
-    names   of the calls so far, and the threads that made them
+    at     the number of the one that fails, from 1 on, or None
+    works  does it do its work before, as a rename over a network may that then fails?
+    names  of the calls so far
+    seen   the files before each call, {name: bytes}: what a kill -9 would leave
     """
 
-    def __init__(self, one, act=None, at=(), works=False, look=None):
+    def __init__(self, one, tmp_path, at=None, works=False):
         self.one = one
-        self.act = act
+        self.tmp_path = tmp_path
         self.at = at
         self.works = works
-        self.look = look
-        self.names, self.threads = [], []
+        self.names = []
+        self.seen = []
         self.patches = pytest.MonkeyPatch()
 
     def __enter__(self):
         gc.disable()  # what earlier tests left would close its files among the calls
-        for name in ("close", "fsync", "replace", "unlink", "listdir"):
+        for name in ("open", "close", "fsync", "replace", "unlink", "lstat"):
             call = functools.partial(self.call, name, getattr(os, name))
             self.patches.setattr(os, name, call)
-        call = functools.partial(self.call, "open", self.one._FileNamedInErrors)
-        self.patches.setattr(self.one, "_FileNamedInErrors", call)
+        call = functools.partial(self.call, "open", open)
+        self.patches.setattr(self.one, "open", call, raising=False)
 
     def __exit__(self, *error):
         self.patches.undo()
@@ -2921,22 +3034,42 @@ class Calls:
 
     def call(self, name, function, *arguments, **options):
         self.names.append(name)
-        self.threads.append(threading.current_thread())
-        acts = len(self.names) in self.at
-        if self.look is not None:
-            self.look()
-        if acts and not self.works:
-            self.act()
+        fails = len(self.names) == self.at
+        if self.at is None:
+            [folder] = set(self.tmp_path.glob("tmp*"))
+            self.seen.append(files_of(folder))
         try:
-            return function(*arguments, **options)
+            if self.works or not fails:
+                return function(*arguments, **options)
         finally:
-            if acts and self.works:
-                self.act()
+            if fails:
+                raise OSError(errno.EIO, "broken")
+
+
+def test_a_commit_that_is_killed_or_fails_at_any_call_on_files(one, tmp_path, old_and_new):
+    """What fails may have been made.  The error names the files that are to be renamed."""
+    old, new = old_and_new
+    usual = Calls(one, tmp_path)
+    folder, error = run_with(usual, one, tmp_path)
+    assert (error, files_of(folder)) == (None, new)
+    kinds = [what_is_left(files, old, new, "killed", clean=False) for files in usual.seen]
+    counts = (2, 1, 0) if old else (1, 0)
+    assert list(dict.fromkeys(kinds)) == ["old", *[f"new, {n} to be renamed" for n in counts]]
+    for at, works in itertools.product(range(1, len(usual.names) + 1), (False, True)):
+        note = (at, usual.names[at - 1], works)
+        folder, error = run_with(Calls(one, tmp_path, at, works), one, tmp_path)
+        files = files_of(folder)
+        what_is_left(files, old, new, note)
+        if error is None:  # it did not remove what was not there any more
+            assert (usual.names[at - 1], files) == ("unlink", new), note
+        else:
+            assert error.errno == errno.EIO, note
+            assert all(name in str(error) for name in files if name.endswith(".tmp")), note
 
 
 @contextlib.contextmanager
 def ctrl_c(one, kind, numbers, at):
-    """In a with block, Ctrl-C before one line of the module, or before one instruction of Python.
+    """In a with block, Ctrl-C before one line of the module, or one instruction ("opcode") of it.
 
     Those of this thread take the numbers, from 1 on.
     """
@@ -2957,174 +3090,53 @@ def ctrl_c(one, kind, numbers, at):
         sys.settrace(before)
 
 
-def new_folder(tmp_path, has_old):
-    """A folder with the pair of generation 1, or without."""
-    folder = pathlib.Path(tempfile.mkdtemp(dir=tmp_path))
-    if has_old:
-        shutil.copytree(tmp_path / "1", folder, dirs_exist_ok=True)
-    return folder
-
-
-def run_with(faults, one, folder):
-    """Make the pair of generation 2 -> the error, or None."""
-    try:
-        with faults:
-            make_pair(one, folder, 2)
-    except (Exception, KeyboardInterrupt) as error:
-        error.__context__ = error.__cause__ = None  # these and the traceback hold what the job has
-        return error.with_traceback(None)
-    return None
-
-
-def calls_of_a_commit(one, folder):
-    """All calls where none fails."""
-    calls = Calls(one)
-    assert run_with(calls, one, folder) is None
-    return calls
-
-
-def test_files_are_on_the_disk_before_they_get_their_names(one, tmp_path, old_and_new, monkeypatch):
-    """Both files of a pair; then their folder, which is of a system that cannot sync one."""
-    folder = new_folder(tmp_path, True)
-    synced = []
-
-    def sync(descriptor):
-        if os.path.isdir(descriptor):
-            raise OSError(errno.EINVAL, "Invalid argument")
-        synced.append(os.fstat(descriptor).st_size)
-
-    monkeypatch.setattr(os, "fsync", sync)
-    names = calls_of_a_commit(one, folder).names
-    assert synced == [(folder / f"p.{end}").stat().st_size for end in ("bin", "idx")]
-    found = [name for name in names if name in ("fsync", "replace")]
-    assert found == ["fsync"] * 2 + ["replace"] * 3 + ["fsync"] + ["replace"]  # this is the record
-
-
-def check_what_is_left(folder, possible, note, clean=True):
-    """The files of a generation, or a .bin and the .idx that section 11 says is its.
-
-    possible   the generations that may be there, {name: bytes}; {}: no pair
-    clean      is nothing there that is of no use, but what earlier jobs have left?
-    The record may be missing, but is none of another generation.
-    """
-    if clean and any(name.endswith(".tmp") for name in os.listdir(folder)):
-        gc.collect(1)  # the object of a file, which is young, may be in a cycle
-    files = files_of(folder)
-    temporary = {name for name in files if name.endswith(".tmp")}
-    used = set()
-    if "p.bin" in files and "p.idx" not in files:
-        found = []
-        for path in folder.glob("p.idx.*.tmp"):
-            if path.name.replace(".idx.", ".bin.") not in temporary:
-                found.append((path.stat().st_mtime_ns, path.name))
-        _, its_index = max(found)
-        used.add(its_index)
-        files["p.idx"] = files[its_index]
-    pairs = [[made.get(f"p.{end}") for end in ("bin", "idx")] for made in (files, *possible)]
-    assert pairs[0] in pairs[1:], note
-    its_record = possible[pairs.index(pairs[0], 1) - 1].get("p.record.json")
-    assert files.get("p.record.json") in (None, its_record), note
-    assert not clean or temporary - LEFT_BEFORE == used, note
-
-
-LEFT_BEFORE = {"p.bin.0.tmp", "p.idx.1.old.tmp", "p.bin.1.tmp", "p.idx.1.tmp"}
-
-
-def test_wherever_a_commit_fails_or_dies_a_pair_is_whole_or_can_be_made_whole(
-    one, tmp_path, old_and_new
-):
-    """Any call on files fails, or two of them do; and at any call the process may be killed.
-
-    Nothing else is left, but what cannot be removed.
-    """
-    old, new = old_and_new
-    fail = mock.Mock(side_effect=OSError(errno.EIO, "broken"))
-    for has_old, works, reach in ((True, False, 5), (True, True, 5), (False, False, 1)):
-        possible = [old if has_old else {}, new]
-        usual = calls_of_a_commit(one, new_folder(tmp_path, has_old)).names
-        assert len(usual) > 10
-        for first, name in enumerate(usual, 1):
-            for second in range(first, first + reach):
-                folder = new_folder(tmp_path, has_old)
-                for left in LEFT_BEFORE:  # by two jobs, killed while they wrote, and at step 1
-                    (folder / left).touch()
-                    os.utime(folder / left, (1, 1))
-                note = (first, second, name, has_old, works)
-                look = functools.partial(check_what_is_left, folder, possible, note, clean=False)
-                calls = Calls(one, fail, {first, second}, works, look)
-                error = run_with(calls, one, folder)
-                may_stay = first != second or (name == "unlink" and not works)
-                check_what_is_left(folder, possible, note, clean=not may_stay)
-                if error is None:
-                    assert name == "unlink", note
-                    check_what_is_left(folder, [new], note, clean=False)
-                else:
-                    assert getattr(error, "errno", None) == errno.EIO, (note, error)
-
-
 @pytest.mark.parametrize("kind", ["line", pytest.param("opcode", marks=pytest.mark.slow)])
-def test_ctrl_c_at_any_moment_leaves_one_of_the_two_pairs(one, tmp_path, old_and_new, kind):
-    """And no other file."""
+def test_ctrl_c_at_any_moment(one, tmp_path, old_and_new, kind):
+    """Leaves the old pair, or the new one, and no other file."""
+    old, new = old_and_new
+    kinds = set()
     for number in itertools.count(1):
-        folder = new_folder(tmp_path, True)
         steps = itertools.count(1)
         faults = ctrl_c(one, kind, steps, number)
         # In a thread of its own: Python 3.11 may forget there that an error is dealt with.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            error = pool.submit(run_with, faults, one, folder).result()
-        check_what_is_left(folder, old_and_new, number)
+            folder, error = pool.submit(run_with, faults, one, tmp_path).result()
+        files = files_of(folder)
+        kinds.add(what_is_left(files, old, new, number))
+        shutil.rmtree(folder)
         if error is None:
             break
-    assert files_of(folder) == old_and_new[1]
+    assert files == new
     assert next(steps) == number > 50
+    assert len(kinds) == (4 if old else 3)
 
 
-@linux
-@pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_does_not_stop_a_commit_that_has_begun(one, tmp_path, old_and_new, times):
-    """The first one waits for it, in its thread; a second one does not, and discards nothing."""
-    _, new = old_and_new
-    del new["p.record.json"]
-    due = []
+@pytest.mark.parametrize("call", ["open", "fsync"])
+def test_files_and_their_folder_are_on_the_disk(one, tmp_path, monkeypatch, call):
+    """Both files before they get their names.  Some systems cannot sync a folder, or open it."""
+    calls = []
+    original = {name: getattr(os, name) for name in ("open", "fsync", "replace")}
 
-    def interrupt(number, frame):
-        if due:
-            due.pop()
-            raise KeyboardInterrupt
+    def noted(name, target, *arguments):
+        calls.append(name)
+        if name == call and os.path.isdir(target):
+            raise OSError(code, os.strerror(code))
+        return original[name](target, *arguments)
 
-    def interrupt_main_thread():
-        for _ in range(times):
-            due.append(1)
-            while due:  # one that comes just before the main thread waits does not wake it
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
-                time.sleep(0.001)
-        time.sleep(0.01)  # so that what does not wait is seen
-
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    threads = calls_of_a_commit(one, new_folder(tmp_path, True)).threads
-    in_commit = [at for at, thread in enumerate(threads, 1) if thread != threading.main_thread()]
-    for number in in_commit:
-        folder = new_folder(tmp_path, True)
-        calls = Calls(one, interrupt_main_thread, {number})
-        assert isinstance(run_with(calls, one, folder), KeyboardInterrupt)
-        calls.threads[number - 1].join()
-        assert files_of(folder) == new
-    signal.signal(signal.SIGUSR1, before)
-    assert len(in_commit) > 6
-
-
-@pytest.mark.parametrize("given_up", [".bin", ".idx"])
-def test_a_commit_that_begins_too_late_changes_nothing(one, tmp_path, given_up):
-    """Its thread may begin when the main thread has given up the pair."""
-    mk(one, tmp_path / "p", [[1]])
-    before = files_of(tmp_path)
-    pair = {ending: one._NewFile(tmp_path / f"p{ending}") for ending in (".bin", ".idx")}
-    pair[given_up].discard()
-    with pytest.raises(ValueError, match=rf"p\{given_up}: it was discarded"):
-        one._name_pair(*pair.values())
-    for new_file in pair.values():
-        new_file.discard()
-    assert files_of(tmp_path) == before
+    for name in original:
+        monkeypatch.setattr(os, name, functools.partial(noted, name))
+    for code in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
+        mk(one, tmp_path / f"{code}", [[1]])
+    for code in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+        with pytest.raises(OSError, match=rf"{code}\.bin and .*{code}\.idx") as caught:
+            mk(one, tmp_path / f"{code}", [[1]])
+        assert caught.value.errno == code
+    for number in (errno.ENOTSUP, errno.EIO):
+        assert one.IndexedDataset(tmp_path / f"{number}")[0].tolist() == [1]
+    usual = ["fsync", "fsync", "replace", "replace", "open"]
+    if call == "fsync":
+        usual.append("fsync")
+    assert calls == 6 * usual
 
 
 # ==============================================================================
