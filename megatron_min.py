@@ -1144,30 +1144,18 @@ def normalize(weights: typing.Sequence[float]) -> list[float]:
 def parse_and_normalize_split(split: str) -> list[float]:
     """Read the shares of train, valid and test from a string, and normalize them.
 
-    One to three numbers stand between commas, semicolons, slashes or spaces, with or without
-    brackets around all of them; missing shares are 0.  Anything else is a ValueError (upstream
-    drops signs, exponents and empty fields).  Upstream: parse_and_normalize_split.
+    One to three numbers stand between commas, semicolons, slashes or spaces, perhaps in brackets;
+    missing shares are 0.  Anything else is a ValueError (upstream drops signs, exponents and empty
+    fields).  Upstream: the same name.
 
     >>> parse_and_normalize_split("3,1")
     [0.75, 0.25, 0.0]
     """
     fields = re.split(r"\s*[,;/]\s*|\s+", str(split).strip("[]() "))
     shares = [_number(field) for field in fields]
-    is_numbers = None not in shares and len(shares) <= len(Split)
-    if not is_numbers or min(shares) < 0 or not 0 < sum(shares) < math.inf:
-        raise ValueError(
-            f'split {split!r}: wanted up to 3 numbers >= 0, not all 0, such as "98,1,1"'
-        )
+    _check_shares(split, shares)
     missing = len(Split) - len(shares)
     return normalize(shares + [0.0] * missing)
-
-
-def _number(text):
-    """The decimal number that a text is, or None: float() would also take 2023_01, inf and nan."""
-    if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) is None:
-        return None
-    number = float(text)
-    return number if math.isfinite(number) else None
 
 
 def convert_split_vector_to_split_matrix(
@@ -1175,8 +1163,7 @@ def convert_split_vector_to_split_matrix(
 ) -> list[tuple[float, float] | None]:
     """Turn shares into the (begin, end) of each split, as fractions of a corpus; None where empty.
 
-    vector_b is upstream's, for a second cut of the same corpus; it is refused.  Upstream: the same
-    name.
+    Upstream: the same name.  Its vector_b, for a second cut of the same corpus, is refused.
 
     >>> convert_split_vector_to_split_matrix([0.75, 0.25, 0.0])
     [(0, 0.75), (0.75, 1.0), None]
@@ -1201,7 +1188,7 @@ def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, i
     ((0, 2), (2, 3))
     """
     begin, end = bounds
-    return round(begin * float(num_sequences)), round(end * float(num_sequences))
+    return round(begin * num_sequences), round(end * num_sequences)
 
 
 @dataclasses.dataclass
@@ -1212,34 +1199,35 @@ class BlendedMegatronDatasetConfig:
     blend_per_split, each of the three has a blend of whole corpora of its own.  With neither
     blend nor blend_per_split the data are mock data, see MockGPTDataset.
 
-    random_seed                 seed of the shuffles of section 4 (the sampler "cyclic" has its own)
-    sequence_length             S, in tokens
+    Which documents.  A blend, its weights and its phases may be any sequences.
     blend                       ([prefix, ...], [weight, ...] or None)
+    split                       shares of train, valid, test, such as "98,1,1"
     blend_per_split             a list of three: for each split such a blend, or None
+    split_matrix                made from split: the (begin, end) of each, as fractions of a corpus
+    mock                        made from the blends: True if there is none; then split is 1,1,1
+
+    Cut and shuffled how.
+    sequence_length             S, in tokens
+    random_seed                 seed of the shuffles of section 4 (the sampler "cyclic" has its own)
+    tokenizer                   an object as in section 2: its eod and its pad are used
+    allow_ambiguous_pad_tokens  True: no loss at labels that equal the pad id, even where it is also
+                                the id of another special token, such as eod.  (False: there -1
+                                stands for padding, or no model would learn to end a text)
+
+    The rest, for later sections.
+    blend_phases                not of upstream: weights that change during training (section 6).
+                                [(samples, weights), ...] instead of the weights of train's blend
+    mid_level_dataset_surplus   samples prepared of each corpus beyond its share, 0.5 % (section 7)
     multiple_validation_sets    for a loss of each corpus: valid becomes a list with a dataset for
                                 each of its corpora, where it has several (needs blend_per_split)
-    split                       shares of train, valid, test, such as "98,1,1"
-    split_matrix                made from split: the (begin, end) of each, as fractions of a corpus
+    full_validation             with multiple_validation_sets: valid has all samples, so its size in
+                                section 7 must be None.  Else without effect
     num_dataset_builder_threads how many corpora are built side by side
-    path_to_cache               folder of the cache files, which keep the arrays of datasets for the
-                                next start (section 12); None: those of a corpus lie in the folder
-                                <prefix>/cache, and those of a blend are not kept
+    path_to_cache               folder where arrays are kept for the next start (section 12); None:
+                                <prefix>/cache/GPTDataset_indices, and those of a blend are not kept
     mmap_bin_files              False: read the tokens with os.pread instead of mapping the file
-    mock                        made from the blends: True if there is none; then split is 1,1,1
-    tokenizer                   an object as in section 2: its eod and its pad are used
-    mid_level_dataset_surplus   samples prepared of each corpus of a blend beyond its share: 0.005
-                                is half a percent (section 7)
-    allow_ambiguous_pad_tokens  labels that equal the pad id have no loss, so if eod were the pad
-                                id, no model would learn to end a text.  So where the pad id is also
-                                that of another special token, -1 stands for padding inside
-                                (section 5), unless this is True
-    blend_phases                not of upstream: weights that change during training, such as for
-                                more code at its end (section 6).  [(samples, weights), ...] instead
-                                of the weights of the training blend
-    full_validation             with multiple_validation_sets the size of valid, in section 7, must
-                                be None: all samples.  Else without effect
-    Accepted, without effect    fast_cache_load, defer_npy_index_mmap
 
+    Accepted, without effect: fast_cache_load, defer_npy_index_mmap.
     ValueError for a field that is wrong, and for fields that do not go together.
 
     >>> config = BlendedMegatronDatasetConfig(1234, 4, blend=(["p1", "p2"], [30, 70]), split="3,1")
@@ -1268,57 +1256,20 @@ class BlendedMegatronDatasetConfig:
 
     def __post_init__(self) -> None:
         _refuse_passwords([self.blend, self.blend_per_split])
-        self._check_numbers()
-        if self.blend_per_split is not None and not _is_list(self.blend_per_split):
-            raise ValueError("blend_per_split wants a list")
+        _check_fields(self)
+        for name in _LEAST_NUMBERS:  # a numpy number would not do for cache names, which are JSON
+            setattr(self, name, int(getattr(self, name)))
         if self.blend_per_split and any(self.blend_per_split):
-            if self.blend is not None or self.split is not None:
-                raise ValueError("blend_per_split wants blend and split to be None")
-            if len(self.blend_per_split) != len(Split):
-                raise ValueError(
-                    f"blend_per_split wants {len(Split)} entries, got {len(self.blend_per_split)}"
-                )
             self.blend_per_split = [_read_blend(blend) for blend in self.blend_per_split]
         else:
             self.blend_per_split = None
-            if self.multiple_validation_sets:
-                raise ValueError("multiple_validation_sets needs blend_per_split")
-            if self.blend is not None and self.split is None:
-                raise ValueError('a blend needs a split, such as "98,1,1"')
             self.blend = _read_blend(self.blend)
             self.mock = self.blend is None
             if self.mock:
                 self.split = "1,1,1"
             shares = parse_and_normalize_split(self.split)
             self.split_matrix = convert_split_vector_to_split_matrix(shares)
-        if self.blend_phases is not None:
-            self._check_phases()
-
-    def _check_numbers(self):
-        """The numbers are in their ranges; those of numpy become Python's, for JSON."""
-        lowest = {"random_seed": 0, "sequence_length": 1, "num_dataset_builder_threads": 1}
-        for name, least in lowest.items():
-            value = getattr(self, name)
-            if not hasattr(value, "__index__") or not least <= value < 2**32:
-                raise ValueError(
-                    f"{name} must be a whole number from {least} to 2**32 - 1, got {value!r}"
-                )
-            setattr(self, name, int(value))
-        surplus = self.mid_level_dataset_surplus
-        if not isinstance(surplus, numbers.Real) or not 0 <= surplus < math.inf:
-            raise ValueError(f"mid_level_dataset_surplus: wanted a number >= 0, got {surplus!r}")
-
-    def _check_phases(self):
-        """The phases mix the corpora of the training blend."""
-        blend = self.blend
-        if self.blend_per_split is not None:
-            blend = self.blend_per_split[Split.train.value]
-        elif self.split_matrix[Split.train.value] is None:
-            raise ValueError(f"blend_phases mixes train, but split {self.split!r} has no train")
-        if blend is None:
-            raise ValueError("blend_phases needs a blend for train: which corpora are mixed?")
-        prefixes, _ = blend
-        _as_phases(self.blend_phases, prefixes)
+        _check_phases(self)
 
 
 def _read_blend(blend):
@@ -1335,44 +1286,27 @@ def _read_blend(blend):
 
 
 def _is_list(names):
-    """Is this a list or the like?  In no other kind of object a password would be seen."""
+    """Is this a list or the like, and no text?"""
     return isinstance(names, collections.abc.Sequence) and not isinstance(names, str)
 
 
 def _read_weights(weights, names):
-    """The weights as a list of Python's numbers, for JSON: one for each of these names.
-
-    ValueError that says which of them is not a finite number >= 0.
-    """
-    weights = np.array(weights).tolist()
-    if not isinstance(weights, list):
-        raise ValueError(f"wanted a list of weights, got {weights!r}")
-    if len(weights) != len(names):
-        raise ValueError(f"{len(weights)} weights for {len(names)} datasets")
-    most = sys.float_info.max  # float() fails for an integer above it
-    for weight, name in zip(weights, names, strict=True):
-        if not isinstance(weight, numbers.Real) or not 0 <= weight <= most:
-            raise ValueError(f"weight of {name}: wanted a finite number >= 0, got {weight!r}")
-    if not 0 < sum(weights) <= most:
+    """The weights as a list of Python's numbers, one for each of these names."""
+    weights = np.array(weights).tolist()  # of a number: the number
+    if not isinstance(weights, list) or len(weights) != len(names):
+        raise ValueError(f"wanted {len(names)} weights, one for each dataset, got {weights!r}")
+    _check_weights(weights, names)
+    if not 0 < sum(weights) < math.inf:
         raise ValueError(f"weights {weights}: wanted a finite sum > 0")
     return weights
-
-
-def _drop_zero_weights(items, weights, names):
-    """The items whose weights are not 0, and these weights; a warning names the others."""
-    used = [d for d, weight in enumerate(weights) if weight]
-    dropped = [str(name) for d, name in enumerate(names) if not weights[d]]
-    if dropped:
-        log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
-    return [items[d] for d in used], [weights[d] for d in used]
 
 
 @dataclasses.dataclass
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     """The config of GPTDataset.  Upstream: GPTDatasetConfig.
 
-    These fields come on top of those of the base class.  A tokenizer is needed: an object, with
-    unique_identifiers, and with eod where one of the first three of these fields is used.
+    It adds these fields.  A tokenizer is needed: an object, with unique_identifiers, and with eod
+    where one of the first three of these fields is used.
 
     reset_position_ids       positions restart after every eod token (None is False)
     reset_attention_mask     no token attends across an eod token
@@ -1381,17 +1315,15 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     drop_last_partial_validation_sequence   False: the last, short sample of valid is kept, padded
     add_extra_token_to_sequence             x = 1: the last input token has a label too
     object_storage_cache_path               local folder for copies of .idx files (section 13)
-    inter_document_masking   instead of a mask, return where the documents of a sample start, as
-                             attention kernels for packed sequences want it; positions restart at
-                             each start.  With S = 4 and documents that start at 0 and 3, cu_seqlens
-                             is 0 3 4 4 4 (always S + 1 entries), and max_seqlen, the length of the
-                             longest, is 3.  Keyword only: upstream 0.16.1 does not have it
+    inter_document_masking   instead of a mask, return where the documents of a sample start, where
+                             positions restart too: of starts 0 and 3, with S = 4, cu_seqlens is
+                             0 3 4 4 4 and max_seqlen 3.  Keyword only: upstream 0.16.1 has it not
     stable_order             not of upstream: shuffle each epoch by itself, so that a longer dataset
                              begins with the shorter one, but for a short last sample (section 4)
     context_parallel_size    for SFTDataset alone (section 19)
-    Accepted, without effect data_parallel_size, sequence_parallel_size, sequences_per_dataset,
-                             token_dtype_code (always None); hybrid_context_parallel (but True is
-                             refused)
+
+    Accepted, without effect: data_parallel_size, sequence_parallel_size, sequences_per_dataset,
+    token_dtype_code (always None); hybrid_context_parallel, but True is refused.
 
     >>> config = GPTDatasetConfig(1234, 4, tokenizer=ByteTokenizer())     # of mock data
     >>> config.has_dense_mask, config.add_extra_token_to_sequence
@@ -1416,20 +1348,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = ["unique_identifiers"]
-        if self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss:
-            names.append("eod")
-        _check_tokenizer(self.tokenizer, names)
-        if self.hybrid_context_parallel:
-            raise ValueError(
-                "hybrid_context_parallel is not supported: use inter_document_masking, and cut "
-                "batches with get_batch_on_this_cp_rank()"
-            )
-        if self.reset_attention_mask and not self.has_dense_mask:
-            raise ValueError(
-                "reset_attention_mask has no effect without a dense mask: set "
-                "create_attention_mask, or use inter_document_masking alone"
-            )
+        _check_fields_of_samples(self)
 
     @property
     def has_dense_mask(self) -> bool:
@@ -1442,14 +1361,11 @@ def get_blend_from_list(
 ) -> tuple[list[str], list[float] | None] | None:
     """Read weights and prefixes in turn, or prefixes alone; return (prefixes, weights or None).
 
-    None stays None.  A list that is neither is a ValueError (upstream guesses).  A prefix that
-    looks like a number would be taken for a weight: write ./2023 for a folder 2023.  Upstream:
-    get_blend_from_list.
+    None stays None.  A list that is neither is a ValueError (upstream guesses).  A prefix that is a
+    number would be a weight: write ./2023 for a folder 2023.  Upstream: the same name.
 
-    >>> get_blend_from_list(["30", "p1", "70", "p2"])
-    (['p1', 'p2'], [30.0, 70.0])
-    >>> get_blend_from_list(["2023_01", "wiki"])
-    (['2023_01', 'wiki'], None)
+    >>> get_blend_from_list(["30", "p1", "70", "p2"]), get_blend_from_list(["2023_01", "wiki"])
+    ((['p1', 'p2'], [30.0, 70.0]), (['2023_01', 'wiki'], None))
     """
     if blend is None:
         return None
@@ -1470,6 +1386,92 @@ def get_blend_from_list(
     return entries[1::2], values[0::2]
 
 
+def _number(text):
+    """The decimal number that a text is, or None: float() would also take 2023_01, inf and nan."""
+    if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) is None:
+        return None
+    number = float(text)
+    return number if math.isfinite(number) else None
+
+
+# -- What is refused ---------------------------------------------------------------------------
+
+
+def _check_shares(split, shares):
+    """ValueError for a text of other than one to three numbers; shares has None for such."""
+    are_numbers = None not in shares and len(shares) <= len(Split)
+    if not are_numbers or min(shares) < 0 or not 0 < sum(shares) < math.inf:
+        raise ValueError(
+            f'split {split!r}: wanted up to 3 numbers >= 0, not all 0, such as "98,1,1"'
+        )
+
+
+def _check_weights(weights, names):
+    """ValueError that says which of these weights is not a finite number >= 0."""
+    for weight, name in zip(weights, names, strict=True):
+        if not isinstance(weight, numbers.Real) or not 0 <= weight < math.inf:
+            raise ValueError(f"weight of {name}: wanted a finite number >= 0, got {weight!r}")
+
+
+_LEAST_NUMBERS = {"random_seed": 0, "sequence_length": 1, "num_dataset_builder_threads": 1}
+
+
+def _check_fields(config):
+    """ValueError for numbers of a config that are wrong, and for blends that do not go together."""
+    for name, least in _LEAST_NUMBERS.items():
+        value = getattr(config, name)
+        if not hasattr(value, "__index__") or not least <= value < 2**32:
+            raise ValueError(
+                f"{name} must be a whole number from {least} to 2**32 - 1, got {value!r}"
+            )
+    surplus = config.mid_level_dataset_surplus
+    if not isinstance(surplus, numbers.Real) or not 0 <= surplus < math.inf:
+        raise ValueError(f"mid_level_dataset_surplus: wanted a number >= 0, got {surplus!r}")
+    blends = config.blend_per_split
+    if blends is not None and not _is_list(blends):
+        raise ValueError("blend_per_split wants a list")
+    if blends and any(blends):
+        if config.blend is not None or config.split is not None:
+            raise ValueError("blend_per_split wants blend and split to be None")
+        if len(blends) != len(Split):
+            raise ValueError(f"blend_per_split wants {len(Split)} entries, got {len(blends)}")
+    elif config.multiple_validation_sets:
+        raise ValueError("multiple_validation_sets needs blend_per_split")
+    elif config.blend is not None and config.split is None:
+        raise ValueError('a blend needs a split, such as "98,1,1"')
+
+
+def _check_phases(config):
+    """ValueError for phases of a config that has no corpora for train."""
+    if config.blend_per_split is not None:
+        has_train = config.blend_per_split[Split.train.value] is not None
+    else:
+        has_train = not config.mock and config.split_matrix[Split.train.value] is not None
+    if config.blend_phases is not None and not has_train:
+        raise ValueError(
+            "blend_phases mixes the corpora of train, which has none: give it a blend, and a share "
+            f"of split, which is {config.split!r}"
+        )
+
+
+def _check_fields_of_samples(config):
+    """ValueError for a GPTDatasetConfig whose samples cannot be made as it says."""
+    names = ["unique_identifiers"]
+    if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
+        names.append("eod")
+    _check_tokenizer(config.tokenizer, names)  # section 17
+    if config.hybrid_context_parallel:
+        raise ValueError(
+            "hybrid_context_parallel is not supported: use inter_document_masking, and cut "
+            "batches with get_batch_on_this_cp_rank()"
+        )
+    if config.reset_attention_mask and not config.has_dense_mask:
+        raise ValueError(
+            "reset_attention_mask has no effect without a dense mask: set "
+            "create_attention_mask, or use inter_document_masking alone"
+        )
+
+
 # ==============================================================================
 # 4. Three orders
 # ==============================================================================
@@ -1477,7 +1479,8 @@ def get_blend_from_list(
 #
 # (1) document_index: the documents of the split, once for each epoch, shuffled.  Laid end to end in
 #     this order they are the stream.
-# (2) sample_index: the stream is cut into samples of S tokens; row j says where sample j starts.
+# (2) sample_index: the stream is cut into samples of S + x tokens, a new one every S; row j says
+#     where sample j starts.
 # (3) shuffle_index: the samples are shuffled too: sample k of the dataset is sample
 #     shuffle_index[k] of the stream.
 #
@@ -1491,13 +1494,14 @@ def get_blend_from_list(
 #
 # With S = 4 and x = 1 a sample is five tokens: four inputs, and one token more, so that the last
 # input has a label too.  The next sample begins with that token, so no token is a label twice.
-# Only the first token of the stream is never a label.
+# Of the tokens in samples, only the first one of the stream is never a label.
 #
 # The shuffles (1) and (3) exist in two kinds.  Upstream's kind shuffles all epochs as one pile;
 # where little of the last epoch is wanted (plan_epochs() says when), that epoch is a second pile.
-# So the order depends on how many samples are asked for: a run that is made longer meets another
-# order from its first sample on.  With stable_order each epoch is a pile of its own, drawn with a
-# seed of its own, so epochs that are added change nothing before them:
+# So the order depends on the number of epochs, and on whether the last one is a pile of its own: a
+# run that is made longer by more than that meets another order from its first sample on.  With
+# stable_order each epoch is a pile of its own, drawn with a seed of its own, so epochs that are
+# added change nothing before them:
 #
 #   documents 0 1 2, seed 1234    upstream, one pile    stable_order
 #   1 epoch                       0 1 2                 0 1 2
@@ -1548,21 +1552,19 @@ def plan_epochs(
     drop_last_partial_sequence: bool = True,
     add_extra_token_to_sequence: bool = True,
 ) -> EpochPlan:
-    """Find how many epochs give the samples that are wanted.
+    """Find how many epochs give the samples that are wanted, in O(1).
 
     num_samples   how many are wanted (None: those of one epoch); the plan's num_samples is N, which
                   may be more
 
-    The number of epochs E is the least from 1 on with E*T >= num_samples*S + x, or 1 if none are
-    wanted.
+    The number of epochs E is the least from 1 on with E*T >= num_samples*S + x.
 
     A run reads only the first num_samples of the shuffled samples.  If the last epoch were shuffled
-    together with the others, the run could read more samples of the last epoch than it needs, and
-    leave out as many of earlier epochs.  So where few samples of the last epoch are wanted, that
-    epoch is shuffled by itself and comes last.  Few: less than int(0.80 * samples of one epoch).
+    together with the others, the run could read more samples of it than it needs, and leave out as
+    many of earlier epochs.  So where few samples of the last epoch are wanted, that epoch is
+    shuffled by itself and comes last.  Few: less than int(0.80 * samples of one epoch).
 
-    ValueError for samples of a split without tokens (upstream loops for ever).  Cost: O(1).
-    Upstream: GPTDataset._get_num_epochs.
+    Upstream: GPTDataset._get_num_epochs, which loops for ever where a split has no tokens.
 
     >>> # 4 are wanted.  One epoch of 13 tokens holds 3, so it takes two, and these hold 6.
     >>> plan = plan_epochs(tokens_per_epoch=13, num_samples=4, sequence_length=4)
@@ -1571,10 +1573,7 @@ def plan_epochs(
     """
     S = sequence_length
     x = int(add_extra_token_to_sequence)
-    if num_samples is not None and num_samples < 0:
-        raise ValueError(f"wanted num_samples >= 0, got {num_samples}")
-    if num_samples and tokens_per_epoch == 0:
-        raise ValueError(f"{num_samples} samples are wanted of a split that holds no tokens")
+    _check_wanted(num_samples, tokens_per_epoch)
     num_epochs = 1
     if num_samples:
         num_epochs = _ceil_div(num_samples * S + x, tokens_per_epoch)
@@ -1589,11 +1588,19 @@ def plan_epochs(
     return EpochPlan(num_epochs, all_samples, separate, before_final)
 
 
+def _check_wanted(num_samples, tokens_per_epoch):
+    """ValueError for a number of samples that no number of epochs holds."""
+    if num_samples is not None and num_samples < 0:
+        raise ValueError(f"wanted num_samples >= 0, got {num_samples}")
+    if num_samples and tokens_per_epoch == 0:
+        raise ValueError(f"{num_samples} samples are wanted of a split that holds no tokens")
+
+
 def shuffle(items: np.ndarray, random_state: np.random.RandomState) -> None:
     """Shuffle a 1-D array in place, as numpy does.
 
     For i = n-1 down to 1, item i is exchanged with one that is drawn from items 0 .. i, uniformly.
-    This is a function of its own so that section 16 can put a faster one with the same result here.
+    Section 16 puts a faster one with the same result here.
 
     >>> items = np.arange(6, dtype=np.int32)
     >>> shuffle(items, np.random.RandomState(1234)); items.tolist()
@@ -1612,8 +1619,7 @@ def build_document_index(
 
     documents   ints (D,)    numbers of the split's documents; ValueError if one is 2**31 or more
     Returns     int32 (E*D,)
-    Upstream    _build_document_index.  Epochs that are shuffled together are one pile: a document
-                may come twice before another one comes once.
+    Upstream    _build_document_index
 
     >>> build_document_index([0, 1, 2], 2, np.random.RandomState(1234), False).tolist()
     [2, 1, 2, 0, 1, 0]
@@ -1646,8 +1652,8 @@ def build_sample_idx(
 ) -> np.ndarray:
     """Find where every sample starts in the stream: the documents laid end to end.
 
-    Sample j is the tokens [j*S, j*S + S + x) of the stream.  With x = 1 its last token is a label
-    only, and the first input of sample j+1.
+    Sample j is the tokens [j*S, j*S + S + x) of the stream.  With x = 1 its last token is in sample
+    j a label only, and the first input of sample j+1.
 
     sizes             int32: sequence_lengths of the file, under the name that upstream has here
     document_indices  int32 (E*D,): document_index, under the name that upstream has here.  Entry d
@@ -1660,13 +1666,8 @@ def build_sample_idx(
     Returns           int32 (N+1, 2); int64 from E*D = 2**31 on.  Row j is (d, offset): sample j
                       starts at token offset of the d-th document.  Row N is where sample N would
                       start.
-    Raises            TypeError for another dtype, or a number that is no integer; ValueError for
-                      S < 1, or too few tokens in the documents; IndexError for a document that is
-                      no sequence
     Cost              O(N log(E*D) + E*D) time; in C O(N + E*D), and 8 bytes for each row
-    Upstream          helpers.build_sample_idx.  Two things differ, both where a last, short sample
-                      is kept: upstream computes N in float32; and with x = 1, where the last
-                      document is empty, upstream's row N has the offset -1.
+    Upstream          helpers.build_sample_idx
 
     >>> sizes = np.array([4, 3, 6], np.int32)               # aaaa bbb cccccc
     >>> build_sample_idx(sizes, np.arange(3, dtype=np.int32), 4, 1, 13).tolist()
@@ -1677,30 +1678,23 @@ def build_sample_idx(
     tokens = operator.index(num_epochs) * operator.index(tokens_per_epoch)
     document_index = document_indices  # upstream's name means another array in section 1
     _check_stream(sizes, document_index, S, tokens)
-    wrong = np.flatnonzero((document_index < 0) | (document_index >= len(sizes)))
-    if len(wrong):
-        d = wrong[0]  # numpy would take a -1
-        raise IndexError(f"document_indices[{d}] is {document_index[d]} of {len(sizes)} sequences")
+    _check_documents(sizes, document_index)
     N = count_samples(tokens, S, drop_last_partial_sequence, x)
 
     # Row 0 is (0, 0).  Row j is found from where sample j - 1 ends: j*S + x tokens into the stream,
-    # or, if it is a last, short one, where the stream ends.
+    # or, if it is a last, short one, where the stream ends.  (So, as in upstream, with x = 0 a
+    # sample that starts with a document is the end of the one before, (d, length of d).)
     tokens_read = np.minimum(np.arange(1, N + 1) * S + x, tokens)
     lengths = sizes[document_index]
-    if len(lengths) and lengths.min() < 0:
-        raise ValueError("a size is negative: no sequence has less than 0 tokens")
     ends = np.cumsum(lengths, dtype=np.int64)  # tokens of the stream up to the end of each document
     starts = ends - lengths
-    if N > 0 and tokens_read[-1] > ends[-1]:
-        raise ValueError(
-            f"the samples need {tokens_read[-1]} tokens, the documents hold {ends[-1]}"
-        )
+    _check_lengths(lengths, ends, tokens_read)
     d = np.searchsorted(ends, tokens_read)  # the first document that ends there or later
     rows = np.zeros((N + 1, 2), _sample_index_dtype(len(document_index)))
     rows[1:, 0] = d
     rows[1:, 1] = tokens_read - x - starts[d]  # sample j begins x tokens before sample j - 1 ends
-    # As in upstream, with x = 0 a sample that starts with a document is the end of the one before,
-    # (d, length of d), and a last, short sample ends with the last document, even an empty one.
+    # A last, short sample differs from upstream, which counts it in float32, and with x = 1 lets it
+    # end at offset -1 of an empty document.  With x = 0 it ends, as there, with the last document.
     if x == 0 and N * S > tokens:
         rows[-1] = len(lengths) - 1, lengths[-1]
     return rows
@@ -1725,6 +1719,24 @@ def _check_stream(sizes, document_index, S, tokens):
         raise ValueError(f"{len(document_index)} documents cannot hold {tokens} tokens")
 
 
+def _check_documents(sizes, document_index):
+    """IndexError for a document that is no sequence; numpy would take a -1."""
+    wrong = np.flatnonzero((document_index < 0) | (document_index >= len(sizes)))
+    if len(wrong):
+        d = wrong[0]
+        raise IndexError(f"document_indices[{d}] is {document_index[d]} of {len(sizes)} sequences")
+
+
+def _check_lengths(lengths, ends, tokens_read):
+    """ValueError for documents of so many tokens in which the samples do not end."""
+    if len(lengths) and lengths.min() < 0:
+        raise ValueError("a size is negative: no sequence has less than 0 tokens")
+    if len(tokens_read) and tokens_read[-1] > ends[-1]:
+        raise ValueError(
+            f"the samples need {tokens_read[-1]} tokens, the documents hold {ends[-1]}"
+        )
+
+
 def _sample_index_dtype(num_documents):
     """int32, or int64 where d does not fit.  Sizes are int32, so the offsets always fit."""
     return np.int32 if num_documents < 2**31 else np.int64
@@ -1735,8 +1747,8 @@ def build_shuffle_index(
 ) -> np.ndarray:
     """Return 0 .. N - 1 in two piles: the first num_samples of these shuffled, then the rest.
 
-    num_samples   samples of the first pile (upstream's name): all, or those that end before a last
-                  epoch that is shuffled by itself
+    num_samples   the first pile, not N: all, or those that end before a last epoch that is shuffled
+                  by itself (upstream's name, as the next)
     total_size    N
     Returns       uint32 (N,); int64 from N = 2**32 - 2 on
     Upstream      _build_shuffle_index
@@ -1760,18 +1772,15 @@ def build_stable_orders(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Shuffle each epoch by itself: its documents, then the samples that end in it.
 
-    This is the order of stable_order, instead of build_document_index() and build_shuffle_index().
     Epoch 0 is drawn with random_seed, so a dataset of one epoch has upstream's order; epoch e > 0
     is drawn with [random_seed, e].
 
     documents     int32 (D,)   numbers of the split's documents
     sample_edges  E + 1 ints   epoch e has the samples sample_edges[e] .. sample_edges[e + 1] - 1 of
-                               the stream.  The last number is N, which counts a last, short
-                               sample too, if it is kept
+                               the stream.  The last number is N; a last, short sample, if it is
+                               kept, changes its pile when an epoch is added
     random_seed   int          0 to 2**32 - 1
     Returns       document_index, int32 (E*D,), and shuffle_index, uint32 or int64 (N,)
-
-    A last, short sample, where one is kept, changes its pile when an epoch is added.
 
     >>> for sample_edges in [0, 3], [0, 3, 6], [0, 3, 6, 9]:          # 1, 2 and 3 epochs
     ...     document_index, shuffle_index = build_stable_orders([0, 1, 2], sample_edges, 1234)
@@ -1983,7 +1992,7 @@ class GPTDataset(MegatronDataset):
         )
         self._extra = int(config.add_extra_token_to_sequence)  # x
         # the tokenizer's pad; -1 where it has none, or one that is another special token's too
-        self._pad_token_id = _find_pad_token_id(config)  # section 17; upstream's name
+        self._pad_token_id = _find_pad_token_id(config)  # upstream's name
         self._keeps_short = (
             index_split is Split.valid and not config.drop_last_partial_validation_sequence
         )
@@ -2410,6 +2419,33 @@ class MockGPTDataset(GPTDataset):
         return MockGPTLowLevelDataset(config.tokenizer)
 
 
+def _find_pad_token_id(config):
+    """The id that fills short samples: the tokenizer's pad, or -1.
+
+    It is -1 if there is no pad.  It is -1 too if another special token has the same id, unless the
+    config says allow_ambiguous_pad_tokens: padding has no loss, so real tokens of that id would
+    have no loss either.  The special tokens are those of special_tokens_dict, {name: id}, which a
+    tokenizer may have as well; if it has none, they are eos and eod.
+    """
+    tokenizer = config.tokenizer
+    pad = _attribute(tokenizer, "pad")
+    if pad is None:
+        return -1
+    special = dict(_attribute(tokenizer, "special_tokens_dict") or {})
+    special.pop("pad_token", None)
+    if not special:
+        special = {name: _attribute(tokenizer, name) for name in ("eos", "eod")}
+    same = [name for name, token in special.items() if token == pad]
+    if same and not config.allow_ambiguous_pad_tokens:
+        warnings.warn(
+            f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding is -1, so "
+            "that real tokens keep their loss (see allow_ambiguous_pad_tokens)",
+            stacklevel=2,
+        )
+        return -1
+    return int(pad)
+
+
 # ==============================================================================
 # 6. BlendedDataset
 # ==============================================================================
@@ -2450,8 +2486,8 @@ def build_blending_indices(
     """Fill in, for each sample of a blend, its dataset and its number in that dataset.
 
     Sample i comes from the dataset with the largest lag, weights[d] * max(i, 1) - taken[d], in IEEE
-    doubles, where taken[d] of the samples before i are of dataset d.  Of equals the lowest d is
-    taken.
+    doubles, where taken[d] is how many of the samples before i came from d.  Of equals the lowest d
+    is taken.
 
     dataset_index         int16 (size,)             filled in: which dataset
     dataset_sample_index  int64 (size,)             filled in: which of its samples
@@ -2506,29 +2542,27 @@ def build_exhaustive_blending_indices(
         taken[d] += 1
 
 
-def _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, size):
-    """TypeError or ValueError for arguments that the loops above would misread."""
+def _as_counts(sizes, num_datasets):
+    """Numbers of samples -> int64 array; ValueError if one is not a whole number."""
+    counts = np.array(sizes[:num_datasets], np.int64)
+    if not np.array_equal(counts, sizes[:num_datasets]):
+        raise ValueError(f"numbers of samples must be whole, got {sizes}")
+    return counts
+
+
+def _check_blending(dataset_index, dataset_sample_index, shares, num_datasets, size):
+    """TypeError or ValueError for weights or sizes, and outputs, that the loops would misread."""
     _check_array(dataset_index, "dataset_index", np.int16)
     _check_array(dataset_sample_index, "dataset_sample_index", np.int64)
     room = min(len(dataset_index), len(dataset_sample_index))
     if not 0 <= size <= room:
         raise ValueError(f"the outputs have room for {room} samples, not for {size}")
-    if not 0 < num_datasets < 2**15 - 1 or len(weights) != num_datasets:
+    if not 0 < num_datasets < 2**15 - 1 or len(shares) != num_datasets:
         raise ValueError(
             f"num_datasets must be 1 to {2**15 - 2}, each with a weight, got {num_datasets} and "
-            f"{len(weights)} weights"
+            f"{len(shares)} weights"
         )
-    for d, weight in enumerate(weights.tolist()):
-        if not 0 <= weight < math.inf:
-            raise ValueError(f"weight of dataset {d}: wanted a finite number >= 0, got {weight}")
-
-
-def _as_counts(sizes, num_datasets):
-    """Numbers of samples -> int64 array; ValueError if one is not a whole number."""
-    counts = np.array(sizes[:num_datasets], np.int64)
-    if not np.array_equal(counts, sizes[:num_datasets]):
-        raise ValueError(f"sizes must be whole numbers, got {sizes}")
-    return counts
+    _check_weights(shares.tolist(), [f"dataset {d}" for d in range(num_datasets)])
 
 
 def build_phase_indices(
@@ -2539,7 +2573,7 @@ def build_phase_indices(
     """Fill in a blend of several phases.
 
     In each phase the rule is that of build_blending_indices(), among the datasets whose weight in
-    this phase is not 0.  The samples of a dataset are numbered on over all phases.
+    this phase is not 0.  The samples of a dataset go on counting over all phases.
 
     dataset_index, dataset_sample_index   int16 and int64, (samples of all phases,): filled in
     phases                                [(samples, weights), ...]; the sum of the weights of a
@@ -2568,26 +2602,31 @@ def build_phase_indices(
 def _as_phases(phases, names):
     """Phases as [(samples, normalized weights), ...]; ValueError for what is none.
 
-    Weights of 0 are left out of the sum, as a plain blend leaves out such corpora: so both have the
-    same bits.
+    Weights of 0 are left out of the sum, as a plain blend leaves out such corpora: so a blend of
+    one phase has the same file name as a plain one.
     """
-    if not isinstance(phases, (list, tuple)) or len(phases) == 0:
+    if not _is_list(phases) or len(phases) == 0:
         raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
     checked = []
     for number, phase in enumerate(phases):
-        try:
+        with _named(f"phase {number}", "wanted (samples, weights), 1 sample or more"):
             samples, weights = phase
-            samples = operator.index(samples)
-            weights = _read_weights(weights, names)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"phase {number}: {error}") from None
-        if samples < 1:
-            raise ValueError(f"phase {number}: wanted 1 sample or more, got {samples}")
-        shares = np.array(weights, np.float64)
+            if operator.index(samples) < 1:
+                raise ValueError(f"got {samples} samples")
+            shares = np.array(_read_weights(weights, names), np.float64)
         is_used = shares > 0
         shares[is_used] = normalize(shares[is_used])
-        checked.append((samples, shares.tolist()))
+        checked.append((int(samples), shares.tolist()))
     return checked
+
+
+def _drop_zero_weights(items, weights, names):
+    """The items whose weights are not 0, and these weights; a warning names the others."""
+    used = [d for d, weight in enumerate(weights) if weight]
+    dropped = [str(name) for d, name in enumerate(names) if not weights[d]]
+    if dropped:
+        log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
+    return [items[d] for d in used], [weights[d] for d in used]
 
 
 class _BlendTooLarge(ValueError):
@@ -2612,10 +2651,9 @@ class BlendedDataset(_Identified):
     weights    finite numbers >= 0; a dataset of weight 0 is dropped, with a warning
     size       number of samples; None: weights are counts, and dataset d gives exactly weights[d]
     config     BlendedMegatronDatasetConfig
-    phases     [(samples, weights), ...] instead of weights and size, which must be None.  Every
-               dataset keeps its number, also one whose weights are all 0: a phase that is added
-               later may use it.  A single phase without a weight of 0 is the same as weights and
-               size.
+    phases     [(samples, weights), ...] instead of weights and size, which must be None.  A dataset
+               whose weights are all 0 keeps its number: a later phase may use it.  A single phase
+               without a weight of 0 is the same as weights and size
 
       made with           .size     .weights     .phases                   built by
       weights and size    size      normalized   None                      build_blending_indices
@@ -2624,9 +2662,8 @@ class BlendedDataset(_Identified):
 
     ds[i] is {"dataset_id": int64 (), **the sample}; ds[None] fills up a batch, without loss.  Two
     attributes say what sample i is: dataset_index, int16 (size,), which dataset it comes from, and
-    dataset_sample_index, int64 (size,), which of its samples it is.
-    ValueError where a dataset has fewer samples than the blend takes of it, which in upstream is an
-    IndexError in the middle of a run.
+    dataset_sample_index, int64 (size,), which of its samples it is.  A dataset that has fewer
+    samples than the blend takes of it is a ValueError (in upstream an IndexError in the run).
 
     >>> config = GPTDatasetConfig(1234, 4, tokenizer=ByteTokenizer())
     >>> corpus = IndexedDataset(toy_corpus())
@@ -2676,22 +2713,21 @@ class BlendedDataset(_Identified):
         if phases is not None:
             if weights is not None or size is not None:
                 raise ValueError("phases stand for weights and size: these must be None")
-            self.phases = _as_phases(phases, names)
-            _, first_weights = self.phases[0]
-            if len(self.phases) > 1 or not all(first_weights):
+            checked = _as_phases(phases, names)
+            _, first_weights = checked[0]
+            if len(checked) > 1 or not all(first_weights):
+                self.phases = checked
                 self.weights = None
-                self.size = sum(samples for samples, _ in self.phases)
+                self.size = sum(samples for samples, _ in checked)
                 return
-            [(size, weights)] = phases  # a plain blend, so that it shares the cache of that blend
+            size, weights = phases[0]  # a plain blend, so that it shares the cache of that blend
 
         self.phases = None
         weights = _read_weights(weights, names)
         self.datasets, weights = _drop_zero_weights(self.datasets, weights, names)
         if size is None:
             self.size = None
-            self.weights = [int(count) for count in weights]
-            if self.weights != weights:
-                raise ValueError(f"without a size, weights are numbers of samples, got {weights}")
+            self.weights = _as_counts(weights, len(weights)).tolist()
         else:
             if size < 0 or size % 1:
                 raise ValueError(f"wanted a size that is a whole number >= 0, got {size}")
@@ -6046,8 +6082,8 @@ if IMPLEMENTATION == "c":
 #   my_module:thing           what a module of your own has under this name: a tokenizer, or a class
 #                             or function that makes one without arguments
 #
-# Functions take any object that has what section 2 lists.  What they need of it is looked at first:
-# _check_tokenizer().
+# Functions take any object that has what section 2 lists.  Which attributes it has is looked at
+# first, by _check_tokenizer(); what its tokenize() gives, when it comes.
 
 
 class NullTokenizer:
@@ -6106,12 +6142,8 @@ class HuggingFaceTokenizer:
             self.path = os.path.join(self.path, "tokenizer.json")
         tokenizers = _import_extra("tokenizers", self.path)
         content = pathlib.Path(self.path).read_bytes()
-        try:
+        with _named(self.path, "wanted a tokenizer.json of the package tokenizers"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # the package raises nothing more special
-            raise ValueError(
-                f"{self.path}: wanted a tokenizer.json of the package tokenizers: {error}"
-            ) from None
         self._add_special_tokens = add_special_tokens
         names = [eod_token] if eod_token else ["<|endoftext|>", "</s>"]
         known = [name for name in names if self._tokenizer.token_to_id(name) is not None]
@@ -6159,12 +6191,10 @@ def _eos_token_of(folder):
     path = os.path.join(folder, "tokenizer_config.json")
     if not os.path.exists(path):
         return None
-    try:
+    with _named(path, "cannot read its eos_token"):
         token = json.loads(pathlib.Path(path).read_bytes()).get("eos_token")
         if isinstance(token, dict):
             token = token["content"]
-    except (ValueError, AttributeError, KeyError) as error:
-        raise ValueError(f"{path}: cannot read its eos_token: {_one_line(error)}") from None
     return str(token) if token else None
 
 
@@ -6186,10 +6216,8 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
     def _start(self):
         """Make gigatoken's own tokenizer, which has seen no text yet."""
         gigatoken = _import_extra("gigatoken", self.path)
-        try:
+        with _named(self.path, "gigatoken refuses it"):
             self._gigatoken = gigatoken.Tokenizer.from_json(self._tokenizer.to_str())
-        except Exception as error:  # each part of a file may be refused with an error of its own
-            raise ValueError(f"{self.path}: gigatoken refuses it: {_one_line(error)}") from None
         self._seen_bytes = 0
 
     def tokenize(self, text: str) -> list[int]:
@@ -6284,62 +6312,12 @@ def _check_tokenizer(tokenizer, names):
             )
 
 
-def _ids_of(tokenizer, text):
-    """The ids of a short text, to see what a tokenizer does; none where it refuses this text."""
-    try:
-        ids = np.asarray(tokenizer.tokenize(text))
-    except _ENDS_OF_A_PROCESS:
-        raise
-    except BaseException:  # a panic of native code is no Exception
-        return []
-    if ids.ndim != 1 or (len(ids) > 0 and ids.dtype.kind not in "iu"):
-        raise ValueError(
-            f"wanted a tokenizer, got {type(tokenizer).__name__}, whose tokenize() makes "
-            f"{ids.tolist()!r} of {text!r}, and no list of ids"
-        )
-    return ids.tolist()
-
-
 def _check_tokenizer_of_corpus(tokenizer, append_eod):
-    """Check what is going to make a corpus; a warning if documents would end in two eods."""
+    """Check what is going to make a corpus."""
     names = ["vocab_size", "tokenize"]
     if append_eod:
         names.append("eod")
     _check_tokenizer(tokenizer, names)
-    ids = _ids_of(tokenizer, "a")
-    # The empty text too: else eod may stand for a letter that is not known.
-    if append_eod and ids[-1:] == _ids_of(tokenizer, "")[-1:] == [tokenizer.eod]:
-        warnings.warn(
-            "the tokenizer ends texts in eod by itself, and append_eod adds another eod",
-            stacklevel=3,
-        )
-
-
-def _find_pad_token_id(config):
-    """The id that fills short samples: the tokenizer's pad, or -1.
-
-    It is -1 if there is no pad.  It is -1 too if another special token has the same id, unless the
-    config says allow_ambiguous_pad_tokens: padding has no loss, so real tokens of that id would
-    have no loss either.  The special tokens are those of special_tokens_dict, {name: id}, which a
-    tokenizer may have as well; if it has none, they are eos and eod.
-    """
-    tokenizer = config.tokenizer
-    pad = _attribute(tokenizer, "pad")
-    if pad is None:
-        return -1
-    special = dict(_attribute(tokenizer, "special_tokens_dict") or {})
-    special.pop("pad_token", None)
-    if not special:
-        special = {name: _attribute(tokenizer, name) for name in ("eos", "eod")}
-    same = [name for name, token in special.items() if token == pad]
-    if same and not config.allow_ambiguous_pad_tokens:
-        warnings.warn(
-            f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding is -1, so "
-            "that real tokens keep their loss (see allow_ambiguous_pad_tokens)",
-            stacklevel=2,
-        )
-        return -1
-    return int(pad)
 
 
 # ==============================================================================
@@ -7074,8 +7052,6 @@ def _warn_of_other_tokenizer(pair, tokenizer):
 # within a conversation: cu_seqlens says where each begins, as attention kernels for packed
 # sequences want it, and positions count from 0 in each.
 #
-# This template knows role and content, and learns what the role "assistant" says.  Whatever else a
-# message holds is refused, since it would be lost.
 
 _IGNORED = -100  # the target of a place where nothing is learned; torch's cross_entropy skips it
 
@@ -7087,8 +7063,7 @@ class SFTDataset(MegatronDataset):
     dataset_path   the path of the file; None: there is none
     indices        int32, the rows of this split
     num_samples    how many samples; None: each row once
-    config         GPTDatasetConfig without create_attention_mask, reset_attention_mask and
-                   reset_position_ids
+    config         GPTDatasetConfig, without create_attention_mask and the two resets
 
     ds[k] is a dict of new tensors:
       tokens, labels   int64 (S,); labels are -100 where nothing is learned, pads where filled
@@ -7106,8 +7081,7 @@ class SFTDataset(MegatronDataset):
     A sample that is too long is cut, and one that is too short is filled with tokenizer.pad.  A
     tokenizer without pad fills with eod; only the filled places are masked then, so that each real
     eod is learned.  With context_parallel_size cp > 1 each conversation is filled up to a multiple
-    of 2 * cp tokens, so that section 9 can cut it for the ranks.  eod_mask_loss changes nothing:
-    the targets say what is learned.
+    of 2 * cp tokens, so that section 9 can cut it for the ranks.  eod_mask_loss changes nothing.
 
     >>> rows = [{"messages": [{"role": "user", "content": "2+2"},
     ...                       {"role": "assistant", "content": "4"}]}]
@@ -7129,28 +7103,10 @@ class SFTDataset(MegatronDataset):
         config: GPTDatasetConfig,
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
-        for name in ("create_attention_mask", "reset_attention_mask", "reset_position_ids"):
-            if getattr(config, name):
-                raise ValueError(
-                    f"{name} must be False for SFTDataset: cu_seqlens and position_ids keep the "
-                    "conversations of a sample apart"
-                )
-        if self.num_samples and len(self.indices) == 0:
-            raise ValueError(
-                f"{_name(self)}: {index_split.name} of split {config.split!r} holds no rows for "
-                f"{self.num_samples} samples: enlarge it"
-            )
+        _check_sft(self)
         self._has_warned = False  # of a sample in which nothing is learned
         tokenizer = config.tokenizer
-        _check_tokenizer(tokenizer, ["tokenize", "eod"])
         self._tokenize_conversation = _attribute(tokenizer, "tokenize_conversation")
-        if self._tokenize_conversation is None:
-            added = _ids_of(tokenizer, "")
-            if len(added) > 0:
-                raise ValueError(
-                    "SFTDataset wants a tokenizer that was made without add_special_tokens: this "
-                    f"one would put {added} around each piece of a conversation"
-                )
         # Unlike the base class: None where there is no pad; a pad that is also eod stays the pad.
         self._pad_token_id = _attribute(tokenizer, "pad")
         self._fill_token_id = tokenizer.eod if self._pad_token_id is None else self._pad_token_id
@@ -7161,14 +7117,11 @@ class SFTDataset(MegatronDataset):
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> typing.Any:
         """Open a file of rows: Parquet if the name ends in .parquet, else JSON lines."""
-        if os.fspath(dataset_path).endswith(".parquet"):
-            rows = _ParquetRows(dataset_path)
-        elif os.path.isfile(dataset_path):
-            rows = _JsonlRows(dataset_path)
-        else:  # such as the prefix of a pair, where its index cache is
-            raise FileNotFoundError(f"{dataset_path}: no such file of conversations (.jsonl, ...)")
+        _check_file_of_rows(dataset_path)
+        is_parquet = os.fspath(dataset_path).endswith(".parquet")
+        rows = _ParquetRows(dataset_path) if is_parquet else _JsonlRows(dataset_path)
         if len(rows) > 0:  # a file of another kind is found out now
-            with _errors_that_name_row(dataset_path, rows, 0):
+            with _named(_place_of_row(dataset_path, rows, 0), _WANTED_OF_ROW):
                 _split_conversations(rows[0]["messages"])
         return rows
 
@@ -7222,7 +7175,7 @@ class SFTDataset(MegatronDataset):
 
     def _encode_row(self, row):
         """Yield (tokens, targets), int64, of one conversation of a row after the other."""
-        with _errors_that_name_row(_name(self), self.dataset, row):
+        with _named(_place_of_row(_name(self), self.dataset, row), _WANTED_OF_ROW):
             for conversation in _split_conversations(self.dataset[row]["messages"]):
                 if self._tokenize_conversation is None:
                     tokens, targets = _encode_conversation(conversation, self.config.tokenizer)
@@ -7235,18 +7188,40 @@ class SFTDataset(MegatronDataset):
                 yield np.asarray(tokens, np.int64), np.asarray(targets, np.int64)
 
 
-@contextlib.contextmanager
-def _errors_that_name_row(name, rows, row):
-    """Have errors, of whatever kind, name the row, but those that are not its fault."""
-    try:
-        yield
-    except (MemoryError, OSError):
-        raise
-    except Exception as error:
+_WANTED_OF_ROW = 'wanted "messages", a list of {"role": ..., "content": ...}, that can be tokenized'
+
+
+def _check_sft(dataset):
+    """ValueError for a config, a split or a tokenizer that an SFTDataset cannot have."""
+    config = dataset.config
+    for name in ("create_attention_mask", "reset_attention_mask", "reset_position_ids"):
+        if getattr(config, name):
+            raise ValueError(
+                f"{name} must be False for SFTDataset: cu_seqlens and position_ids keep the "
+                "conversations of a sample apart"
+            )
+    if dataset.num_samples and len(dataset.indices) == 0:
         raise ValueError(
-            f'{_place_of_row(name, rows, row)}: wanted "messages", a list of '
-            f'{{"role": ..., "content": ...}}, that can be tokenized: {_one_line(error)}'
-        ) from error
+            f"{_name(dataset)}: {dataset.index_split.name} of split {config.split!r} holds no rows "
+            f"for {dataset.num_samples} samples: enlarge it"
+        )
+    tokenizer = config.tokenizer
+    _check_tokenizer(tokenizer, ["tokenize", "eod"])
+    if _attribute(tokenizer, "tokenize_conversation") is None:
+        added = list(tokenizer.tokenize(""))
+        if len(added) > 0:
+            raise ValueError(
+                "SFTDataset wants a tokenizer that was made without add_special_tokens: this one "
+                f"would put {added} around each piece of a conversation"
+            )
+
+
+def _check_file_of_rows(path):
+    """An error for a file whose rows cannot be read one by one."""
+    if not os.path.isfile(path):  # such as the prefix of a pair, where its index cache is
+        raise FileNotFoundError(f"{path}: no such file of conversations (.jsonl or .parquet)")
+    if re.search(r"\.(gz|zst|bz2|xz)$", os.fspath(path), re.IGNORECASE):
+        raise ValueError(f"{path}: a row of a compressed file cannot be found: unpack it first")
 
 
 def _place_of_row(name, rows, row):
@@ -7272,7 +7247,8 @@ def _encode_conversation(conversation, tokenizer):
     """Return the tokens and the targets of a conversation, by a plain template.
 
     A message is the line "role: content".  Only the content of the assistant's messages and the eod
-    that ends each of them are learned; eod stands in the place of the line's end there.
+    that ends each of them are learned; eod stands in the place of the line's end there.  Whatever
+    else a message holds is refused, since it would be lost.
     """
     tokens = []
     targets = []
@@ -7336,21 +7312,38 @@ def _pack_conversations(encoded, sequence_length, fill, granularity):
 
 
 class _Rows:
-    """The rows of a file, by number."""
+    """The rows of a file, by number.
+
+    The file stays open: where its name gets another one, the rows are still those of this one.  A
+    pickle has all but what _open() reads; who unpickles it opens the file that is there now.
+    """
 
     def __init__(self, path):
         self.path = os.path.abspath(path)
-        self._fingerprint = self._read_fingerprint()
+        self._open()
 
-    def _read_fingerprint(self):
-        """The fingerprint of the file that is there now."""
-        with open(self.path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(0)
-            ends = file.read(4096)
-            file.seek(max(0, size - 4096))
-            ends += file.read(4096)
-        return {"size": size, "ends_crc32": zlib.crc32(ends)}
+    def _open(self):
+        self._file = open(self.path, "rb")
+        weakref.finalize(self, self._file.close)
+        self._written = os.fstat(self._file.fileno()).st_mtime_ns
+        size = self._file.seek(0, os.SEEK_END)
+        self._file.seek(0)
+        ends = self._file.read(4096)
+        self._file.seek(max(0, size - 4096))
+        ends += self._file.read(4096)
+        self._file.seek(0)
+        self._fingerprint = {"size": size, "ends_crc32": zlib.crc32(ends)}
+
+    def __getstate__(self):
+        return vars(self) | {"_file": None}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        wanted = self._fingerprint
+        self._open()
+        if self._fingerprint != wanted:
+            found = f"{self._fingerprint}: the file was replaced after the dataset was pickled"
+            raise _format_error(self.path, "fingerprint", wanted, f"{found}: build it again")
 
     def fingerprint(self):
         """What tells these rows from others, as IndexedDataset.fingerprint() does for tokens."""
@@ -7360,51 +7353,47 @@ class _Rows:
 class _JsonlRows(_Rows):
     """The rows of a file of JSON lines.  Blank lines are no rows.
 
-    starts         where each row begins, in bytes
+    starts, ends   where each row begins and ends, in bytes
     line_numbers   the number of its line, from 1, for errors
     """
 
     def __init__(self, path):
         super().__init__(path)
         self.starts = array.array("q")
+        self.ends = array.array("q")
         self.line_numbers = array.array("q")
-        position = 0
-        with open(self.path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.isspace():
-                    self.starts.append(position)
-                    self.line_numbers.append(number)
-                position += len(line)
-
-    def __setstate__(self, state):
-        """Refuse a file that is another one than that of the pickle: its rows begin elsewhere."""
-        vars(self).update(state)
-        found = self._read_fingerprint()
-        if found != self._fingerprint:
-            reason = "the file was replaced after the dataset was pickled: build it again"
-            raise _format_error(self.path, "fingerprint", self._fingerprint, f"{found}: {reason}")
+        end = 0
+        for number, line in enumerate(self._file, 1):
+            begin = end
+            end += len(line)
+            if not line.isspace():
+                self.starts.append(begin)
+                self.ends.append(end)
+                self.line_numbers.append(number)
 
     def __len__(self):
         return len(self.starts)
 
     def __getitem__(self, row):
-        # An open file would have a position, which threads and forked processes could mix up.
-        with open(self.path, "rb") as file:
-            file.seek(self.starts[row])
-            return _read_object(file.readline())
+        begin = self.starts[row]
+        descriptor = self._file.fileno()  # its position is shared by threads and forks: unused here
+        line = os.pread(descriptor, self.ends[row] - begin, begin)
+        if os.fstat(descriptor).st_mtime_ns != self._written:
+            raise ValueError(f"{self.path} was written while it is read: build the dataset again")
+        return _read_object(line)
 
 
 class _ParquetRows(_Rows):
     """The rows of a Parquet file; its column "messages" is kept in memory."""
 
-    def __init__(self, path):
-        parquet = _import_extra("pyarrow.parquet", path)
-        super().__init__(path)
-        try:
-            table = parquet.read_table(path, columns=["messages"])
-            self._messages = table.column("messages")
-        except Exception as error:  # pyarrow raises many kinds, and none names the file
-            raise ValueError(f'{path}: wanted a Parquet file with "messages": {error}') from None
+    def _open(self):
+        super()._open()
+        parquet = _import_extra("pyarrow.parquet", self.path)
+        with _named(self.path, 'wanted a Parquet file with "messages"'):
+            self._messages = parquet.read_table(self._file, columns=["messages"])["messages"]
+
+    def __getstate__(self):
+        return super().__getstate__() | {"_messages": None}
 
     def __len__(self):
         return len(self._messages)
@@ -7500,21 +7489,21 @@ def find(
 ) -> list[int]:
     """Return the samples that hold at least one token of a sequence of a pair, in order.
 
-    path_prefix   the pair; None for mock data
+    path_prefix   the pair, by the path that the dataset was given, or by another that means the
+                  same place; None for mock data
     Cost          one pass over the orders, 4 or 8 bytes for each sample; a few binary searches for
                   each epoch; and the samples that are found
     """
-    prefix = None if path_prefix is None else os.fspath(path_prefix)
     parts = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
     for part in parts:
         _check_has_orders(part)
-    prefixes = [part.dataset_path for part in parts]
-    if prefix not in prefixes:
-        names = ", ".join(str(name) for name in prefixes)
-        raise ValueError(f"{prefix} is not a pair of this dataset, which has {names}")
+    are_meant = [_is_pair_of(part, path_prefix) for part in parts]
+    if not any(are_meant):
+        names = ", ".join(_name(part) for part in parts)
+        raise ValueError(f"{path_prefix} is not a pair of this dataset, which has {names}")
     found = []
     for d, part in enumerate(parts):
-        if prefixes[d] != prefix:
+        if not are_meant[d]:
             continue
         samples = _samples_of_sequence(part, sequence)
         if isinstance(dataset, BlendedDataset):
@@ -7533,6 +7522,14 @@ def _check_has_orders(dataset):
             "trace() and find() want a GPTDataset, or a BlendedDataset of such, got "
             f"{type(dataset).__name__}: if it wraps one of these, ask that one"
         )
+
+
+def _is_pair_of(dataset, path_prefix):
+    """Does a dataset read this pair?  A relative path means a place in the folder of now."""
+    names = [dataset.dataset_path]
+    if isinstance(dataset.dataset, IndexedDataset):
+        names.append(dataset.dataset.absolute_prefix)
+    return path_prefix in names or (path_prefix is not None and _absolute(path_prefix) in names)
 
 
 def _samples_of_sequence(dataset, sequence):
@@ -7576,7 +7573,8 @@ def _samples_of_sequence(dataset, sequence):
 #   SIGHUP, as a terminal sends when it closes      129
 #
 # In all these cases temporary files and workers go with the command.  A signal that was ignored
-# when the command began, as by nohup, stays ignored.
+# when the command began, as by nohup, stays ignored.  Where one comes while Python cannot raise, as
+# in a __del__, the command goes on to its end, and then has the signal's code.
 
 
 # The signals that end a command.  Windows has no SIGHUP.
@@ -7606,6 +7604,7 @@ def main(argv: list[str] | None = None) -> int:
             handler = signal.getsignal(number)
             if handler not in (signal.SIG_IGN, None):  # None: it is not Python's
                 handlers[number] = handler
+    code = 0
     try:
         for number in handlers:
             signal.signal(number, exit_at_signal)
@@ -7613,14 +7612,15 @@ def main(argv: list[str] | None = None) -> int:
             warnings.showwarning = _print_warning
             options.run(options)
     except Exception as error:
-        if len(arrived) > 0:  # what a signal stops may raise an error of its own
-            sys.exit(128 + arrived[0])
-        print(f"{options.program}: {_one_line(error)}", file=sys.stderr)
-        return 1
+        code = 1
+        if len(arrived) == 0:  # what a signal stops may raise an error of its own
+            print(f"{options.program}: {_one_line(error)}", file=sys.stderr)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    return 0
+    if len(arrived) > 0:
+        sys.exit(128 + arrived[0])
+    return code
 
 
 def _print_warning(message, *details):
@@ -7629,9 +7629,10 @@ def _print_warning(message, *details):
 
 
 def _print_line(line):
-    """Print a line of what a command has found or made."""
+    """Print a line of what a command has found or made; escapes for what a console cannot show."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
-        print(line, flush=True)
+        print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except OSError as error:
         # Python would try to write the line again when it exits: send it to nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

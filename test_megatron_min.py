@@ -981,7 +981,6 @@ BAD_CONFIGS = [  # what is changed in a good config, a word of the sentence
     ({"blend": ([], None)}, "a blend is"),
     ({"blend": ("p", None)}, "a blend is"),
     ({"blend": (HIDDEN, None)}, "a blend is"),
-    ({"blend": 5}, "a blend is"),
     ({"blend": (["p"], [-2])}, "weight of p"),
     ({"blend_per_split": PER_SPLIT, "blend": None}, "blend_per_split"),
     (WITHOUT_BLEND | {"blend_per_split": PER_SPLIT[:2]}, "blend_per_split"),
@@ -990,7 +989,6 @@ BAD_CONFIGS = [  # what is changed in a good config, a word of the sentence
     (WITHOUT_BLEND | {"blend_phases": PHASES}, "blend_phases"),
     (WITHOUT_BLEND | {"blend_phases": PHASES, "blend_per_split": PER_SPLIT[::-1]}, "blend_phases"),
     ({"blend_phases": PHASES, "split": "0,1,1"}, "blend_phases"),
-    ({"blend_phases": [(4, [1, 1])]}, "phase 0"),
     ({"tokenizer": "bytes"}, "got str, which lacks unique_identifiers"),
     ({"tokenizer": Tok}, "make an object of Tok"),
     ({"tokenizer": Tok(unique_identifiers="Tok")}, "got Tok, which lacks unique_identifiers"),
@@ -1016,6 +1014,21 @@ def test_a_config_derives_its_other_fields(one):
     packed = config(one, create_attention_mask=True, inter_document_masking=True)
     assert not packed.has_dense_mask
     assert config(one, tokenizer=Unfinished()).eod_mask_loss is False  # so eod is not used
+
+
+def test_blends_weights_and_phases_may_be_any_sequences(one, tmp_path):
+    """Neither lists nor tuples, as OmegaConf's ListConfig; of a config and of a BlendedDataset."""
+    items = collections.UserList
+    p = mk(one, tmp_path / "p", [[1] * 20] * 9)
+    mix = items([items([p, p]), items([1, 2])])
+    phases = items([items([4, items([1, 2])]), items([4, np.array([2, 1])])])
+    wanted = config(one, ([p, p], [1, 2]), blend_phases=[(4, [1, 2]), (4, [2, 1])])
+    wanted = build(one, [8, 0, 0], wanted)[0]
+    for fields in ({"blend": mix, "split": "1"}, {"blend_per_split": items([mix, None, None])}):
+        found = build(one, [8, 0, 0], config(one, **fields, blend_phases=phases))[0]
+        assert pairs_of(found) == pairs_of(wanted)
+    found = one.BlendedDataset(wanted.datasets, None, None, wanted.config, phases=phases)
+    assert found.unique_description == wanted.unique_description
 
 
 def test_numpy_numbers_and_paths_are_taken(one, tmp_path):
@@ -1637,7 +1650,8 @@ def test_refused_blends(one):
         (([1, math.nan], 4), "weight of bare"),
         (([1, math.inf], 4), "weight of bare"),
         (([0, 0], 4), "sum"),
-        (([1], 4), "1 weights for 2"),
+        (([1], 4), "wanted 2 weights"),
+        ((2, 4), "wanted 2 weights"),
         (([1.5, 2.5], None), "numbers of samples"),
         (([1, 1], -1), "size"),
         # more than there are, which in upstream is an IndexError in the run
@@ -1645,11 +1659,15 @@ def test_refused_blends(one):
         (([12, 10], None), "takes 12 .* has 9; .* takes 10 .* has 9"),
         (([1, 1], 4, [(4, [1, 1])]), "None"),  # phases stand for weights and size
         ((None, None, []), "wanted"),
-        ((None, None, [(4, [1])]), "phase 0"),
-        ((None, None, [(4, [1, 1]), (4, [1, -1])]), "phase 1: weight of bare"),
+        ((None, None, [(4, [1])]), "phase 0: .*wanted 2 weights"),
+        ((None, None, [(0, [1, 1])]), "phase 0: .*1 sample or more: got 0"),
+        ((None, None, [(4.5, [1, 1])]), "phase 0: .*float"),
+        ((None, None, [(4, [1, 1]), (4, [1, -1])]), "phase 1: .*weight of bare"),
     ):
         with pytest.raises(ValueError, match=word):
             blended(one, [9, 9], *arguments)
+    with pytest.raises(ValueError, match="phase 0: .*wanted 1 weights"):
+        build(one, [4, 0, 0], config(one, (["p"], None), blend_phases=[(4, [1, 1])]))
 
 
 def pairs_of(ds):
@@ -5129,7 +5147,7 @@ def test_a_package_that_is_missing_is_named(one, tmp_path, hf, monkeypatch):
         "gigatoken": functools.partial(one.build_tokenizer, f"gigatoken:{hf}"),
         "tokenizers": functools.partial(one.build_tokenizer, hf),
         "nltk.tokenize.punkt": functools.partial(one.preprocess, **job, split_sentences=True),
-        "pyarrow.parquet": functools.partial(chat, one, tmp_path / "a.parquet"),
+        "pyarrow.parquet": functools.partial(chat, one, jsonl(tmp_path / "a.parquet", [])),
     }.items():
         monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
         with pytest.raises(ImportError, match=rf": pip install {module.partition('.')[0]}$"):
@@ -5161,12 +5179,10 @@ def test_text_and_ids_of_all_kinds(one, hf):
 
 
 def test_what_is_no_tokenizer_makes_no_corpus(one, tmp_path):
-    """Not even of decimal numbers, which could be taken for ids."""
+    """By the attributes that it lacks; it is given no text to try it."""
     path = jsonl(tmp_path / "a.jsonl", ["12 7"])
     for tokenizer, fields, words in (
-        # as in the package transformers:
-        (Tok(tokenize=str.split), {}, r"got Tok, whose tokenize.* makes \['a'\] of"),
-        (Tok(tokenize=str.upper), {}, "got Tok, whose tokenize.* makes 'A' of 'a'"),
+        (Tok(tokenize=None), {}, "got Tok, which lacks tokenize"),
         (Tok(vocab_size=None), {}, "got Tok, which lacks vocab_size"),
         (Tok(eod=None), {"append_eod": True}, "got Tok, which lacks eod"),
     ):
@@ -5174,23 +5190,10 @@ def test_what_is_no_tokenizer_makes_no_corpus(one, tmp_path):
             with pytest.raises(ValueError, match=words):
                 make(path, tmp_path / "o", tokenizer, **fields)
     assert os.listdir(tmp_path) == ["a.jsonl"]
-
-
-def test_two_eods_are_told(one, tmp_path):
-    """One by the tokenizer, as by a file's post-processor, and one by append_eod."""
-    path = jsonl(tmp_path / "a.jsonl", ["a", ""])
-    for of_letter, of_nothing, append_eod, count in (
-        ([1, 0], [0], True, 1),
-        ([1, 0], [0], False, 0),
-        ([0, 1], [0], True, 0),  # it begins texts so
-        ([1, 2], [2], True, 0),  # it ends texts in another token
-        ([0], [], True, 0),  # a letter that is not known
-    ):
-        tokenizer = Tok(tokenize={"a": of_letter, "": of_nothing}.get)
-        for make in (one.preprocess, one.encode_jsonl):
-            _, messages = heard(make, path, tmp_path / "o", tokenizer, append_eod=append_eod)
-            assert len(messages) == count
-            assert all("ends texts in eod by itself" in text for text in messages)
+    tokenize = mock.Mock(return_value=[1, 0])
+    made = one.preprocess(path, tmp_path / "o", Tok(tokenize=tokenize), append_eod=True)
+    assert texts_of(one, made["text"]) == [[1, 0, 0]]  # a tokenizer's own eod is its own
+    tokenize.assert_called_once_with("12 7")
 
 
 PIECES = ["the", " the", "The", " ", "\n", "\r\n", "\t", "12345", "don't", "é", "e\u0301", "日本"]
@@ -5759,7 +5762,7 @@ def test_what_a_tokenizer_raises_at_a_line(one, tmp_path):
         return acting(fail)
 
     job = {"texts": ["1", "13", "2"], "output_prefix": tmp_path / "o"}
-    panics = failing(Panic("an index is out of bounds"), "13", "a", "")  # it is tried by the others
+    panics = failing(Panic("an index is out of bounds"), "13")
     with pytest.raises(ValueError, match="texts: line 2: Panic: an index is out of bounds"):
         one.preprocess(tokenizer=panics, workers=2, **job)
     with pytest.warns(UserWarning, match="left out 1 bad lines; the first: .*line 2: Panic: "):
@@ -5769,7 +5772,7 @@ def test_what_a_tokenizer_raises_at_a_line(one, tmp_path):
         with pytest.raises(ChildProcessError, match="no room"):
             one.preprocess(tokenizer=failing(error, "13"), on_error="skip", workers=2, **job)
     with pytest.raises(KeyboardInterrupt):
-        one.preprocess(tokenizer=failing(KeyboardInterrupt(), "a"), **job)
+        one.preprocess(tokenizer=failing(KeyboardInterrupt(), "13"), **job)
 
 
 def test_a_process_that_may_have_no_children(one, tmp_path, monkeypatch):
@@ -5989,7 +5992,7 @@ def test_samples_of_conversations_equal_the_rules(one, tmp_path, kind, pad):
 
 
 def test_files_of_rows_are_told_apart(one, tmp_path):
-    """By their sizes and both ends, wherever they lie.  A pickle is of one of them."""
+    """By their sizes and both ends, wherever they lie."""
     row = json.dumps({"messages": ROW})
     gap = "\n" * 9000
     contents = [f" {row}{gap}{row}", f"{row}\n{gap}{row}", f"{row}{gap}{row} "]
@@ -6000,10 +6003,33 @@ def test_files_of_rows_are_told_apart(one, tmp_path):
         path.write_text(content)
         found.add(str(chat(one, path).dataset.fingerprint()))
     assert len(found) == len(contents)
-    pickled = pickle.dumps(chat(one, path))
-    path.write_text(contents[0])
-    with pytest.raises(one.DatasetFormatError, match="replaced"):
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_file_of_rows_that_is_replaced(one, tmp_path, kind):
+    """By one of equal size: the file that was opened is read on; who unpickles it refuses another.
+
+    A pickle has no row of Parquet.  A file that is written where it lies, as by cp, is an error.
+    """
+    old, new = tmp_path / f"a.{kind}", tmp_path / f"b.{kind}"
+    rows = [[ROW[0], {"role": "assistant", "content": str(k)}] for k in range(10, 99)]
+    write_rows(old, rows, np.random.default_rng(0))
+    write_rows(new, rows[::-1], np.random.default_rng(0))
+    ds = chat(one, old)
+    wanted = ds[1]["tokens"].tolist()
+    pickled = pickle.dumps(ds)
+    assert b"assistant" not in pickled
+    assert pickle.loads(pickled)[1]["tokens"].tolist() == wanted
+    os.replace(new, old)
+    assert ds[1]["tokens"].tolist() == wanted
+    with pytest.raises(one.DatasetFormatError, match=f"a.{kind}: .*replaced"):
         pickle.loads(pickled)
+    if kind == "jsonl":
+        os.utime(old, (0, 0))  # what is written now has another time
+        ds = chat(one, old)
+        write_rows(old, rows, np.random.default_rng(0))
+        with pytest.raises(ValueError, match="a.jsonl was written while it is read"):
+            ds[1]
 
 
 def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
@@ -6035,12 +6061,9 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
     for number, words in enumerate(bad.values(), 1):
         with pytest.raises(ValueError, match=rf"chat\.jsonl, line {2 * number + 1}: .*{words}"):
             ds[number]
-    os.remove(path)
-    with pytest.raises(FileNotFoundError, match=r"chat\.jsonl"):  # which is not the row's fault
-        ds[0]
-    os.mkdir(path)  # such as the index cache of a pair
-    with pytest.raises(FileNotFoundError, match=r"chat\.jsonl: no such file of conversations"):
-        chat(one, path)
+    folder = tmp_path  # such as that of the index cache of a pair
+    with pytest.raises(FileNotFoundError, match="no such file of conversations"):
+        chat(one, folder)
 
 
 def test_a_file_of_no_rows_is_refused_when_it_is_opened(one, tmp_path):
@@ -6053,6 +6076,7 @@ def test_a_file_of_no_rows_is_refused_when_it_is_opened(one, tmp_path):
     for name, content, words in (
         ("list.jsonl", json.dumps([{"messages": ROW}], indent=1).encode(), no_row),
         ("compressed.jsonl", gzip.compress(good.encode()), no_row),
+        ("compressed.jsonl.GZ", gzip.compress(good.encode()), "unpack it first"),
         ("other_rows.jsonl", f'{{"text": "a"}}\n{good}'.encode(), no_row),
         ("no_lists.parquet", None, no_row),
         ("text.parquet", None, no_parquet),
@@ -6079,7 +6103,7 @@ def test_the_first_sample_without_any_loss_is_told(one, tmp_path):
 def test_what_fine_tuning_refuses(one, tmp_path):
     """Such as one target for three tokens, which would be spread over all of them."""
     one_target = mock.Mock(return_value=([1, 2, 3], [5]))
-    with_start = mock.Mock(return_value=[5])  # as a BOS around each text, of which this has none
+    with_start = {"": [5]}.get  # as a BOS around each text, of which this has none
     path = jsonl(tmp_path / "chat.jsonl", [ROW], "messages")
     for fields, words in (
         ({"create_attention_mask": True}, "create_attention_mask must be False"),
@@ -6182,6 +6206,23 @@ def test_trace_and_find_of_random_blends(one, tmp_path):
         for prefix in pairs:
             for sequence in range(len(one.IndexedDataset(prefix))):
                 assert one.find(blend, prefix, sequence) == wanted[prefix, sequence]
+
+
+def test_a_pair_is_found_by_any_path_that_means_it(one, tmp_path, monkeypatch):
+    """Though the job goes to another folder: a relative path then means another place."""
+    mk(one, tmp_path / "a", [[1] * 9] * 3)
+    monkeypatch.chdir(tmp_path)
+    blend = build(one, [9, 0, 0], config(one, (["a", str(tmp_path / "a")], [1, 1])))[0]
+    wanted = one.find(blend.datasets[0], "a", 1)
+    assert len(wanted) > 0
+    for prefix in (tmp_path / "a", f"{tmp_path}/b/../a", "./a"):
+        assert one.find(blend.datasets[0], prefix, 1) == wanted
+        assert one.find(blend, prefix, 1) == one.find(blend, "a", 1)
+    os.mkdir("b")
+    monkeypatch.chdir("b")
+    assert one.find(blend.datasets[0], "a", 1) == one.find(blend.datasets[0], "../a", 1) == wanted
+    with pytest.raises(ValueError, match=r"\./a is not a pair"):
+        one.find(blend, "./a", 1)
 
 
 def test_what_cannot_be_traced_or_found(one, tmp_path):
@@ -6319,6 +6360,17 @@ def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch):
     code, _, err = command(one, capsys, "merge", "--input", "p", "--output-prefix", "q")
     sentence = "megatron-min: ZeroDivisionError: a bad value\n"
     assert (code, err) == (1, f"warning: a warning of two lines\n{sentence}")
+
+
+@pytest.mark.parametrize("encoding, text", [("ascii", r"\u65e5\xe9"), ("cp1252", r"\u65e5é")])
+def test_a_console_that_cannot_show_a_character(one, tmp_path, capsys, monkeypatch, encoding, text):
+    """It shows an escape, of a path as of a text, and the command goes on to its end."""
+    prefix = mk(one, tmp_path / "日é", [list("日é".encode())], np.uint8)
+    console = io.TextIOWrapper(io.BytesIO(), encoding, newline="\n")
+    monkeypatch.setattr(sys, "stdout", console)
+    assert command(one, capsys, "inspect", prefix)[0] == 0
+    first, *_, last = console.buffer.getvalue().decode(encoding).splitlines()
+    assert f"/{text}: 1 sequences" in first and last == f"decoded: '{text}'"
 
 
 class Signalled(Tok):
@@ -6470,6 +6522,17 @@ def signal_once():
 os.register_at_fork(before=signal_once)
 threading.Thread(target=time.sleep, args=[60], daemon=True).start()
 """
+IN_A_DEL = """
+sys.unraisablehook = print  # of what is raised there
+class Last:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+def make():
+    Last()
+    return mm.ByteTokenizer()
+words = "preprocess --input a.jsonl --output-prefix o --no-verbose --tokenizer __main__:make"
+sys.exit(mm.main(words.split()))
+"""
 KILLED_BY_A_WORKER = """
 class Killing(mm.ByteTokenizer):
     def tokenize_batch(self, texts):
@@ -6488,6 +6551,7 @@ ENDS = {  # lines, the exit code, files, what stands on stderr
     "its reader has seen enough": (CLOSED_PIPE + PREPROCESS, 0, MADE, ""),
     # Python drops what is raised in a thread that forks.
     "a signal while a worker is started": (AT_A_FORK + PREPROCESS, 143, ["seen"], ""),
+    "a signal inside of a __del__": (IN_A_DEL, 143, MADE, ""),
     "the command is killed, and not its workers": (KILLED_BY_A_WORKER, -9, ["out"], ""),
 }
 
