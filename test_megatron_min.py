@@ -7206,7 +7206,7 @@ def test_readmes_shards_merge_to_the_pair_of_one_job(one, readme, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     os.mkdir("books")
     for k in range(16):
-        jsonl(f"books/{k:02}.jsonl", [str(k % 10)] * (k % 3))
+        jsonl(f"books/{k:02}.jsonl", [chr(97 + k)] * 3)
     whole = one.preprocess("books/*.jsonl", "whole", append_eod=True)["text"]
     part, _, merge = readme_block(readme, "sh", "srun").splitlines()
     _, *part = shlex.split(part.removeprefix("part=")[1:-1])
