@@ -41,6 +41,7 @@ import pickle
 import random
 import re
 import runpy
+import shlex
 import shutil
 import signal
 import struct
@@ -7261,21 +7262,144 @@ def test_readmes_map_is_that_of_the_module(readme, one):
         assert abs(about - lines[banner]) <= 10 + 0.1 * about, (banner, lines[banner])
 
 
-def test_readmes_shards_merge_to_the_pair_of_one_job(one, readme, tmp_path, monkeypatch):
-    """Where Ray runs each job at once; and Slurm's have the names that README merges."""
+@pytest.fixture
+def first_lines(readme):
+    """What README says to a user of plain PyTorch."""
+    lines, _, _ = readme.partition("**The rest is for look-up.**\n")
+    assert lines.count("\n") == 130
+    return lines
+
+
+@pytest.fixture
+def inputs(one, first_lines, tmp_path, monkeypatch):
+    """{name of an input: its texts}, in a folder where README's first scripts are, and can run."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("gigatoken")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "megatron_min", one)
+    monkeypatch.setitem(sys.modules, "pretrain", None)  # so it is not left there
+    trained = tokenizers.ByteLevelBPETokenizer()
+    special = ["<|endoftext|>"]
+    trained.train_from_iterator(["def a(self):"], 270, min_frequency=1, special_tokens=special)
+    for folder in ("tokenizer", "wiki", "books"):
+        os.mkdir(folder)
+    trained.save("tokenizer/tokenizer.json")
+    sources = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:60]
+    texts = [path.read_text("utf-8", errors="replace")[:2000] for path in sources]
+    inputs = {}
+    for number, corpus in enumerate(("wiki", "books", "wiki")):
+        name = f"{corpus}/{number}.jsonl.gz"
+        inputs[name] = texts[number::3]
+        with gzip.open(name, "wt") as file:
+            file.write("\n\n".join(json.dumps({"text": text}) for text in inputs[name]))
+    for line in readme_block(first_lines, "sh", "gigatoken:").splitlines():
+        if line.startswith("megatron-min "):
+            assert one.main(shlex.split(line)[1:]) == 0
+    for name, words in (("pretrain.py", "import os\n"), ("documents.py", "import *\n\nloader")):
+        pathlib.Path(name).write_text(readme_block(first_lines, "python", words))
+    return inputs
+
+
+def run_here(path, capsys):
+    """Run a script, which may import pretrain.py anew: its names, and the lines that it prints."""
+    sys.modules.pop("pretrain", None)
+    capsys.readouterr()
+    names = runpy.run_path(path, run_name="__main__")
+    return names, capsys.readouterr().out.splitlines()
+
+
+def test_readmes_first_lines_as_they_stand(one, first_lines, inputs, capsys, monkeypatch):
+    """A plain run is stopped, and goes on with equal batches; its documents are the input lines."""
+    read = []  # the labels of each step
+    stops = {50}
+    cross_entropy = torch.nn.functional.cross_entropy
+
+    def look_on(logits, labels):
+        if torch.is_grad_enabled():
+            read.append(labels.view(8, 64))
+        if len(read) in stops:
+            raise InterruptedError
+        return cross_entropy(logits, labels)
+
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", look_on)
+    with pytest.raises(InterruptedError):
+        run_here("pretrain.py", capsys)
+    printed = capsys.readouterr().out
+    stops.clear()
+    del read[40:]  # what was read after the last checkpoint
+    names, lines = run_here("pretrain.py", capsys)
+    train = names["train"]
+    text = names["tokenizer"].detokenize(train[0]["tokens"])
+    assert printed.startswith(text + "\nstep 19: loss ") and "step 39: " in printed
+    assert [line.partition(":")[0] for line in lines] == ["step 59", "step 79", "step 99"]
+    assert len(read) == 100 and sorted(train.samples_taken().tolist()) == [240, 560]
+    for step, labels in enumerate(read):
+        same(labels, batch_of(train, range(8 * step, 8 * step + 8))["labels"])
+
+    _, lines = run_here("documents.py", capsys)
+    tokens = {k: [] for k in range(17 * 8, 18 * 8)}
+    for line in lines:
+        k, name, number, offset, length = line.split()
+        document = names["tokenizer"].tokenize(inputs[name][int(number)])
+        document.append(names["tokenizer"].eod)
+        tokens[int(k)] += document[int(offset) :][: int(length)]
+    same(torch.tensor(list(tokens.values()))[:, 1:], read[17])
+
+    script = pathlib.Path("pretrain.py").read_text()
+    pathlib.Path("pretrain.py").write_text(script.replace("seed=1234", "seed=5"))
+    with pytest.raises(ValueError, match="seed|does not fit"):
+        run_here("documents.py", capsys)
+
+
+def test_readmes_expressions(one, readme, first_lines, tmp_path):
+    """For whole epochs, for a step of "cyclic", and for a pair without a record."""
+    prefix = mk(one, tmp_path / "p", [np.arange(n) for n in range(1, 30)])
+    fields = {"split": "90,10,0", "tokenizer": Tok(), "create_attention_mask": False}
+
+    def build(num_samples, *prefixes):
+        config = one.GPTDatasetConfig(1234, 8, blend=(prefixes, None), **fields)
+        sizes = [num_samples, 0, 0]
+        builder = one.BlendedMegatronDatasetBuilder(one.GPTDataset, sizes, lambda: True, config)
+        return builder.build()[0]
+
+    train = build(None, prefix)
+    [num_tokens] = re.findall("num_tokens is `(.+?)`", first_lines)
+    for epochs in (1, 3):
+        count = one.count_samples(epochs * eval(num_tokens), 8)
+        for more in (0, 1):
+            assert build(count + more, prefix).epoch_plan.num_epochs == epochs + more
+    once = build(None, prefix, prefix)
+    assert once.samples_taken().tolist() == [len(train), len(train)]
+    [numbers] = re.findall(r"`(next\(itertools.+)`", first_lines)
+    for step in (0, 4):
+        cyclic = {"micro_batch_size": 3, "dataloader_type": "cyclic"}
+        loader = one.build_pretraining_data_loader(once, 0, **cyclic)
+        batch = next(itertools.islice(loader, step, None))
+        loader = one.build_pretraining_data_loader(once, 0, **cyclic)
+        same(batch["tokens"], batch_of(once, eval(numbers))["tokens"])
+    [is_below] = re.findall("`(IndexedDataset.+ < vocab_size)`", readme)
+    for vocab_size in (28, 29):  # the highest id is 28
+        names = vars(one) | {"prefix": prefix, "vocab_size": vocab_size}
+        assert eval(is_below, names) == (vocab_size == 29)
+
+
+def test_readmes_shards_merge_to_the_pair_of_one_job(one, readme, tmp_path, monkeypatch):
+    """By its lines for Slurm."""
+    monkeypatch.chdir(tmp_path)
     os.mkdir("books")
-    for name in "ab":
-        jsonl(f"books/{name}.jsonl", [name * k for k in range(50)])
+    for k in range(16):
+        jsonl(f"books/{k:02}.jsonl", [chr(97 + k)] * 3)
     whole = one.preprocess("books/*.jsonl", "whole", append_eod=True)["text"]
-    ray = mock.Mock(get=list)
-    ray.remote.return_value.return_value.remote = one.preprocess
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    exec(readme_block(readme, "python", "ray.remote"), {})
+    part, _, merge = readme_block(readme, "sh", "srun").splitlines()
+    _, *part = shlex.split(part.removeprefix("part=")[1:-1])
+    _, *merge = shlex.split(merge, comments=True)
+    for i in range(16):
+        assert one.main([*part, f"{i}/16"]) == 0
+    place = merge.index("--input") + 1
+    merge[place : place + 1] = sorted(glob.glob(merge[place]))
+    assert one.main(merge) == 0
     assert bytes_of_pair("books_text_document") == bytes_of_pair(whole)
-    parts = "books_text_document_*_of_00016.idx"
-    assert len(glob.glob(parts)) == 16 and parts in readme_block(readme, "sh", "srun")
 
 
 def test_readmes_lines_for_parquet(one, readme, tmp_path, monkeypatch):
@@ -7283,13 +7407,13 @@ def test_readmes_lines_for_parquet(one, readme, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron_min", one)
     texts = ["first", "", "third"]
     write_parquet("corpus.parquet", {"text": texts, "more": [1, 2, 3]})
-    exec(readme_block(readme, "python", "pyarrow.parquet"), {})
+    exec(readme_block(readme, "python", "ParquetFile"), {})
     whole = one.preprocess(texts=texts, output_prefix="whole", append_eod=True)["text"]
     assert bytes_of_pair("corpus_text_document") == bytes_of_pair(whole)
 
 
 def run_training(script, ranks=1, **layout):
-    """What README's script prints, on so many ranks, in the current folder."""
+    """What a script of README prints, on so many ranks, in the current folder."""
     pathlib.Path("train.py").write_text(script)
     env = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"} | layout
     launcher = []
@@ -7317,7 +7441,7 @@ def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, readme, tmp_pa
         os.remove("checkpoint.pt")
         assert run_training(script, ranks, **layout) == lines, layout
     os.remove("checkpoint.pt")
-    first = run_training(script.replace(" steps = 20\n", " steps = 10\n"))
+    first = run_training(script.replace("S = 20, ", "S = 10, "))
     assert first + run_training(script, 2) == lines
     os.remove("checkpoint.pt")
     forkserver = (
@@ -7325,6 +7449,37 @@ def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, readme, tmp_pa
     )
     script = forkserver + script.replace(" **dp)", " num_workers=1, **dp)")  # as from 3.14 on
     assert run_training(script, MEGATRON_MIN_C="0") == lines
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_does(first_lines, inputs):
+    """By the changes that README's first lines tell of; one goes on where they stopped."""
+    script = "import torch\ntorch.manual_seed(1)\n" + pathlib.Path("pretrain.py").read_text()
+    run_training(script)
+    wanted = torch.load("checkpoint.pt")
+    os.remove("checkpoint.pt")
+    words = " ".join(first_lines[first_lines.index("By `torchrun") :].split())
+    _, begin, rank, sizes, wrap, loss, if_rank_0 = re.findall("`(.+?)`", words)[:7]
+    by_two = script
+    for old, new in (
+        ("steps, batch_size", f"{begin}\n{rank}\nsteps, batch_size"),
+        ("micro_batch_size=batch_size", sizes),
+        ("    start =", f"    {wrap}\n    start ="),
+        ("loss = loss_of(model, batch)", f"loss = {loss}"),
+        ("if (step + 1) % 20 == 0:", f"{if_rank_0} and (step + 1) % 20 == 0:"),
+    ):
+        assert old in by_two
+        by_two = by_two.replace(old, new)
+    run_training(by_two.replace("S = 100,", "S = 60,"), 2)
+    assert torch.load("checkpoint.pt")["loader"]["consumed_samples"] == 60 * 8
+    run_training(script)
+    found = torch.load("checkpoint.pt")
+    assert found["loader"] == wanted["loader"]
+    torch.testing.assert_close(found["model"], wanted["model"], rtol=1e-3, atol=1e-3)
+    documents = pathlib.Path("documents.py").read_text()
+    lines = run_training(documents)
+    pathlib.Path("pretrain.py").write_text(by_two)
+    assert sorted(run_training(documents, 2)) == sorted(2 * lines)  # each process prints them
 
 
 def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path, monkeypatch):
@@ -7338,8 +7493,8 @@ def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path, monkeypatc
         names["iter_num"] = iter_num
         exec(readme_block(readme, "python", "def get_batch(split)"), names)
         assert names["meta_vocab_size"] == 257
-        train = names["datasets"]["train"]
-        assert (train.num_samples, names["datasets"]["val"].num_samples) == (80, 12)
+        train = names["train"]
+        assert (train.num_samples, names["val"].num_samples) == (80, 12)
         for step in range(iter_num, 6):
             wanted = batch_of(train, [4 * step + 2, 4 * step + 3])
             for found, key in zip(names["get_batch"]("train"), ("tokens", "labels"), strict=True):
