@@ -1876,6 +1876,28 @@ def test_what_a_builder_refuses(one, corpora):
         build(one, [9, 0, 0], config(one, ([A], None)))
 
 
+def test_samples_of_a_split_without_a_share_are_a_warning(one, corpora):
+    """None is built, as in upstream; of None or 0 samples nothing is said."""
+    blends = [([A], None), None, None]
+    for fields in ({"blend": ([A], None), "split": "1,1,0"}, {"blend_per_split": blends}):
+        with pytest.warns(UserWarning, match="^5 samples are wanted of test, which has no share"):
+            assert build(one, [5, None, 5], config(one, **fields))[2] is None
+        _, messages = heard(build, one, [5, None, None], config(one, **fields))
+        assert messages == []
+
+
+def test_pairs_of_different_tokenizers_are_no_config(one, corpora):
+    """In whatever split; a pair without a record may be of any.  Upstream builds them."""
+    for prefix, name in ((A, "bytes"), (B, "BPE")):
+        one._write_record(prefix, {"class": name}, [])
+    blends = [([A, C], None), ([B], None), None]
+    for fields in ({"blend": ([C, A, B], [1, 1, 1])}, {"blend_per_split": blends}):
+        with pytest.raises(ValueError, match=f"{B} was made with .*BPE.* that of {A} is .*bytes"):
+            quiet(build, one, [5, 5, 0], config(one, **fields))
+    _, messages = heard(build, one, [5, 0, 0], config(one, ([A, C], [1, 1])))
+    assert len(messages) == 1, "the tokenizer of the config is a warning"
+
+
 @linux
 def test_60_corpora_build_and_train_with_100_open_files(one, tmp_path):
     """Of 3,000 documents each; the soft limit is raised.  Upstream: a bare [Errno 24]."""
@@ -4784,6 +4806,33 @@ def a_failed_build_is_raised_on_all(job):
         assert built_tokens(job, "shared")[0]
 
 
+def built_on_nodes(job, stale=(), weights=(1, 3)):
+    """Build on ranks of which each has a copy of its own; some of b are stale."""
+    folder = job.folder / f"node {job.rank}"
+    for name in "ab":
+        docs = [[1] * 40, [2] * (30 if name == "b" and job.rank in stale else 33)]
+        mk(job.mm, folder / name, docs)
+    blends = [([str(folder / name) for name in "ab"], weights)] * 2 + [None]
+    cfg = config(job.mm, blend_per_split=blends, multiple_validation_sets=True)
+    builder = job.mm.BlendedMegatronDatasetBuilder(job.mm.GPTDataset, [60, 6, 0], yes, cfg)
+    return builder.build()
+
+
+def the_data_of_the_ranks_are_compared(job):
+    """Upstream: they train on different texts, and at the end some wait for the others."""
+    with counted("broadcast_object_list") as broadcast, counted("all_gather_object") as gather:
+        assert len(built_on_nodes(job)[0]) == 60
+    assert (broadcast.call_count, gather.call_count) == (0, 0)
+    last = job.world - 1
+    for stale, others in (([last], [last]), ([0], [*range(1, job.world)])):
+        words = rf"bin_size of fingerprint of corpus 1 \(b\) of train .*{re.escape(str(others))}"
+        with pytest.raises(ValueError, match=words):
+            quiet(built_on_nodes, job, stale)
+    with pytest.raises(ValueError, match="weights of train is .* on rank 0, and "):
+        built_on_nodes(job, weights=(1, 2 + job.rank))
+    assert len(built_on_nodes(job)[0]) == 60, "again"
+
+
 @two_or_four_ranks
 def test_errors_on_ranks(tmp_path, world):
     scenarios = [
@@ -4792,6 +4841,7 @@ def test_errors_on_ranks(tmp_path, world):
         on_another_default_device,
         caches_are_shared_or_of_ones_own,
         a_failed_build_is_raised_on_all,
+        the_data_of_the_ranks_are_compared,
     ]
     run_on_ranks(world, tmp_path, itertools.product(scenarios))
 
