@@ -5392,9 +5392,9 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         self._has_generator = self.generator is not None  # that of the arguments
         self.consumed_samples = batch_sampler.consumed_samples
         self._newest = None  # stands for the newest iterator; None: none since a state was loaded
-        self._since_state = None  # iterators that began since a state was loaded; None: none was
-        self._kept = {}  # of what decides the samples
-        _what_decides(dataset, None, self._kept)  # asked now, so that no state needs a storage
+        self._since_state = 2  # how many iterators began since a state was loaded; 2: or more
+        self._kept = {}  # what was asked of the datasets: now, so that no state needs a storage
+        _what_decides(dataset, None, self._kept)
         if len(batch_sampler) == 0:
             warnings.warn(
                 f"a loader without a batch: {batch_sampler.total_samples} samples are fewer than "
@@ -5435,20 +5435,16 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                 )
 
     def _warn_if_left(self, begin):
-        """Warn if the iterator that went on from a state was left before its end, when the next one
-        begins, at sample `begin`."""
-        if self._since_state is None:
-            return
+        """Warn, as one begins, if the one that went on from a state was left before its end."""
         self._since_state += 1
-        if self._since_state != 2:
-            return
         sampler = self.batch_sampler
         if sampler.kind == "cyclic":
-            is_at_end = self.consumed_samples % sampler.active_total_samples == 0
+            has_more = self.consumed_samples % sampler.active_total_samples > 0
+        elif sampler.drop_last:
+            has_more = self.consumed_samples + sampler.samples_per_round <= sampler.total_samples
         else:
-            least = sampler.samples_per_round if sampler.drop_last else 1  # that make a batch
-            is_at_end = self.consumed_samples + least > sampler.total_samples
-        if not is_at_end:
+            has_more = self.consumed_samples < sampler.total_samples
+        if self._since_state == 2 and has_more:
             warnings.warn(
                 f"the iterator that went on from the state was left at sample "
                 f"{self.consumed_samples}, and this one begins at sample {begin}: to go on there, "
@@ -5689,15 +5685,12 @@ def _settings_of_orders(dataset):
         return settings
     settings["random_seed"] = identifiers["random_seed"]
     plan = dataset.epoch_plan
-    if identifiers.get("stable_order") or plan.num_epochs == 1:
-        settings["shuffle of the epochs"] = "each by itself"
-        if not dataset._keeps_short:
-            return settings  # epochs that are added leave the first samples as they are
-    elif plan.separate_final_epoch:
-        settings["shuffle of the epochs"] = "together, and the last by itself"
-    else:
-        settings["shuffle of the epochs"] = "together"
-    settings["epochs"] = plan.num_epochs
+    is_by_epochs = identifiers.get("stable_order", False) or plan.num_epochs == 1
+    settings["shuffle by epochs (stable_order, or one epoch)"] = is_by_epochs
+    if dataset._keeps_short or not is_by_epochs:  # else those that are added change nothing before
+        settings["epochs"] = plan.num_epochs
+    if not is_by_epochs:
+        settings["shuffle of the last epoch alone"] = plan.separate_final_epoch
     return settings
 
 

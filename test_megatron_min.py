@@ -4293,8 +4293,9 @@ def test_the_state_of_a_blend_by_hand(one, tmp_path):
         "add_extra_token_to_sequence": True,
         "drop_last_partial_validation_sequence": True,
         "random_seed": 1234,
-        "shuffle of the epochs": "together",
+        "shuffle by epochs (stable_order, or one epoch)": False,
         "epochs": 6,
+        "shuffle of the last epoch alone": False,
     }
     data = {"class": "BlendedDataset", "corpus 0": of_part, "corpus 2": {"class": "Bare"}}
     order = zlib.crc32(np.array([0, 2, 0, 2, 0, 2], "<i2"))
@@ -4373,7 +4374,7 @@ UNSTABLE = {"stable_order": False}
 FEW_OF_B = UNSTABLE | {"mix": [(4, (1, 0)), (1, (0, 1)), (95, (1, 0))]}
 B_GROWS = {"mix": [*FEW_OF_B["mix"], (300, (0, 1))]}  # by epochs, so its sample 0 is another
 OTHER_MIX = r"which corpus gave which sample \(weights, blend_phases\) was \d+ in the state, and is"
-PILES = "shuffle of the epochs"
+PILES = r"shuffle by epochs \(stable_order, or one epoch\)"
 RUNS = [  # order; a run, what is another in the next one; what is said of it, or None: it fits
     ("single", {}, {"corpora": ["copies/a", "copies/b"]}, None),
     ("single", {}, {"mix": [(99, U)]}, None),
@@ -4393,9 +4394,9 @@ RUNS = [  # order; a run, what is another in the next one; what is said of it, o
         "single",
         UNSTABLE,
         {"mix": [(400, U)]},
-        f"{PILES} of .* was each by itself in .* is together",
+        f"{PILES} of .* was True in .* is False",
     ),
-    ("single", FEW_OF_B, B_GROWS, rf"{PILES} of corpus 1 \(b\) was each by itself"),
+    ("single", FEW_OF_B, B_GROWS, rf"{PILES} of corpus 1 \(b\) was True"),
     ("single", {"samples": range(0, 40, 2)}, {"samples": range(8, 40)}, "indices was"),
 ]
 
