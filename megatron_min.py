@@ -3111,14 +3111,14 @@ def _by_name(datasets):
 
 
 def _check_tokenizers_of_pairs(opened):
-    """ValueError if the records of pairs (section 18) name different tokenizers.  {prefix: pair}"""
+    """ValueError where the records of {prefix: pair} name different tokenizers (section 18)."""
     first = None  # the prefix of the first pair whose record names one
     tokenizer = None
     for prefix, pair in opened.items():
         record = None
         if isinstance(pair, IndexedDataset):
             record = _read_record(pair.absolute_prefix)
-        if record is None:
+        if not record:  # not one of ours: its tokenizer is not known
             continue
         difference = _compare_tokenizers(prefix, record, first, tokenizer)
         if difference is not None:
