@@ -5686,9 +5686,9 @@ def test_another_tokenizer_than_that_of_the_pair(one, tmp_path):
             with pytest.raises(ValueError, match=words):
                 one.merge(chosen, merged)
             assert not os.path.exists(f"{merged}.idx")
-    blend = [prefixes["tok"], merged, prefixes["bare"], prefixes["file"]]
+    blend = [prefixes["tok"], merged, prefixes["bare"]]
     fields = {"path_to_cache": str(tmp_path / "cache"), "split": "1,1,0"}
-    for name, told in (("tok", "f"), ("five", "tmf"), ("gigatoken", "tm")):
+    for name, told in (("tok", ""), ("five", "tm"), ("gigatoken", "tm")):
         for _ in range(2):  # the second finds a cache
             cfg = config(one, (blend, None), tokenizer=tokenizers[name], **fields)
             _, messages = heard(build, one, [1, 1, 0], cfg)
