@@ -2987,22 +2987,28 @@ class BlendedMegatronDatasetBuilder:
         # they build, while it waits.
         is_wanted = _on_every_rank(self.is_built_on_rank)
         if _rank() == 0:
-            datasets, decided = _on_every_rank(self._build_and_describe)
+            datasets, *decided = _on_every_rank(self._build_and_describe)
             _on_every_rank(_build_nothing)
         else:
             _on_every_rank(_build_nothing)
             step = self._build_and_describe if is_wanted else _build_nothing
-            datasets, decided = _on_every_rank(step)
-        _compare_on_ranks(datasets, decided)  # section 14
+            datasets, *decided = _on_every_rank(step)
+        _compare_on_ranks(*decided)  # section 14
         return datasets if is_wanted else [None] * len(Split)
 
     def _build_and_describe(self):
-        """All splits, on this rank, and the JSON of what decides their samples."""
+        """All splits, the JSON of what decides their samples, and how the corpora are called."""
         datasets = self._build_splits()
         decided = {}
-        for name, dataset in _by_name(datasets).items():
-            decided[name] = _what_decides(dataset, None, {})  # as in a state, section 14
-        return datasets, json.dumps(decided, default=_as_json)
+        names = {}
+        for split, found in zip(Split, datasets, strict=True):
+            if isinstance(found, list):  # several validation sets
+                for number, dataset in enumerate(found):
+                    of = f" of {split.name} {number}"
+                    decided |= _what_decides(dataset, None, names, of)
+            elif found is not None:
+                decided |= _what_decides(found, None, names, f" of {split.name}")
+        return datasets, json.dumps(decided, default=_as_json), names
 
     def _build_splits(self):
         """All splits, on this rank."""
@@ -3094,20 +3100,8 @@ class BlendedMegatronDatasetBuilder:
 
 
 def _build_nothing():
-    """What a rank has built that only waits for the others."""
-    return [None] * len(Split), None
-
-
-def _by_name(datasets):
-    """The datasets of a build as {name: dataset}; several validation sets are numbered."""
-    named = {}
-    for split, dataset in zip(Split, datasets, strict=True):
-        if isinstance(dataset, list):
-            for number, one in enumerate(dataset):
-                named[f"{split.name} {number}"] = one
-        elif dataset is not None:
-            named[split.name] = dataset
-    return named
+    """What _build_and_describe() gives on a rank that only waits for the others."""
+    return [None] * len(Split), None, {}
 
 
 def _check_tokenizers_of_pairs(opened):
@@ -5272,16 +5266,14 @@ def _holds_password(url: str) -> bool:
 # of what decided these samples: their past.  It is read from settings, and no sample is read for
 # it.  After 24 samples of a blend of two corpora:
 #
-#   sampler   {"kind": "single"}                    the order; cyclic has a seed and more
+#   sampler   {"kind of the sampler": "single"}        the order; cyclic has a seed and more
 #   data      {"class": "BlendedDataset",
-#              "corpus 0": {"class": "GPTDataset",
-#                           "fingerprint": {...},    of the pair (section 1)
-#                           "documents (split)": "0 to 98",
-#                           "random_seed": 1234,     and more, as _settings_of() says
-#                           ...},
-#              "corpus 1": {...},
+#              "class of corpus 0": "GPTDataset",
+#              "fingerprint of corpus 0": {...},       of the pair (section 1)
+#              "documents (split) of corpus 0": "range(0, 99)",
+#              "random_seed of corpus 0": 1234, ...,   and more, as _settings_of() says
 #              "which corpus gave which sample (weights, blend_phases)": 1403640103}
-#                                                    a CRC-32 of dataset_index[:24]
+#                                                      a CRC-32 of dataset_index[:24]
 #
 # The job that loads a state makes the same of its own data, and goes on where it finds the same.
 # So another seed, S, split, order, weight or pair is noticed.  What does not change the samples
@@ -5530,11 +5522,12 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         try:
             version = operator.index(state_dict["version"])
             consumed = operator.index(state_dict["consumed_samples"])
-            past = dict(**json.loads(state_dict["past"]))
-        except (LookupError, TypeError, ValueError, RecursionError):
+            past = json.loads(state_dict["past"])
+            past = {**past.get("sampler", {}), **past.get("data", {})}
+        except (LookupError, AttributeError, TypeError, ValueError, RecursionError):
             raise ValueError(
                 "wanted a state of PretrainingDataLoader: version, consumed_samples (whole "
-                f"numbers) and past (a dict, as JSON), got {str(state_dict)[:200]}"
+                f"numbers) and past (dicts, as JSON), got {str(state_dict)[:200]}"
             ) from None
         self.batch_sampler.check_start(consumed)
         if strict:
@@ -5545,7 +5538,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                     "unchecked: load_state_dict(state, strict=False)"
                 )
             here = json.loads(self._past_of(consumed))
-            difference = _first_difference(past, here, {"data": self.dataset})
+            here = {**here.get("sampler", {}), **here.get("data", {})}
+            difference = _first_difference(past, here, self._kept)
             if difference is not None:
                 words, was, now = difference
                 raise ValueError(
@@ -5573,11 +5567,11 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     def _settings_of_order(self, consumed_samples):
         """What the order of the samples depends on; only "cyclic" has another than 0, 1, 2, ..."""
         sampler = self.batch_sampler
-        settings = {"kind": sampler.kind}
+        settings = {"kind of the sampler": sampler.kind}
         if sampler.kind != "cyclic":
             return settings
         turn, done = divmod(consumed_samples, sampler.active_total_samples)
-        settings["seed"] = sampler.seed
+        settings["seed of the sampler"] = sampler.seed
         settings["data_sharding"] = sampler.data_sharding
         settings["samples that are shuffled"] = sampler.samples_shuffled()
         settings["turn"] = turn
@@ -5587,102 +5581,100 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         return settings
 
 
-def _what_decides(dataset, n, kept):
-    """What decides the first n samples of a dataset, as JSON has it.
+def _what_decides(dataset, n, kept, of=""):
+    """What decides the first n samples of a dataset: {setting, in words: value}.
 
     n      None: all.  Of a blend these are its weights, phases and size, and all its datasets
-    kept   a dict of what was asked for already, for the next call: with it a dataset is asked once
+    kept   a dict, for further calls: what is asked once, and {" of corpus 1": its name}
+    of     what the words end with
     """
     if isinstance(dataset, BlendedDataset):
-        return _what_decides_blend(dataset, n, kept)
+        return _what_decides_blend(dataset, n, kept, of)
     if isinstance(dataset, torch.utils.data.Subset):
         data = dataset.dataset
         indices = np.asarray(dataset.indices[:n], np.int64)
         if np.any(indices < 0):  # counted from the end, wherever that is
             indices = np.where(indices < 0, indices + len(data), indices)
-        decided = {"class": "Subset", "indices": _md5(indices.tobytes())}
-        end = None if n is None else int(indices.max(initial=-1)) + 1
+        n = int(indices.max(initial=-1)) + 1
+        settings = {"class": "Subset", "indices": _md5(indices.tobytes())}
     else:
         if id(dataset) not in kept:
-            kept[id(dataset)] = _settings_of(dataset), getattr(dataset, "dataset", None)
-        decided, data = kept[id(dataset)]
-        end = n
-        if data is None or isinstance(dataset, GPTDataset):  # of which all is said
-            return decided
-    return decided | {"dataset": _what_decides(data, end, kept)}
-
-
-def _what_decides_blend(blend, n, kept):
-    """The same of a blend: which dataset gave which sample, and what decides each that gave one.
-
-    What is kept of the last n goes on from there: of 10^9 samples it takes seconds.
-    """
-    decided = {"class": type(blend).__name__}
-    if n is None:
-        decided |= {"weights": blend.weights, "blend_phases": blend.phases, "size": blend.size}
-        for d, part in enumerate(blend.datasets):
-            decided[f"corpus {d}"] = _what_decides(part, None, kept)
-        return decided
-    last = kept.get(id(blend), (0, 0, 0))
-    if last[0] > n:
-        last = (0, 0, 0)
-    read, checksum, counts = last
-    new = np.ascontiguousarray(blend.dataset_index[read:n], np.int16)
-    checksum = zlib.crc32(new, checksum)
-    counts = np.add(counts, _count_datasets(new, len(blend.datasets)))
-    kept[id(blend)] = n, checksum, counts
-    has_own_order = type(blend)._build_indices is not BlendedDataset._build_indices
-    for d in np.flatnonzero(counts).tolist():
-        part = blend.datasets[d]
-        end = len(part) if has_own_order else int(counts[d])
-        decided[f"corpus {d}"] = _what_decides(part, end, kept)
-    decided["which corpus gave which sample (weights, blend_phases)"] = checksum
-    if has_own_order:  # else each gives its samples in order
-        samples = np.ascontiguousarray(blend.dataset_sample_index[:n], np.int64)
-        decided["which of its samples each corpus gave"] = zlib.crc32(samples)
+            kept[id(dataset)] = _settings_of(dataset)
+        settings, data = kept[id(dataset)]
+    decided = {f"{key}{of}": value for key, value in settings.items()}
+    if data is not None:
+        decided |= _what_decides(data, n, kept, f" of the data{of}")
     return decided
 
 
-def _settings_of(dataset):
-    """What decides the samples of a dataset that is no blend and no Subset, but for its data."""
-    settings = {"class": type(dataset).__name__}
-    data = dataset.dataset if isinstance(dataset, GPTDataset) else dataset
-    if callable(getattr(data, "fingerprint", None)):
-        settings["fingerprint"] = data.fingerprint()
-    elif isinstance(dataset, GPTDataset):  # over a reader of the user's own
-        lengths = np.asarray(getattr(data, "sequence_lengths", []), np.int64)
-        settings["fingerprint"] = {"lengths_crc32": zlib.crc32(lengths)}
-    if not isinstance(dataset, MegatronDataset):
-        return settings
-    documents = dataset._documents
-    if isinstance(documents, range):
-        settings["documents (split)"] = f"{documents.start} to {documents.stop - 1}"
+def _what_decides_blend(blend, n, kept, of):
+    """The same of a blend: what decides each dataset that gave a sample, and which gave which.
+
+    What is kept of the last n goes on from there: of 10^9 samples it takes seconds.
+    """
+    has_own_order = type(blend)._build_indices is not BlendedDataset._build_indices
+    if n is None:
+        mix = {"weights": blend.weights, "blend_phases": blend.phases, "size": blend.size}
+        counts = dict.fromkeys(range(len(blend.datasets)))
     else:
+        last = kept.get(id(blend), (0, 0, 0))
+        if last[0] > n:
+            last = (0, 0, 0)
+        read, checksum, given = last
+        new = np.ascontiguousarray(blend.dataset_index[read:n], np.int16)
+        checksum = zlib.crc32(new, checksum)
+        given = np.add(given, _count_datasets(new, len(blend.datasets)))
+        kept[id(blend)] = n, checksum, given
+        mix = {"which corpus gave which sample (weights, blend_phases)": checksum}
+        counts = {d: int(given[d]) for d in np.flatnonzero(given).tolist()}
+        if has_own_order:  # else each gives its samples in order
+            samples = np.ascontiguousarray(blend.dataset_sample_index[:n], np.int64)
+            mix["which sample each corpus gave"] = zlib.crc32(samples)
+            counts = {d: len(blend.datasets[d]) for d in counts}
+    decided = {f"class{of}": type(blend).__name__}
+    for d, count in counts.items():
+        corpus = f" of corpus {d}{of}"
+        kept[corpus] = os.path.basename(_name(blend.datasets[d]))
+        decided |= _what_decides(blend.datasets[d], count, kept, corpus)
+    return decided | {f"{key}{of}": value for key, value in mix.items()}
+
+
+def _settings_of(dataset):
+    """What decides the samples of a dataset that is no blend and no Subset, since it was built.
+
+    Returns ({setting: value}, the data in it that are to be asked too, or None).
+    """
+    settings = {"class": type(dataset).__name__}
+    is_gpt = isinstance(dataset, GPTDataset)
+    reader = dataset.dataset if is_gpt else dataset
+    if callable(getattr(reader, "fingerprint", None)):
+        settings["fingerprint"] = reader.fingerprint()
+    elif is_gpt:  # over a reader of the user's own
+        lengths = np.asarray(getattr(reader, "sequence_lengths", []), np.int64)
+        settings["sequence_lengths (CRC-32)"] = zlib.crc32(lengths)
+    if not isinstance(dataset, MegatronDataset):
+        return settings, getattr(dataset, "dataset", None)
+    documents = dataset._documents
+    settings["documents (split)"] = str(documents)
+    if not isinstance(documents, range):
         settings["documents (split)"] = _md5(documents.astype(np.int64).tobytes())
-    if isinstance(dataset, GPTDataset):
-        return settings | _settings_of_orders(dataset)
-    for name, value in dataset.unique_identifiers.items():
-        if name not in ("dataset_path", "num_samples", "index_split", "split", "split_matrix"):
-            settings[name] = value
-    if isinstance(dataset, SFTDataset):
-        settings["context_parallel_size"] = dataset.config.context_parallel_size or 1
-    return settings
-
-
-def _settings_of_orders(dataset):
-    """What decides the orders of a GPTDataset, as it was built, whatever its config says since."""
     identifiers = dataset.unique_identifiers
-    settings = {
-        "sequence_length": identifiers["sequence_length"],
-        "add_extra_token_to_sequence": identifiers.get("add_extra_token_to_sequence", True),
-        "drop_last_partial_validation_sequence": not dataset._keeps_short,
-    }
+    if not is_gpt:
+        for name, value in identifiers.items():
+            if name not in ("dataset_path", "num_samples", "index_split", "split", "split_matrix"):
+                settings[name] = value
+        if isinstance(dataset, SFTDataset):
+            settings["context_parallel_size"] = dataset.config.context_parallel_size or 1
+        return settings, dataset.dataset
+    settings["sequence_length"] = identifiers["sequence_length"]
+    extra = identifiers.get("add_extra_token_to_sequence", True)
+    settings["add_extra_token_to_sequence"] = extra
+    settings["drop_last_partial_validation_sequence"] = not dataset._keeps_short
     method = "_build_document_sample_shuffle_indices"
     if getattr(type(dataset), method) is not getattr(GPTDataset, method):
         for name in dataset.index_names:
-            checksum = zlib.crc32(np.ascontiguousarray(getattr(dataset, name)))
-            settings[f"CRC-32 of {name}"] = checksum
-        return settings
+            settings[f"{name} (CRC-32)"] = zlib.crc32(np.ascontiguousarray(getattr(dataset, name)))
+        return settings, None
     settings["random_seed"] = identifiers["random_seed"]
     plan = dataset.epoch_plan
     is_by_epochs = identifiers.get("stable_order", False) or plan.num_epochs == 1
@@ -5690,51 +5682,33 @@ def _settings_of_orders(dataset):
     if dataset._keeps_short or not is_by_epochs:  # else those that are added change nothing before
         settings["epochs"] = plan.num_epochs
     if not is_by_epochs:
-        settings["shuffle of the last epoch alone"] = plan.separate_final_epoch
-    return settings
+        settings["last epoch shuffled alone"] = plan.separate_final_epoch
+    return settings, None
 
 
-def _first_difference(was, now, dataset, name=""):
-    """Find what differs first between two answers of _what_decides(), or dicts of them.
+def _first_difference(was, now, names):
+    """Return the first thing that differs: (its words, its value in was, in now), or None.
 
-    dataset   that of `now`; of a dict of answers {key: dataset}
-    name      what `was` and `now` are, in words
-    Returns   (its name in words, what it was, what it is now), or None if all is equal
+    was, now   answers of _what_decides()
+    names      {" of corpus 1": its name}
     """
-    if was == now:
-        return None
-    if not isinstance(was, dict) or not isinstance(now, dict):
-        return name, was, now
-    for key in {**now, **was}:
-        part = dataset
-        words = key
-        if key.startswith("corpus "):
-            if key not in was or key not in now:
-                continue  # so the mix is another one, too
-            part = dataset.datasets[int(key.removeprefix("corpus "))]
-            words = f"{key} ({os.path.basename(_name(part))})"
-        elif isinstance(dataset, dict):
-            part = dataset.get(key)
-        elif key == "dataset":
-            part = getattr(dataset, "dataset", None)
-        if key in ("data", "dataset"):
-            words = name
-        elif name:
-            words = f"{words} of {name}"
-        difference = _first_difference(was.get(key), now.get(key), part, words)
-        if difference is not None:
-            return difference
+    in_both = [words for words in now if words in was]  # first: what is missing follows from them
+    for words in [*in_both, *now, *was]:
+        if was.get(words) != now.get(words):
+            name = names.get(words.removeprefix(words.partition(" of ")[0]))
+            suffix = "" if name is None else f" ({name})"
+            return f"{words}{suffix}", was.get(words), now.get(words)
     return None
 
 
-def _compare_on_ranks(datasets, decided):
+def _compare_on_ranks(decided, names):
     """ValueError on every rank, with ranks and corpus, where the ranks have built other samples.
 
-    datasets   those of a build, on this rank
-    decided    the JSON of what decides the samples of each; None: this rank, not rank 0, built none
+    decided   the JSON of what decides the samples of this rank; None: it has built none, and is not
+              rank 0
+    names     as of _first_difference()
     """
-    limit = 2**63 - 1
-    ends = torch.tensor([limit, limit], device=_device_of_group())
+    ends = torch.full((2,), 2**63 - 1, device=_device_of_group())
     if decided is not None:
         digest = int(_md5(decided)[:15], 16)
         ends = torch.tensor([digest, -digest], device=_device_of_group())
@@ -5742,19 +5716,14 @@ def _compare_on_ranks(datasets, decided):
     least, greatest = ends[0], -ends[1]
     if least == greatest:
         return
-    of_rank_0 = [decided]
-    torch.distributed.broadcast_object_list(of_rank_0, src=0)
-    difference = None
-    if decided is not None:
-        wanted = json.loads(of_rank_0[0])
-        difference = _first_difference(wanted, json.loads(decided), _by_name(datasets))
-    differences = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(differences, difference)
-    ranks = [rank for rank, found in enumerate(differences) if found is not None]
-    words, was, now = differences[ranks[0]]
+    texts = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(texts, decided)
+    others = [rank for rank, text in enumerate(texts) if text not in (None, texts[0])]
+    first, other = json.loads(texts[0]), json.loads(texts[others[0]])
+    words, was, now = _first_difference(first, other, names)
     raise ValueError(
-        f"the ranks have other data: {words} is {was} on rank 0, and {now} on rank {ranks[0]} (of "
-        f"ranks that differ from rank 0: {ranks}).  Give all of them the same copy and settings"
+        f"ranks {others} have other data than rank 0: {words} is {was} on rank 0, and {now} on "
+        f"rank {others[0]}.  Give all ranks the same copy and the same settings"
     )
 
 
