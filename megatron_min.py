@@ -5522,8 +5522,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         try:
             version = operator.index(state_dict["version"])
             consumed = operator.index(state_dict["consumed_samples"])
-            past = json.loads(state_dict["past"])
-            past = {**past.get("sampler", {}), **past.get("data", {})}
+            past = _read_past(state_dict["past"])
         except (LookupError, AttributeError, TypeError, ValueError, RecursionError):
             raise ValueError(
                 "wanted a state of PretrainingDataLoader: version, consumed_samples (whole "
@@ -5537,8 +5536,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                     f"{_STATE_VERSION}.  Go on with the release that saved it, or at its place, "
                     "unchecked: load_state_dict(state, strict=False)"
                 )
-            here = json.loads(self._past_of(consumed))
-            here = {**here.get("sampler", {}), **here.get("data", {})}
+            here = _read_past(self._past_of(consumed))
             difference = _first_difference(past, here, self._kept)
             if difference is not None:
                 words, was, now = difference
@@ -5579,6 +5577,12 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         if sampler.data_sharding:
             settings["data_parallel_size"] = sampler.data_parallel_size
         return settings
+
+
+def _read_past(text):
+    """All that a past says, {setting, in words: value}."""
+    past = json.loads(text)
+    return {**past.get("sampler", {}), **past.get("data", {})}
 
 
 def _what_decides(dataset, n, kept, of=""):
