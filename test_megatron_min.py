@@ -1753,7 +1753,7 @@ def corpora(one, tmp_path, monkeypatch):
 def test_blends_of_the_splits_own_are_of_whole_corpora(mm, corpora, caplog):
     """One corpus is no blend, whatever its weight; none is opened whose weight is 0."""
     blends = [([A, "in/none", B], [1, 0.0, 3]), ([C], [7]), None]
-    train, valid, test = build(mm, [40, 5, 5], config(mm, blend_per_split=blends))
+    train, valid, test = build(mm, [40, 5, 0], config(mm, blend_per_split=blends))
     parts = [(part.dataset_path, len(part.indices), part.num_samples) for part in train.datasets]
     assert parts == [(A, 40, 11), (B, 25, 31)]
     assert (valid.dataset_path, len(valid.indices), valid.num_samples, test) == (C, 10, 5, None)
