@@ -106,7 +106,6 @@ import os
 import pathlib
 import pickle
 import pkgutil
-import random
 import re
 import secrets
 import shutil
@@ -2329,6 +2328,10 @@ class MockGPTLowLevelDataset:
     def __len__(self) -> int:
         return len(self.sequence_lengths)
 
+    def fingerprint(self) -> dict:
+        """Return what tells these data from others, as IndexedDataset.fingerprint() does."""
+        return {"vocab_size": self.tokenizer.vocab_size, "eod": self.tokenizer.eod}
+
     def __getitem__(self, idx: int) -> np.ndarray:
         numbers_up = np.arange(1, self.sequence_lengths[idx], dtype=np.int64)
         return np.append(numbers_up % self.tokenizer.vocab_size, self.tokenizer.eod)
@@ -2824,6 +2827,9 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 # In a job of several ranks one goes first:
 #
 #   rank 0: build and write the cache  ->  other ranks: load the cache, or build where they see none
+#
+# At last the ranks compare what they have built: a node may have a copy of the corpora of its own,
+# and that may be an old one.
 
 
 class _Entry(typing.NamedTuple):
@@ -2879,8 +2885,14 @@ def _entries_of_config(
         else:
             bounds = config.split_matrix[split.value]
             corpora = ([None], None) if config.mock else config.blend
-        if bounds is None or corpora is None:
-            continue  # nothing is built for this split
+        if bounds is None or corpora is None:  # nothing is built for this split
+            if size:
+                warnings.warn(
+                    f"{size:,} samples are wanted of {split.name}, which has no share of the data "
+                    "(split, blend_per_split): None is built",
+                    stacklevel=3,
+                )
+            continue
         prefixes, weights = corpora
         if split is Split.train and config.blend_phases is not None:
             phases = _as_phases(config.blend_phases, prefixes)
@@ -2947,7 +2959,7 @@ class BlendedMegatronDatasetBuilder:
         """Return [train, valid, test]: each None, a dataset, or a list of validation datasets.
 
         Rank 0 builds first, so that the others find its cache; a failure on any rank is raised on
-        every rank.
+        every rank, and so is a ValueError where their data differ.
         """
         if not _is_distributed():
             return self._build_splits()
@@ -2956,12 +2968,28 @@ class BlendedMegatronDatasetBuilder:
         # they build, while it waits.
         is_wanted = _on_every_rank(self.is_built_on_rank)
         if _rank() == 0:
-            datasets = _on_every_rank(self._build_splits)
-            _on_every_rank(_do_nothing)
+            datasets, *decided = _on_every_rank(self._build_and_describe)
+            _on_every_rank(_build_nothing)
         else:
-            _on_every_rank(_do_nothing)
-            datasets = _on_every_rank(self._build_splits if is_wanted else _do_nothing)
+            _on_every_rank(_build_nothing)
+            step = self._build_and_describe if is_wanted else _build_nothing
+            datasets, *decided = _on_every_rank(step)
+        _compare_on_ranks(*decided)  # section 14
         return datasets if is_wanted else [None] * len(Split)
+
+    def _build_and_describe(self):
+        """All splits, the JSON of what decides their samples, and how the corpora are called."""
+        datasets = self._build_splits()
+        decided = {}
+        names = {}
+        for split, found in zip(Split, datasets, strict=True):
+            if isinstance(found, list):  # several validation sets
+                for number, dataset in enumerate(found):
+                    of = f" of {split.name} {number}"
+                    decided |= _what_decides(dataset, None, names, of)
+            elif found is not None:
+                decided |= _what_decides(found, None, names, f" of {split.name}")
+        return datasets, json.dumps(decided, default=_as_json), names
 
     def _build_splits(self):
         """All splits, on this rank."""
@@ -2988,7 +3016,9 @@ class BlendedMegatronDatasetBuilder:
             prefixes |= dict.fromkeys(entry.prefixes)
         _allow_open_files()  # a start opens hundreds, where many corpora are mixed
         corpora = self._for_each(self._open, prefixes)
-        return dict(zip(prefixes, corpora, strict=True))
+        opened = dict(zip(prefixes, corpora, strict=True))
+        _check_tokenizers_of_pairs(opened)
+        return opened
 
     def _open(self, prefix):
         opened = self.cls.build_low_level_dataset(prefix, self.config)
@@ -3050,8 +3080,27 @@ class BlendedMegatronDatasetBuilder:
         return BlendedDataset(parts, weights, size, self.config, phases=entry.phases)
 
 
-def _do_nothing():
-    """The part of a rank that only waits for the others."""
+def _build_nothing():
+    """What _build_and_describe() gives on a rank that only waits for the others."""
+    return [None] * len(Split), None, {}
+
+
+def _check_tokenizers_of_pairs(opened):
+    """ValueError where the records of {prefix: pair} name different tokenizers (section 18)."""
+    first = None  # the prefix of the first pair whose record names one
+    tokenizer = None
+    for prefix, pair in opened.items():
+        record = None
+        if isinstance(pair, IndexedDataset):
+            record = _read_record(pair.absolute_prefix)
+        if not record:  # not one of ours: its tokenizer is not known
+            continue
+        difference = _compare_tokenizers(prefix, record, first, tokenizer)
+        if difference is not None:
+            raise ValueError(difference)
+        if tokenizer is None:
+            first = prefix
+            tokenizer = record["tokenizer"]
 
 
 def _allow_open_files():
@@ -5284,21 +5333,23 @@ def _refuse_passwords(names: typing.Any, is_input: bool = False) -> None:
 # was given, so what was made ahead and not used is made again after a resume.
 #
 # A state has three keys: its version, the number of consumed samples, and a text, which is the JSON
-# of a look at these samples: their past.  After 24 samples of a blend of two corpora:
+# of what decided these samples: their past.  It is read from settings, and no sample is read for
+# it.  After 24 samples of a blend of two corpora:
 #
-#   sampler   {"kind": "single"}                   the order; cyclic has a seed and more
-#   mix       1403640103                           a CRC-32 of dataset_index[:24]; null: no blend
-#   corpora   [{"idx_size": 434, ...}, {...}]      the fingerprints (section 1) of the pairs
-#   probes    {"0 of the 24 that were consumed":   the md5 of the tokens of up to 32 samples, evenly
-#              "5b9d...", ...,                     spread, the first and the last among them
-#              "0 of corpus 0": "e1f0...",         and of sample 0 of each corpus
-#              "0 of corpus 1": "5b9d..."}
+#   sampler   {"kind of the sampler": "single"}        the order; cyclic has a seed and more
+#   data      {"class": "BlendedDataset",
+#              "class of corpus 0": "GPTDataset",
+#              "fingerprint of corpus 0": {...},       of the pair (section 1)
+#              "documents (split) of corpus 0": "range(0, 99)",
+#              "random_seed of corpus 0": 1234, ...,   and more, as _settings_of() says
+#              "which corpus gave which sample (weights, blend_phases)": 1403640103}
+#                                                      a CRC-32 of dataset_index[:24]
 #
-# The job that loads a state looks in the same way at its own data, and goes on where it finds the
-# same.  So another seed, S, split, order, weight or pair is noticed.  What does not change the
-# samples that were consumed is not asked about: with stable_order a longer run, or a phase that
-# comes later; a corpus that has given no sample yet; a copy at another path.  What no probe meets
-# is not noticed: a few documents that were edited in the middle of a pair.
+# The job that loads a state makes the same of its own data, and goes on where it finds the same.
+# So another seed, S, split, order, weight or pair is noticed.  What does not change the samples
+# that were consumed is not asked about: with stable_order a longer run, or a phase that comes
+# later; a corpus that has given no sample yet; a copy at another path.  Not noticed are documents
+# that were edited in the middle of a pair, and what a class of the user's own makes of its data.
 # With u, v and w for the weights of phases, of datasets with stable_order:
 #
 #   the state, after 600 samples       [past: 500 samples with weights u, 100 with weights v]
@@ -5306,7 +5357,6 @@ def _refuse_passwords(names: typing.Any, is_input: bool = False) -> None:
 #   others that it fits                phases (500, u) (900, v) (800, w);  (500, u) (100, v) (99, w)
 #   refused: another past              phases (600, u) (400, v);  (500, u) (400, w)
 #
-# Of a class of the user's own, torch's Subset among them, a probe is what dataset[k] returns.
 # Settings of GPTDataset that change masks and positions, and not which tokens come, are no part of
 # the past.
 #
@@ -5328,14 +5378,7 @@ def _refuse_passwords(names: typing.Any, is_input: bool = False) -> None:
 #   (c) consumed_samples divided by the samples of a turn (active_total_samples) gives the same
 #       turn, and the same rest, as with the old ones (sharded, this follows from (b))
 
-_STATE_VERSION = 6  # a number to count up when the same past comes to mean other samples
-_NUM_PROBES = 32
-_SUBJECTS = {  # what a message says of an entry of a past
-    "sampler": "the {key} of the order",
-    "mix": "which corpus gave which sample",
-    "corpora": "corpus {key}",
-    "probes": "sample {key}",
-}
+_STATE_VERSION = 7  # a number to count up when the same past comes to mean other samples
 
 
 def _make_batch(dataset: typing.Any, indices: typing.Sequence[int | None]) -> dict:
@@ -5370,12 +5413,13 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                    its processes; pin_memory alone does not change who makes them.
 
     len() counts the batches of a whole turn, also after a resume.  Where several iterators run, the
-    state is that of the newest.  What worker processes draw depends on torch.initial_seed(), the
+    state is that of the newest; with persistent_workers, which they would share, the older ones
+    raise a RuntimeError.  What worker processes draw depends on torch.initial_seed(), the
     data-parallel rank and the place where the iterator begins, unless a generator is given.
 
     The first iterator after load_state_dict() goes on where the state was taken, and only that one:
     if it is left after a look, as by next(iter(loader)), the next one begins at 0; with a cyclic
-    sampler it begins after the batch that was looked at.
+    sampler it begins after the batch that was looked at.  A warning says so.
 
     >>> loader = PretrainingDataLoader(range(6), MegatronPretrainingSampler(6, 0, 2, 0, 1))
     >>> state = [loader.state_dict() for batch in loader][0]          # after the first batch
@@ -5410,11 +5454,16 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         self._has_generator = self.generator is not None  # that of the arguments
         self.consumed_samples = batch_sampler.consumed_samples
         self._newest = None  # stands for the newest iterator; None: none since a state was loaded
-        self._corpora = [dataset]
-        if isinstance(dataset, BlendedDataset):
-            self._corpora = dataset.datasets
-        self._mix = (0, 0, 0)  # of the last look: samples, their CRC-32, how many each corpus gave
-        self._firsts = {}  # {number of a corpus: md5 of its sample 0}
+        self._since_state = 2  # how many iterators began since a state was loaded; 2: or more
+        self._kept = {}  # what was asked of the datasets: now, so that no state needs a storage
+        _what_decides(dataset, None, self._kept)
+        if len(batch_sampler) == 0:
+            warnings.warn(
+                f"a loader without a batch: {batch_sampler.total_samples} samples are fewer than "
+                f"the {batch_sampler.samples_per_round} of a round (micro_batch_size * "
+                "data_parallel_size): ask for more samples, or for drop_last=False",
+                stacklevel=3,
+            )
 
     def __iter__(self) -> typing.Iterator[dict]:
         sampler = self.batch_sampler
@@ -5425,6 +5474,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             sampler.consumed_samples = self.consumed_samples
             limit = math.inf  # it counts on over all turns
         consumed = sampler.consumed_samples
+        self._warn_if_left(consumed)
         this_iterator = object()
         self._newest = this_iterator
         batches = (
@@ -5440,12 +5490,35 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                     "load_state_dict() was called while this iterator was running: it would go on "
                     "at its old place, so start a new one with iter(loader)"
                 )
+            if self.persistent_workers and self._newest is not this_iterator:
+                raise RuntimeError(
+                    "a newer iterator has begun, which has the workers now (persistent_workers): "
+                    "end one before the next begins, or do without persistent_workers"
+                )
+
+    def _warn_if_left(self, begin):
+        """Warn, as one begins, if the one that went on from a state was left before its end."""
+        self._since_state += 1
+        sampler = self.batch_sampler
+        if sampler.kind == "cyclic":
+            has_more = self.consumed_samples % sampler.active_total_samples > 0
+        elif sampler.drop_last:
+            has_more = self.consumed_samples + sampler.samples_per_round <= sampler.total_samples
+        else:
+            has_more = self.consumed_samples < sampler.total_samples
+        if self._since_state == 2 and has_more:
+            warnings.warn(
+                f"the iterator that went on from the state was left at sample "
+                f"{self.consumed_samples}, and this one begins at sample {begin}: to go on there, "
+                "load the state again, and keep its first iterator",
+                stacklevel=3,
+            )
 
     def _own_batches(self):
         """Batches of our own datasets, in the order of the sampler; by threads if there are any.
 
         They are made a few ahead, so memory stays small.  An error comes at the place of its batch.
-        The threads end once this iterator is gone, and its pool with it; nobody waits for them.
+        Once this iterator is gone, what no thread has begun is not made, and nobody waits.
         """
         if not self.num_threads:
             for indices in self.batch_sampler:
@@ -5453,12 +5526,15 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             return
         pool = concurrent.futures.ThreadPoolExecutor(self.num_threads)
         pending = collections.deque()
-        for indices in self.batch_sampler:
-            pending.append(pool.submit(self._make_batch, indices))
-            if len(pending) > self.num_threads + 1:
+        try:
+            for indices in self.batch_sampler:
+                pending.append(pool.submit(self._make_batch, indices))
+                if len(pending) > self.num_threads + 1:
+                    yield pending.popleft().result()
+            while pending:
                 yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _batches_of_torch(self, consumed_samples):
         """Batches that torch's DataLoader makes, from a place on.
@@ -5496,13 +5572,13 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         """Return {"version": number, "consumed_samples": number, "past": text}.
 
         It is equal on all ranks that read.  The loader of a tensor-parallel rank that is sent its
-        batches stays at sample 0: save the state of a rank that reads.  Cost: to read 32 samples;
-        the first time also a sample and the lengths of each corpus, and dataset_index of a blend.
+        batches stays at sample 0: save the state of a rank that reads.  Cost: no sample is read and
+        no storage is asked; of a blend dataset_index is read, on from the last state.
         """
         return {
             "version": _STATE_VERSION,
             "consumed_samples": self.consumed_samples,
-            "past": self._look_at_past(self.consumed_samples),
+            "past": self._past_of(self.consumed_samples),
         }
 
     def load_state_dict(self, state_dict: dict, strict: bool = True) -> None:
@@ -5516,11 +5592,11 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         try:
             version = operator.index(state_dict["version"])
             consumed = operator.index(state_dict["consumed_samples"])
-            past = dict(**json.loads(state_dict["past"]))
-        except (LookupError, TypeError, ValueError, RecursionError):
+            past = _read_past(state_dict["past"])
+        except (LookupError, AttributeError, TypeError, ValueError, RecursionError):
             raise ValueError(
                 "wanted a state of PretrainingDataLoader: version, consumed_samples (whole "
-                f"numbers) and past (a dict, as JSON), got {str(state_dict)[:200]}"
+                f"numbers) and past (dicts, as JSON), got {str(state_dict)[:200]}"
             ) from None
         self.batch_sampler.check_start(consumed)
         if strict:
@@ -5530,66 +5606,40 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                     f"{_STATE_VERSION}.  Go on with the release that saved it, or at its place, "
                     "unchecked: load_state_dict(state, strict=False)"
                 )
-            self._check_past(past, json.loads(self._look_at_past(consumed)))
+            here = _read_past(self._past_of(consumed))
+            difference = _first_difference(past, here, self._kept)
+            if difference is not None:
+                words, was, now = difference
+                raise ValueError(
+                    f"the state does not fit: {words} was {was} in the state, and is {now}.  Go on "
+                    "with the data and the settings of the state (a run that is to be longer, or "
+                    "mixed in another way, wants stable_order=True from its first start), or read "
+                    "what is here, where some samples come twice and others never: "
+                    "load_state_dict(state, strict=False)"
+                )
         self._newest = None
+        self._since_state = 0
         self.consumed_samples = consumed
         self.batch_sampler.consumed_samples = consumed
 
-    def _check_past(self, saved, here):
-        """ValueError, with the first thing that differs, unless a saved past is that of here."""
-        corpora = dict(enumerate(self._corpora))
-        for what in {**saved, **here}:
-            was = _entries(saved.get(what))
-            now = _entries(here.get(what))
-            for key in {**was, **now}:
-                if was.get(key) == now.get(key):
-                    continue
-                subject = _SUBJECTS.get(what, what).replace("{key}", str(key))
-                if what == "corpora" and key in corpora:
-                    subject += f" ({os.path.basename(_name(corpora[key]))})"
-                raise ValueError(
-                    f"the state does not fit: {subject} is another one here ({was.get(key)} in the "
-                    f"state, {now.get(key)} here).  Go on with the data and the settings of the "
-                    "state (a run that is to be longer, or mixed in another way, wants "
-                    "stable_order=True from its first start), or read what is here, where some "
-                    "samples come twice and others never: load_state_dict(state, strict=False)"
-                )
-
-    def _look_at_past(self, consumed_samples):
-        """What the consumed samples are, as the first table above has it; "{}" if there is none."""
+    def _past_of(self, consumed_samples):
+        """The JSON of what decided the consumed samples; "{}" if there is none."""
         if consumed_samples == 0:
             return "{}"
         settings = self._settings_of_order(consumed_samples)
-        num_samples = consumed_samples
-        which = "that were consumed"
-        if self.batch_sampler.kind == "cyclic":  # each that is shuffled may have been consumed
-            num_samples = settings["samples that are shuffled"]
-            which = "that are shuffled"
-        count = min(num_samples, _NUM_PROBES)
-        spread = np.linspace(0, num_samples - 1, count, dtype=np.int64).tolist()
-        probes = {}
-        for k, look in zip(spread, _look_at_samples(self.dataset, spread), strict=True):
-            probes[f"{k} of the {num_samples} {which}"] = look
-        mix, givers = self._read_mix(num_samples)
-        fingerprints = [None] * (givers[-1] + 1)
-        for d in givers:
-            data = getattr(self._corpora[d], "dataset", None)
-            if callable(getattr(data, "fingerprint", None)):
-                fingerprints[d] = data.fingerprint()
-            if d not in self._firsts:
-                [self._firsts[d]] = _look_at_samples(self._corpora[d], [0])
-            probes[f"0 of corpus {d}"] = self._firsts[d]
-        past = {"sampler": settings, "mix": mix, "corpora": fingerprints, "probes": probes}
-        return json.dumps(past)
+        # cyclic: each that is shuffled may have been consumed
+        num_samples = settings.get("samples that are shuffled", consumed_samples)
+        data = _what_decides(self.dataset, num_samples, self._kept)
+        return json.dumps({"sampler": settings, "data": data}, default=_as_json)
 
     def _settings_of_order(self, consumed_samples):
         """What the order of the samples depends on; only "cyclic" has another than 0, 1, 2, ..."""
         sampler = self.batch_sampler
-        settings = {"kind": sampler.kind}
+        settings = {"kind of the sampler": sampler.kind}
         if sampler.kind != "cyclic":
             return settings
         turn, done = divmod(consumed_samples, sampler.active_total_samples)
-        settings["seed"] = sampler.seed
+        settings["seed of the sampler"] = sampler.seed
         settings["data_sharding"] = sampler.data_sharding
         settings["samples that are shuffled"] = sampler.samples_shuffled()
         settings["turn"] = turn
@@ -5598,89 +5648,157 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             settings["data_parallel_size"] = sampler.data_parallel_size
         return settings
 
-    def _read_mix(self, num_samples):
-        """Of the first samples of a blend: a CRC-32 of dataset_index, and which corpora gave some.
 
-        The last answer is kept, and goes on from there: of 10^9 samples it takes seconds.
-        """
-        if not isinstance(self.dataset, BlendedDataset):
-            return None, [0]
-        if self._mix[0] > num_samples:
-            self._mix = (0, 0, 0)
-        read, checksum, counts = self._mix
-        new = self.dataset.dataset_index[read:num_samples]
-        checksum = zlib.crc32(np.ascontiguousarray(new, np.int16), checksum)
-        counts = np.add(counts, _count_datasets(new, len(self._corpora)))
-        self._mix = (num_samples, checksum, counts)
-        return checksum, np.flatnonzero(counts).tolist()
+def _read_past(text):
+    """All that a past says, {setting, in words: value}."""
+    past = json.loads(text)
+    return {**past.get("sampler", {}), **past.get("data", {})}
 
 
-def _entries(part):
-    """A part of a past as a dict: a list by its places; what is neither is one entry."""
-    if isinstance(part, list):
-        return dict(enumerate(part))
-    if isinstance(part, dict):
-        return part
-    return {"": part}
+def _what_decides(dataset, n, kept, of=""):
+    """What decides the first n samples of a dataset: {setting, in words: value}.
 
-
-def _look_at_samples(dataset, samples):
-    """The md5 of each of these samples; None where one cannot be read.
-
-    Of this module's classes it is that of the tokens of the corpus, whatever a subclass then makes
-    of them, perhaps at random; of other classes that of dataset[k].
+    n      None: all.  Of a blend these are its weights, phases and size, and all its datasets
+    kept   a dict, for further calls: what is asked once, and {" of corpus 1": its name}
+    of     what the words end with
     """
-    getitem = getattr(type(dataset), "__getitem__", None)
-    if getitem is BlendedDataset.__getitem__:
-        looks = [None] * len(samples)
-        for d, (rows, ks) in dataset.places(samples).items():  # those of a corpus at once
-            for row, look in zip(rows, _look_at_samples(dataset.datasets[d], ks), strict=True):
-                looks[row] = look
-        return looks
-    if getitem is GPTDataset.__getitem__:
-        parts_of_samples = _read_pieces(dataset.dataset, [dataset.pieces(k) for k in samples])
-        return [_md5(np.concatenate(parts, dtype="<i8")) for parts in parts_of_samples]
-    return [_look_at_item(dataset, k) for k in samples]
+    if isinstance(dataset, BlendedDataset):
+        return _what_decides_blend(dataset, n, kept, of)
+    if isinstance(dataset, torch.utils.data.Subset):
+        data = dataset.dataset
+        indices = np.asarray(dataset.indices[:n], np.int64)
+        if np.any(indices < 0):  # counted from the end, wherever that is
+            indices = np.where(indices < 0, indices + len(data), indices)
+        n = int(indices.max(initial=-1)) + 1
+        settings = {"class": "Subset", "indices": _md5(indices.tobytes())}
+    else:
+        if id(dataset) not in kept:
+            kept[id(dataset)] = _settings_of(dataset)
+        settings, data = kept[id(dataset)]
+    decided = {f"{key}{of}": value for key, value in settings.items()}
+    if data is not None:
+        decided |= _what_decides(data, n, kept, f" of the data{of}")
+    return decided
 
 
-def _look_at_item(dataset, k):
-    """The md5 of what dataset[k] holds, or None: see _look_at_samples().
+def _what_decides_blend(blend, n, kept, of):
+    """The same of a blend: what decides each dataset that gave a sample, and which gave which.
 
-    It may draw from the global generators, so these are seeded for the look, and set back.
+    What is kept of the last n goes on from there: of 10^9 samples it takes seconds.
     """
-    state_of_numpy = np.random.get_state()
-    state_of_python = random.getstate()
-    np.random.seed(0)
-    random.seed(0)
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.default_generator.manual_seed(0)  # torch.manual_seed() would seed GPUs, too
-            return _md5(json.dumps(_as_part_of_look(dataset[k])))
-    except Exception:
-        return None
-    finally:
-        np.random.set_state(state_of_numpy)
-        random.setstate(state_of_python)
+    has_own_order = type(blend)._build_indices is not BlendedDataset._build_indices
+    if n is None:
+        mix = {"weights": blend.weights, "blend_phases": blend.phases, "size": blend.size}
+        counts = dict.fromkeys(range(len(blend.datasets)))
+    else:
+        last = kept.get(id(blend), (0, 0, 0))
+        if last[0] > n:
+            last = (0, 0, 0)
+        read, checksum, given = last
+        new = np.ascontiguousarray(blend.dataset_index[read:n], np.int16)
+        checksum = zlib.crc32(new, checksum)
+        given = np.add(given, _count_datasets(new, len(blend.datasets)))
+        kept[id(blend)] = n, checksum, given
+        mix = {"which corpus gave which sample (weights, blend_phases)": checksum}
+        counts = {d: int(given[d]) for d in np.flatnonzero(given).tolist()}
+        if has_own_order:  # else each gives its samples in order
+            samples = np.ascontiguousarray(blend.dataset_sample_index[:n], np.int64)
+            mix["which sample each corpus gave"] = zlib.crc32(samples)
+            counts = {d: len(blend.datasets[d]) for d in counts}
+    decided = {f"class{of}": type(blend).__name__}
+    for d, count in counts.items():
+        corpus = f" of corpus {d}{of}"
+        kept[corpus] = os.path.basename(_name(blend.datasets[d]))
+        decided |= _what_decides(blend.datasets[d], count, kept, corpus)
+    return decided | {f"{key}{of}": value for key, value in mix.items()}
 
 
-def _as_part_of_look(value):
-    """A part of a sample in terms of JSON."""
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, torch.Tensor):
-        values = value.detach().cpu().to_dense().contiguous().flatten().view(torch.uint8)
-        return [str(value.dtype), list(value.shape), _md5(values.numpy())]
-    if isinstance(value, np.ndarray | np.generic):
-        if value.dtype.hasobject:
-            return _as_part_of_look(value.tolist())
-        return [str(value.dtype), list(value.shape), _md5(value.tobytes())]
-    if isinstance(value, collections.abc.Mapping):
-        return {str(_as_part_of_look(key)): _as_part_of_look(value[key]) for key in value}
-    if isinstance(value, list | tuple):
-        return [_as_part_of_look(part) for part in value]
-    if isinstance(value, bytes | numbers.Number):
-        return repr(value)
-    return type(value).__name__
+def _settings_of(dataset):
+    """What decides the samples of a dataset that is no blend and no Subset, since it was built.
+
+    Returns ({setting: value}, the data in it that are to be asked too, or None).
+    """
+    settings = {"class": type(dataset).__name__}
+    is_gpt = isinstance(dataset, GPTDataset)
+    reader = dataset.dataset if is_gpt else dataset
+    if callable(getattr(reader, "fingerprint", None)):
+        settings["fingerprint"] = reader.fingerprint()
+    elif is_gpt:  # over a reader of the user's own
+        lengths = np.asarray(getattr(reader, "sequence_lengths", []), np.int64)
+        settings["sequence_lengths (CRC-32)"] = zlib.crc32(lengths)
+    if not isinstance(dataset, MegatronDataset):
+        return settings, getattr(dataset, "dataset", None)
+    documents = dataset._documents
+    settings["documents (split)"] = str(documents)
+    if not isinstance(documents, range):
+        settings["documents (split)"] = _md5(documents.astype(np.int64).tobytes())
+    identifiers = dataset.unique_identifiers
+    if not is_gpt:
+        for name, value in identifiers.items():
+            if name not in ("dataset_path", "num_samples", "index_split", "split", "split_matrix"):
+                settings[name] = value
+        if isinstance(dataset, SFTDataset):
+            settings["context_parallel_size"] = dataset.config.context_parallel_size or 1
+        return settings, dataset.dataset
+    settings["sequence_length"] = identifiers["sequence_length"]
+    extra = identifiers.get("add_extra_token_to_sequence", True)
+    settings["add_extra_token_to_sequence"] = extra
+    settings["drop_last_partial_validation_sequence"] = not dataset._keeps_short
+    method = "_build_document_sample_shuffle_indices"
+    if getattr(type(dataset), method) is not getattr(GPTDataset, method):
+        for name in dataset.index_names:
+            settings[f"{name} (CRC-32)"] = zlib.crc32(np.ascontiguousarray(getattr(dataset, name)))
+        return settings, None
+    settings["random_seed"] = identifiers["random_seed"]
+    plan = dataset.epoch_plan
+    is_by_epochs = identifiers.get("stable_order", False) or plan.num_epochs == 1
+    settings["shuffle by epochs (stable_order, or one epoch)"] = is_by_epochs
+    if dataset._keeps_short or not is_by_epochs:  # else those that are added change nothing before
+        settings["epochs"] = plan.num_epochs
+    if not is_by_epochs:
+        settings["last epoch shuffled alone"] = plan.separate_final_epoch
+    return settings, None
+
+
+def _first_difference(was, now, names):
+    """Return the first thing that differs: (its words, its value in was, in now), or None.
+
+    was, now   answers of _what_decides()
+    names      {" of corpus 1": its name}
+    """
+    in_both = [words for words in now if words in was]  # first: what is missing follows from them
+    for words in [*in_both, *now, *was]:
+        if was.get(words) != now.get(words):
+            name = names.get(words.removeprefix(words.partition(" of ")[0]))
+            suffix = "" if name is None else f" ({name})"
+            return f"{words}{suffix}", was.get(words), now.get(words)
+    return None
+
+
+def _compare_on_ranks(decided, names):
+    """ValueError on every rank, with ranks and corpus, where the ranks have built other samples.
+
+    decided   the JSON of what decides the samples of this rank; None: it has built none, and is not
+              rank 0
+    names     as of _first_difference()
+    """
+    ends = torch.full((2,), 2**63 - 1, device=_device_of_group())
+    if decided is not None:
+        digest = int(_md5(decided)[:15], 16)
+        ends = torch.tensor([digest, -digest], device=_device_of_group())
+    torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MIN)
+    least, greatest = ends[0], -ends[1]
+    if least == greatest:
+        return
+    texts = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(texts, decided)
+    others = [rank for rank, text in enumerate(texts) if text not in (None, texts[0])]
+    first, other = json.loads(texts[0]), json.loads(texts[others[0]])
+    words, was, now = _first_difference(first, other, names)
+    raise ValueError(
+        f"ranks {others} have other data than rank 0: {words} is {was} on rank 0, and {now} on "
+        f"rank {others[0]}.  Give all ranks the same copy and the same settings"
+    )
 
 
 def build_pretraining_data_loader(
@@ -5688,8 +5806,8 @@ def build_pretraining_data_loader(
     consumed_samples: int,
     *,
     micro_batch_size: int,
-    data_parallel_rank: int = 0,
-    data_parallel_size: int = 1,
+    data_parallel_rank: int | None = None,
+    data_parallel_size: int | None = None,
     dataloader_type: str = "single",
     data_sharding: bool = True,
     num_workers: int = 0,
@@ -5704,6 +5822,7 @@ def build_pretraining_data_loader(
 
     dataloader_type   "single": in order; "cyclic": shuffled anew each turn; "external": dataset
                       is a loader already, and is returned as it is
+    data_parallel_rank, data_parallel_size   None: 0 and 1, in a job of one process
     data_sharding     of cyclic: each rank shuffles a part of its own
     num_workers       as of PretrainingDataLoader
     full_validation   every sample once, one for each rank and round; micro_batch_size is not used
@@ -5718,7 +5837,11 @@ def build_pretraining_data_loader(
         return dataset
     if len(dataset) == 0:  # a split of which nothing is wanted
         return None
-    place = [data_parallel_rank, data_parallel_size]
+    if isinstance(dataset, (list, tuple)) and isinstance(dataset[0], torch.utils.data.Dataset):
+        raise ValueError(
+            f"got {len(dataset)} datasets, such as several validation sets: make a loader for each"
+        )
+    place = _place_of_rank(data_parallel_rank, data_parallel_size)
     sizes = [len(dataset), consumed_samples, micro_batch_size, *place]
     if full_validation:
         sampler = MegatronFullValidationSampler(
@@ -5736,6 +5859,21 @@ def build_pretraining_data_loader(
     return PretrainingDataLoader(
         dataset, sampler, num_workers, pin_memory=torch.cuda.is_available()
     )
+
+
+def _place_of_rank(rank, size):
+    """Return [rank, size] of a data-parallel rank; None is 0 and 1, in a job of one process."""
+    if rank is None or size is None:
+        num_processes = os.environ.get("WORLD_SIZE", "1")
+        if _is_distributed():
+            num_processes = str(torch.distributed.get_world_size())
+        if num_processes != "1":
+            raise ValueError(
+                f"this is a job of {num_processes} processes, which would all read the same "
+                "samples: give data_parallel_rank and data_parallel_size (0 and 1, if the same "
+                "samples are meant, as with tensor parallelism alone)"
+            )
+    return [0 if rank is None else rank, 1 if size is None else size]
 
 
 # ==============================================================================
