@@ -23,7 +23,8 @@
  *     exception then; a loop, which may not, has met a number that it cannot use.
  *   - Arrays may lie at any address (the sizes in an .idx file start at byte 34).  So items are
  *     moved by memcpy, which compiles to one plain load or store.
- *   - A blend is computed in IEEE doubles, and each operation is rounded.
+ *   - A blend is computed in IEEE doubles, and each operation is rounded.  A build that does not
+ *     round each cannot be imported.
  *
  * Contents  1. Borrowed arrays  2. Sample index  3. Shuffle  4. Blending  5. Samples  6. Module
  */
@@ -42,7 +43,8 @@
 #include <string.h>
 
 /* Flags that change doubles are refused, where the compiler tells of them.  It tells nothing of fused
- * multiply-adds: setup.py builds with -ffp-contract=off, and clang has a pragma. */
+ * multiply-adds: setup.py builds with -ffp-contract=off, clang has a pragma, and what is fused all
+ * the same is found at import, in section 6. */
 #if defined(__FAST_MATH__) || __FINITE_MATH_ONLY__ || FLT_EVAL_METHOD != 0 || \
     (defined(__GCC_IEC_559) && __GCC_IEC_559 == 0)
 #error "blends need plain IEEE doubles: no -ffast-math or a flag of its kind, no x87 registers"
@@ -865,7 +867,7 @@ exit:
 
 /* megatron_min.py wants this number (_VERSION_OF_C in its section 16), and else goes without C.
  * Change both when a function comes or goes, or its arguments or its results change. */
-enum { VERSION = 1 };
+enum { VERSION = 2 };
 
 static PyMethodDef methods[] = {
     {"build_sample_idx", build_sample_idx, METH_VARARGS,
@@ -887,12 +889,27 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+/* Fails if the compiler fused multiply-adds, which round once: a lag of section 4 would then be
+ * another one.  With e = 2**-52 the product (1 + e) * (1 - e) is 1 - e * e, and rounded it is 1. */
+static int check_rounding(PyObject *Py_UNUSED(module))
+{
+    const volatile double weight = 1.0 + DBL_EPSILON, step = 1.0 - DBL_EPSILON, taken = 1.0;
+
+    if (weight * step - taken == 0.0)           /* volatile: computed here, not by the compiler */
+        return 0;
+    PyErr_SetString(PyExc_ImportError, "_megatron_min was built with fused multiply-adds, which "
+                    "change blends: build it with -ffp-contract=off");
+    return -1;
+}
+
 static int add_version(PyObject *module)
 {
     return PyModule_AddIntConstant(module, "VERSION", VERSION);
 }
 
-static PyModuleDef_Slot slots[] = {{Py_mod_exec, add_version}, {0, NULL}};
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, check_rounding}, {Py_mod_exec, add_version}, {0, NULL},
+};
 
 static struct PyModuleDef definition = {
     .m_base = PyModuleDef_HEAD_INIT, .m_name = "_megatron_min",

@@ -15,6 +15,7 @@ the machine hits all alike.  Shown are the medians, in milliseconds.
 
 import argparse
 import atexit
+import collections.abc
 import contextlib
 import functools
 import importlib.metadata
@@ -34,6 +35,7 @@ import tempfile
 import time
 import tracemalloc
 import types
+import unittest.mock as mock
 import warnings
 
 import numpy as np
@@ -50,7 +52,6 @@ if hasattr(os, "sched_getaffinity"):
 
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # torchrun does so too; the threads of a busy machine wait long
-warnings.simplefilter("ignore")  # upstream warns when imported, our Python about large inputs
 
 # -- 1. The competitors ----------------------------------------------------------------------------
 # Each is a module with upstream's public names, so that a case runs the same lines on all three.
@@ -60,8 +61,12 @@ warnings.simplefilter("ignore")  # upstream warns when imported, our Python abou
 def competitors():
     """{name: module} of those that are there; the first is what the others are compared with."""
     found = {}
-    with contextlib.suppress(ImportError):
+    try:
         found["upstream"] = load_upstream()
+    except ImportError as error:
+        print(
+            f'No column of upstream, and "equal" is of Python and C, without megatron-core: {error}'
+        )
     found["Python"] = load_ours("Python", "0")
     with contextlib.suppress(ImportError):
         found["C"] = load_ours("C", "1")
@@ -74,15 +79,16 @@ def load_ours(name, value):
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    os.environ["MEGATRON_MIN_C"] = value
-    spec.loader.exec_module(module)
+    with mock.patch.dict(os.environ, MEGATRON_MIN_C=value):
+        spec.loader.exec_module(module)
     return module
 
 
 def load_upstream():
     """The data path of megatron-core in one module, and re-creations of what it lacks."""
-    from megatron.core.datasets import blended_megatron_dataset_builder as builder
-    from megatron.core.datasets import gpt_dataset, helpers, indexed_dataset, utils
+    with warnings.catch_warnings(action="ignore"):
+        from megatron.core.datasets import blended_megatron_dataset_builder as builder
+        from megatron.core.datasets import gpt_dataset, helpers, indexed_dataset, utils
 
     logging.getLogger("megatron").setLevel(logging.ERROR)
     upstream = types.ModuleType("upstream")
@@ -109,7 +115,6 @@ def recreated_preprocess(path, prefix, tokenizer, workers):
     """The package tokenizers on all cores, whatever engine is named, and upstream's builder."""
     from tokenizers import Tokenizer
 
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # nor a warning when our workers are forked
     encoder = Tokenizer.from_file(tokenizer.removeprefix("gigatoken:"))
     builder = competitors()["upstream"].IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     with open(path, "rb") as file:
@@ -213,7 +218,8 @@ def dataset_to_read(mm, S, **options):
 #         ...              untimed: inputs, an empty folder, an open file
 #         with clock:
 #             ...          timed
-#         return ...       what must be equal: arrays, tensors, bytes, nested in lists and dicts
+#         return ...       what must be equal: arrays, tensors, bytes, nested in lists and dicts, or
+#                          an iterator of such, which begins when it is compared
 
 
 def samples(mm, n, S):
@@ -222,19 +228,25 @@ def samples(mm, n, S):
     with clock:
         for i in range(n):
             dataset[i]
-    return [dataset[i] for i in range(64)]
+    return (dataset[i] for i in range(n))
+
+
+def read_batches(mm, n, num_workers, **options):
+    """The batches of 8 samples of a loader: the first one, and n samples more."""
+    dataset = dataset_to_read(mm, 2048, **options)
+    sizes = {"micro_batch_size": 8, "num_workers": num_workers}
+    batches = mm.build_pretraining_data_loader(dataset, 0, **sizes)
+    yield from itertools.islice(batches, 1 + n // 8)
 
 
 def loader(mm, n, num_workers=0, **options):
     """Batches of 8 samples from the second on: the first one waits until workers have started."""
-    dataset = dataset_to_read(mm, 2048, **options)
-    sizes = {"micro_batch_size": 8, "num_workers": num_workers}
-    batches = iter(mm.build_pretraining_data_loader(dataset, 0, **sizes))
-    first = next(batches)
+    batches = read_batches(mm, n, num_workers, **options)
+    next(batches)
     with clock:
         for _ in range(n // 8):
-            batch = next(batches)
-    return [first, batch]
+            next(batches)
+    return read_batches(mm, n, num_workers, **options)
 
 
 def sample_index(mm, n):
@@ -335,11 +347,12 @@ def text_and_tokenizer(n):
 
 
 def preprocess(mm, n, engine="", workers=1):
-    """preprocess, with the package that engine names -> the tokens of the pair."""
+    """preprocess, with the package that engine names -> both files of the pair."""
     text_path, tokenizer_path = text_and_tokenizer(n)
-    with clock:
+    # all cores, and no warning when our workers are forked
+    with mock.patch.dict(os.environ, TOKENIZERS_PARALLELISM="true"), clock:
         made = mm.preprocess(text_path, f"{HOME}/text", engine + tokenizer_path, workers=workers)
-    return np.fromfile(f"{made['text']}.bin", np.uint16)
+    return [pathlib.Path(f"{made['text']}.{kind}").read_bytes() for kind in ("bin", "idx")]
 
 
 # -- 4. The rows -----------------------------------------------------------------------------------
@@ -364,15 +377,18 @@ class Case:
         return clock.read() - before, result
 
 
-def is_same(a, b):
-    """Are they equal in every value, dtype and shape, in nested lists and dicts too?"""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(is_same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(is_same(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, (np.ndarray, torch.Tensor)):
-        return a.dtype == b.dtype and np.array_equal(a, b)
-    return a == b
+def is_same(*results):
+    """Are they equal in every value, dtype and shape, in nested lists, iterators and dicts too?"""
+    first, *others = results
+    if any((first is None) != (other is None) for other in others):  # one list is longer
+        return False
+    if isinstance(first, dict):
+        return is_same(*[sorted(result.items()) for result in results])
+    if isinstance(first, (list, tuple, collections.abc.Iterator)):
+        return all(is_same(*items) for items in itertools.zip_longest(*results))
+    if isinstance(first, (np.ndarray, torch.Tensor)):
+        return all(first.dtype == b.dtype and np.array_equal(first, b) for b in others)
+    return all(first == other for other in others)
 
 
 RESETS = {"reset_position_ids": True, "eod_mask_loss": True}
@@ -394,6 +410,7 @@ SCREEN = [  # the rows that tell most
 
 MORE = [  # with --full
     Case("dataset[i], S=512", samples, 4000, "samples", S=512),
+    Case("dataset[i], S=8192", samples, 1000, "samples", S=8192),
     Case("loader, resets, dense mask *", loader, 32, "samples", **DENSE),
     Case("build, 4 epochs", build, 10**6, "documents", epochs=4),
     Case("mixture, new cache", mixture, 200, "small corpora", documents=5000, is_new=True),
@@ -411,12 +428,12 @@ def measure(case, rounds):
     times = {name: [] for name in competitors()}
     cells = [case.title, case.size]
     try:
-        first, *others = [case.run(name)[1] for name in times]
+        results = [case.run(name)[1] for name in times]
     except ImportError as error:  # of tokenizers or gigatoken
         return [*cells, str(error)]
-    if not others:
+    if len(results) == 1:
         cells.append("alone")
-    elif all(is_same(first, other) for other in others):
+    elif is_same(*results):
         cells.append("yes")
     else:
         return [*cells, "NO"]
@@ -503,12 +520,14 @@ def print_sizes():
         prefix = corpus(documents)
         shutil.rmtree(prefix, ignore_errors=True)
         num_samples = samples_in(documents, epochs)
-        tracemalloc.start()
         started = time.perf_counter()
         build_dataset(mm, prefix, num_samples)
         built = time.perf_counter()
         build_dataset(mm, prefix, num_samples)
         found = time.perf_counter()
+        shutil.rmtree(prefix)
+        tracemalloc.start()  # it takes time of its own, so this is another run
+        build_dataset(mm, prefix, num_samples)
         _, peak = tracemalloc.get_traced_memory()  # without the pages of mapped files
         tracemalloc.stop()
         line = f"| {documents // 10**6:17,} | {epochs:6} | {built - started:7.2f} |"

@@ -1985,14 +1985,18 @@ class GPTDataset(MegatronDataset):
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         k = 0 if idx is None else idx
         text, _, *lengths = self._query_document_sample_shuffle_indices(k)
-        return self._make_sample(idx, text, *lengths)
+        return self._make_sample(idx, [text], *lengths)
 
     def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
         """Return several samples, whose pieces are read at once; torch's DataLoader calls this."""
         if type(self) is not GPTDataset:  # a subclass may say itself what a sample is
             return [self[idx] for idx in indices]
-        texts = self._read_texts([0 if idx is None else idx for idx in indices])
-        return [self._make_sample(idx, text) for idx, text in zip(indices, texts, strict=True)]
+        pieces_of_samples = [self.pieces(0 if idx is None else idx) for idx in indices]
+        parts_of_samples = _read_pieces(self.dataset, pieces_of_samples)
+        samples = []
+        for idx, parts in zip(indices, parts_of_samples, strict=True):
+            samples.append(self._make_sample(idx, parts))
+        return samples
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of sample idx, int64 (S + x,), and the sequences they are from.
@@ -2000,14 +2004,10 @@ class GPTDataset(MegatronDataset):
         Subclasses override it.  Theirs may return fewer tokens, which are padded, and, as a third
         value, the lengths of the documents in the sample, for inter_document_masking.
         """
-        [text] = self._read_texts([idx])
-        documents = [i for i, _, _ in self.pieces(idx)]
-        return self._pad(idx, text), np.array(documents, np.int64)
-
-    def _read_texts(self, samples):
-        """The text of each sample: its S + x tokens, or fewer, that is its pieces end to end."""
-        parts_of_samples = _read_pieces(self.dataset, [self.pieces(k) for k in samples])
-        return [np.concatenate(parts, dtype=np.int64) for parts in parts_of_samples]
+        pieces = self.pieces(idx)
+        [parts] = _read_pieces(self.dataset, [pieces])
+        sequences = [i for i, _, _ in pieces]
+        return self._join(idx, parts), np.array(sequences, np.int64)
 
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         """Return where the tokens of sample k are: [(sequence, offset, length), ...], in order.
@@ -2015,12 +2015,12 @@ class GPTDataset(MegatronDataset):
         A length may be 0: that of an empty document, or, with x = 0, of the first piece.
         """
         k = _position(k, len(self), f"the samples of {_name(self)}")
-        (first_d, first_offset), (last_d, last_offset) = self._rows_of_sample(k)
-        documents = self.document_index[first_d : last_d + 1].tolist()
+        _check_places(self, k)
+        j = self.shuffle_index[k]
+        (first_d, first_offset), (last_d, last_offset) = self.sample_index[j : j + 2].tolist()
+        sequences = self.document_index[first_d : last_d + 1].tolist()
         pieces = []
-        for d, i in enumerate(documents, first_d):
-            if not 0 <= i < len(self.dataset):
-                raise self._error_of_sample(k, f"document_index[{d}] is {i}")
+        for d, i in enumerate(sequences, first_d):
             begin = first_offset if d == first_d else 0
             if d < last_d:
                 end = int(self.dataset.sequence_lengths[i])
@@ -2029,77 +2029,62 @@ class GPTDataset(MegatronDataset):
             pieces.append((i, begin, end - begin))
         return pieces
 
-    def _rows_of_sample(self, k):
-        """The rows of sample_index between which sample k lies; IndexError for impossible ones."""
-        j = int(self.shuffle_index[k])
-        if not 0 <= j < len(self.sample_index) - 1:
-            raise self._error_of_sample(k, f"shuffle_index[{k}] is {j}")
-        rows = self.sample_index[j : j + 2].tolist()
-        (first_d, first_offset), (last_d, last_offset) = rows
-        is_in_order = 0 <= first_d <= last_d < len(self.document_index)
-        if not is_in_order or first_offset < 0 or last_offset < 0:
-            raise self._error_of_sample(k, f"rows {j} and {j + 1} of sample_index are {rows}")
-        return rows
-
-    def _error_of_sample(self, k, found):
-        """An error for arrays that do not fit the corpus, which somebody has set."""
-        return IndexError(f"{_name(self)}: sample {k}: {found}: rebuild the indices")
-
-    def _pad(self, k, text):
-        """The tokens of sample k, filled up to S + x."""
+    def _join(self, k, parts):
+        """The text of sample k, a new array: its parts end to end, filled up to S + x tokens."""
         wanted = self.config.sequence_length + self._extra
-        if len(text) > wanted:
-            raise self._error_of_sample(k, f"wanted {wanted} tokens, got {len(text)}")
-        padding = np.full(wanted - len(text), self._pad_token_id, np.int64)
-        return np.concatenate([text, padding], dtype=np.int64)
+        found = sum(len(part) for part in parts)
+        if found > wanted:
+            raise _error_of_sample(self, k, f"wanted {wanted} tokens, got {found}")
+        padding = np.full(wanted - found, self._pad_token_id, np.int64)
+        return np.concatenate([*parts, padding], dtype=np.int64)
 
-    def _make_sample(self, idx, text, lengths=None):
-        """The dict of a sample, which has the tokens of text.
+    def _make_sample(self, idx, parts, lengths=None):
+        """The dict of a sample.
 
         idx       its number; None: that of sample 0, which has no loss then
+        parts     its tokens, as several arrays or as one; fewer than S + x are padded
         lengths   of the documents in it; None: those of its pieces
         """
         k = 0 if idx is None else idx
         config = self.config
         S = config.sequence_length
         pad = self._pad_token_id
-        text = self._pad(k, text)
+        text = self._join(k, parts)
         tokens = text[:S].copy()
-        labels = text[1:].copy()
+        labels = text[1:]
         if not self._extra:
             labels = np.append(labels, pad)
-        loss_mask = labels != pad
+        loss_mask = np.ones(S, np.float32)
+        loss_mask[labels == pad] = 0
         if config.eod_mask_loss:  # what follows an eod is the beginning of another document
-            loss_mask &= tokens != self.eod_token_id
+            loss_mask[tokens == self.eod_token_id] = 0
         if idx is None:
-            loss_mask[:] = False
+            loss_mask[:] = 0
 
-        after_eod = [0]  # the places among the inputs where a document starts, as eods say
+        # the places among the inputs where documents start, as eods say
+        after_eod = [0]
         if self.eod_token_id is not None:
             eods = np.flatnonzero(tokens[:-1] == self.eod_token_id)
             after_eod += (eods + 1).tolist()
-        starts = [0]  # the places where positions count from 0 again
+        mask_starts = after_eod if config.reset_attention_mask else [0]
+        position_starts = after_eod if config.reset_position_ids else [0]
         if config.inter_document_masking:
             if lengths is None:
                 lengths = [length for _, _, length in self.pieces(k)]
-            starts = _starts_of_documents(lengths, S)
-        elif config.reset_position_ids:
-            starts = after_eod
+            position_starts = _starts_of_documents(lengths, S)
 
-        # -1 is in no table of embeddings.  As in upstream, a place with the pad id becomes 0 even
-        # where the pad id is a real one.
+        # Padding, -1 or the pad id, is shown as 0; as in upstream, also where the id is a real one.
         tokens[tokens == pad] = 0
         labels[labels == pad] = 0
         sample = {"tokens": tokens, "labels": labels}
         if config.has_dense_mask:
-            mask_starts = after_eod if config.reset_attention_mask else [0]
             sample["attention_mask"] = causal_mask(mask_starts, S)
-        sample["loss_mask"] = loss_mask.astype(np.float32)
-        sample["position_ids"] = _positions_from(starts, S)
+        sample["loss_mask"] = loss_mask
+        sample["position_ids"] = _positions_from(position_starts, S)
         if config.inter_document_masking:
             sample["cu_seqlens"] = np.full(S + 1, S, np.int32)
-            sample["cu_seqlens"][: len(starts)] = starts
-            sample["max_seqlen"] = np.array(np.diff([*starts, S]).max(), np.int32)
+            sample["cu_seqlens"][: len(position_starts)] = position_starts
+            sample["max_seqlen"] = np.array(np.diff([*position_starts, S]).max(), np.int32)
         return {key: torch.from_numpy(values) for key, values in sample.items()}
 
     # ---- how the three arrays are built
@@ -2158,7 +2143,7 @@ class GPTDataset(MegatronDataset):
             )
         else:
             # one generator draws the order of the documents first, then that of the samples
-            random_state = _random_state(config.random_seed)  # np.random.RandomState(), section 16
+            random_state = np.random.RandomState(config.random_seed)
             document_index = build_document_index(
                 documents, plan.num_epochs, random_state, plan.separate_final_epoch
             )
@@ -2244,6 +2229,30 @@ def _as_range(documents):
     if np.array_equal(documents, documents[0] + np.arange(len(documents))):
         return range(int(documents[0]), int(documents[-1]) + 1)
     return documents
+
+
+def _check_places(dataset, k):
+    """IndexError unless the arrays lead from sample k to sequences of the corpus.
+
+    Those of other data may lead elsewhere, or to a number below 0, which numpy counts from the end.
+    What is then read of a sequence, its reader checks.
+    """
+    j = int(dataset.shuffle_index[k])
+    if not 0 <= j < len(dataset.sample_index) - 1:
+        raise _error_of_sample(dataset, k, f"shuffle_index[{k}] is {j}")
+    rows = dataset.sample_index[j : j + 2].tolist()
+    (first_d, first_offset), (last_d, last_offset) = rows
+    is_in_order = 0 <= first_d <= last_d < len(dataset.document_index)
+    if not is_in_order or first_offset < 0 or last_offset < 0:
+        raise _error_of_sample(dataset, k, f"rows {j} and {j + 1} of sample_index are {rows}")
+    sequences = dataset.document_index[first_d : last_d + 1].tolist()
+    if min(sequences) < 0 or max(sequences) >= len(dataset.dataset):
+        raise _error_of_sample(dataset, k, f"it is in sequences {sequences}")
+
+
+def _error_of_sample(dataset, k, found):
+    """An error for arrays that do not fit the corpus."""
+    return IndexError(f"{_name(dataset)}: sample {k}: {found}: rebuild the indices")
 
 
 def _read_pieces(reader: typing.Any, pieces_of_samples: list[list]) -> list[list[np.ndarray]]:
@@ -5993,9 +6002,10 @@ def _kind_of_error(error):
 #
 # _helpers.c is built as the extension module _megatron_min.  MEGATRON_MIN_C=0 leaves the module
 # out, =1 makes it an error that it cannot be used, unset takes it if it is there.  One of another
-# VERSION may want other arguments, or lack a loop, and so cannot be used.
+# VERSION may want other arguments, or lack a loop, and so cannot be used; one whose multiply-adds
+# are fused refuses to be imported, as its blends would be other ones.
 
-_VERSION_OF_C = 1  # that of _helpers.c; both change together, when a function of C does
+_VERSION_OF_C = 2  # that of _helpers.c; both change together, when a function of C does
 
 IMPLEMENTATION = "python"
 if os.environ.get("MEGATRON_MIN_C") != "0":
@@ -6046,21 +6056,6 @@ def _c_build_sample_idx(
         return rows
     arguments = sizes, document_indices, sequence_length, num_epochs, tokens_per_epoch
     return _c_build_sample_idx.__wrapped__(*arguments, *flags)
-
-
-_generators = threading.local()  # one of each thread that builds
-
-
-def _random_state(seed: int) -> np.random.RandomState:
-    """Return np.random.RandomState(seed), which is good until the next call in this thread.
-
-    To make one takes numpy 0.1 ms, as long as all else for a small corpus: it draws a seed of its
-    own first.  So one is made, and seeded anew for each dataset.
-    """
-    if not hasattr(_generators, "random_state"):
-        _generators.random_state = np.random.RandomState()
-    _generators.random_state.seed(seed)
-    return _generators.random_state
 
 
 _FEW_ITEMS = 4096  # fewer are shuffled by numpy before C has got the generator's state
@@ -6189,15 +6184,8 @@ def _read_samples(dataset, columns, rows, samples):
     corpus = dataset.dataset
     if type(corpus) is not IndexedDataset or corpus.mapped_tokens is None:
         return False
-    num_samples = len(dataset)
-    if len(dataset.shuffle_index) < num_samples:  # C would count -1 from its end
-        return False
-    try:
-        rows = array.array("q", rows)
-        samples = array.array("q", [0 if k is None else k for k in samples])
-    except (OverflowError, TypeError):  # no number of a sample: the definition says so
-        return False
-    try:
+    samples = [0 if k is None else k for k in samples]
+    with contextlib.suppress(OverflowError, TypeError, ValueError):
         return _megatron_min.read_samples(
             columns["tokens"],
             columns["labels"],
@@ -6206,14 +6194,14 @@ def _read_samples(dataset, columns, rows, samples):
             columns.get("cu_seqlens"),
             columns.get("max_seqlen"),
             columns.get("attention_mask"),
-            rows,
-            samples,
+            array.array("q", rows),
+            array.array("q", samples),
             corpus.mapped_tokens,
             corpus.sequence_pointers,
             corpus.sequence_lengths,
             dataset.document_index,
             dataset.sample_index,
-            dataset.shuffle_index[:num_samples],  # more than these are no samples
+            dataset.shuffle_index,
             int(config.add_extra_token_to_sequence),
             dataset._pad_token_id,
             _NO_EOD if dataset.eod_token_id is None else dataset.eod_token_id,
@@ -6221,17 +6209,7 @@ def _read_samples(dataset, columns, rows, samples):
             config.eod_mask_loss,
             config.reset_attention_mask,
         )
-    except (OverflowError, ValueError):
-        return False
-    except TypeError as error:
-        _log_once(f"{_name(dataset)}: Python makes its batches, which is slower: {error}")
-        return False
-
-
-@functools.cache
-def _log_once(sentence):
-    """Log a warning, but not again."""
-    log.warning(sentence)
+    return False
 
 
 if IMPLEMENTATION == "c":

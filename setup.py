@@ -4,7 +4,8 @@ pip install .                          uses C if it compiles, else goes without 
 MEGATRON_MIN_C=1 pip install .         a build without C is an error (CI, wheels)
 MEGATRON_MIN_C=0 pip install .         no compiler is called
 python setup.py build_ext --inplace    puts _megatron_min beside the sources
-MEGATRON_MIN_CFLAGS="-O1 -g -fsanitize=address,undefined"    further compiler and linker flags
+MEGATRON_MIN_CFLAGS="-O1 -g -fsanitize=address,undefined"    further compiler and linker flags;
+                                       a build without C is an error then, too
 
 A wheel with C is for one platform and all Pythons from 3.11 on (cp311-abi3); one without C is pure
 (py3-none-any).
@@ -17,7 +18,7 @@ import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 from setuptools.command.sdist import sdist
 
 HERE = Path(__file__).resolve().parent
@@ -37,19 +38,19 @@ class CompleteSdist(sdist):
         super().make_distribution()
 
 
-class WheelAsBuilt(bdist_wheel):
-    """A wheel whose tag says whether C was built."""
+class BuildWithOrWithout(build_ext):
+    """Where C is not to be had there is no extension: a wheel is pure then, and says so."""
 
     def run(self):
-        if self.distribution.has_ext_modules():
-            build = self.get_finalized_command("build_ext")
-            [built] = map(Path, build.get_outputs())
-            built.unlink(missing_ok=True)  # an older one must not pass for this one
-            self.run_command("build_ext")
-            if not built.exists():
-                self.distribution.ext_modules = []
-                self.root_is_pure = True
+        outputs = [Path(path) for path in self.get_outputs()]
+        for path in outputs:  # an older one must not pass for this one
+            path.unlink(missing_ok=True)
         super().run()
+        if not all(path.exists() for path in outputs):
+            self.distribution.ext_modules = []
+            wheel = self.distribution.command_obj.get("bdist_wheel")
+            if wheel:
+                wheel.root_is_pure = True
 
 
 ext_modules = []
@@ -61,7 +62,7 @@ if C_WANTED != "0":
         extra_compile_args=["-O3", *FLAGS, "-ffp-contract=off"],
         extra_link_args=FLAGS,
         py_limited_api=LIMITED,
-        optional=C_WANTED != "1",
+        optional=C_WANTED != "1" and not FLAGS,  # who names flags wants C
     )
     ext_modules.append(extension)
 
@@ -115,5 +116,5 @@ setup(
     },
     ext_modules=ext_modules,
     options=options,
-    cmdclass={"bdist_wheel": WheelAsBuilt, "sdist": CompleteSdist},
+    cmdclass={"build_ext": BuildWithOrWithout, "sdist": CompleteSdist},
 )
