@@ -5,7 +5,7 @@
  * file has to give the same bytes, only sooner.  Three pieces belong together:
  *
  *   definition   in part I of megatron_min.py, such as build_sample_idx(): what is computed
- *   adapter      in its section 16, such as _c_build_sample_idx(): has the arguments of the
+ *   adapter      in its section 18, such as _c_build_sample_idx(): has the arguments of the
  *                definition, checks them, allocates the arrays, and calls the function of C
  *   function     in this file: fills the arrays
  *
@@ -865,7 +865,7 @@ exit:
 
 /* ================================== 6. Module ================================= */
 
-/* megatron_min.py wants this number (_VERSION_OF_C in its section 16), and else goes without C.
+/* megatron_min.py wants this number (_VERSION_OF_C in its section 18), and else goes without C.
  * Change both when a function comes or goes, or its arguments or its results change. */
 enum { VERSION = 2 };
 

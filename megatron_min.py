@@ -9,12 +9,13 @@ them.  Its measure is the package megatron-core 0.16.1, called "upstream" here: 
 which upstream works as intended, this module makes the same bytes, that is the same .bin and .idx
 files, index arrays, cache files, samples and batches, in the same order.
 
-Part I is the text book.  Each of its sections opens with a question and a drawing, and its code is
-the definition of what happens: plain, complete, and fast enough for many uses.  Part II is the
-workshop: how files appear whole, how arrays are cached, how errors reach every rank, and how C
-makes the loops of part I faster.  Part III is the tools around it, and the commands of a shell.
-The file needs nothing but numpy and torch; _helpers.c is an optional accelerator with identical
-results.
+Part I is the text book: rules, and nothing else.  Each of its sections opens with a question and a
+drawing, and its code is the definition of what happens to good input: plain, complete, and fast
+enough for many uses.  Bad input is refused by calls of one line, to functions of section 13.
+Part II is what trains with batches.  Part III is the workshop: what is refused, how files appear
+whole, how arrays are cached, how errors reach every rank, and how C makes loops faster.  Part IV is
+the tools around it, and the commands of a shell.  The file needs nothing but numpy and torch;
+_helpers.c is an optional accelerator with identical results.
 
 Words       token        an integer that stands for a piece of text
             document     one text of the corpus; but see the box
@@ -28,13 +29,13 @@ Words       token        an integer that stands for a piece of text
             micro-batch  the samples that one rank reads at once
             global batch the samples of all data-parallel ranks in one step: one round or several,
                          where a round is a micro-batch of each of these ranks
-            blend        several corpora mixed by weights
+            blend        corpora, usually several, mixed by weights
             weight       of a corpus in a blend: its share of the samples
             rank         one process of a training job; usually each rank has one GPU.  In section 8
                          it is a data-parallel rank, which several processes may share.
 
   +-- "document" --------------------------------------------------------------------------------+
-  | In sections 1 and 2, and in the tools of part III, a document is a text.  document_indices,  |
+  | In sections 1 and 2, and in the tools of part IV, a document is a text.  document_indices,   |
   | an array of the .idx file, says which sequences a text is.  Training does not use it.        |
   |                                                                                              |
   | From section 3 on, a document is a sequence of the .idx file: upstream uses the word so too, |
@@ -42,7 +43,7 @@ Words       token        an integer that stands for a piece of text
   | order in which sequences are read.  It has nothing to do with document_indices.              |
   +----------------------------------------------------------------------------------------------+
 
-Notation    S  tokens in a sample (sequence_length)     D  sequences in a split
+Notation    S  inputs of a sample (sequence_length)     D  sequences in a split
             T  tokens in one epoch of a split           E  epochs over the split
             N  samples in a dataset                     x  1: a sample is S + 1 tokens, so that
                                                            each input has a label; else 0
@@ -59,22 +60,25 @@ Part I, the path of a token
     5. GPTDataset                 what are the tokens, labels and masks of sample k?
     6. BlendedDataset             which dataset, and which of its samples, is sample i of the blend?
     7. The builder                which datasets does a config mean, and who builds them first?
-    8. Samplers and resume        which samples does rank r get at step t, and after a stop?
+    8. Samplers                   which samples does rank r get at step t, and after a stop?
     9. Parallel batches           which part of a batch does each rank get, and how?
-    10. Gradients                 how do the data-parallel ranks come to have the same gradients?
-Part II, the workshop
-    11. Whole files               how does a file appear whole, or not at all?
-    12. The index cache           when may arrays made earlier be used again?
-    13. Object storage            how are tokens read that are not mapped, as over a network?
-    14. The loader and its state  how is a batch ready early, and what does a checkpoint keep?
-    15. One error for every rank  what do the other ranks do when one of them fails?
-    16. The C kernels             where is each loop made fast, and how is C switched on and off?
-Part III, the tools
-    17. Tokenizers                which tokenizers can a command use?
-    18. Preprocessing             how is a big corpus tokenized, on all cores and on many machines?
-    19. Fine-tuning data          how does a conversation become a sample, at access?
-    20. Audit                     which documents made a sample, and which samples read a document?
-    21. The command line          how is all this run from a shell?
+Part II, the training loop
+    10. The loader and its state  how is a batch ready early, and what does a checkpoint keep?
+    11. Gradients                 how do the data-parallel ranks come to have the same gradients?
+    12. Around the loop           how many samples and steps has a run, and can it read them again?
+Part III, the workshop
+    13. What is refused           what is looked at, when, and with which error?
+    14. Whole files               how does a file appear whole, or not at all?
+    15. The index cache           when may arrays made earlier be used again?
+    16. Object storage            how are tokens read that are not mapped, as over a network?
+    17. One error for every rank  what do the other ranks do when one of them fails?
+    18. The C kernels             where is each loop made fast, and how is C switched on and off?
+Part IV, the tools
+    19. Tokenizers                which tokenizers can a command use?
+    20. Preprocessing             how is a big corpus tokenized, on all cores and on many machines?
+    21. Fine-tuning data          how does a conversation become a sample, at access?
+    22. Audit                     which documents made a sample, and which samples read a document?
+    23. The command line          how is all this run from a shell?
 """
 
 import abc
@@ -153,117 +157,6 @@ __all__ = [
 # fmt: on
 
 log = logging.getLogger("megatron_min")
-
-
-class DatasetFormatError(ValueError):
-    """A file does not hold what its format promises.
-
-    The message names the file, the field, what was wanted and what was found.
-    """
-
-
-# -- small tools of all sections -------------------------------------------------------------------
-
-
-def _format_error(path, field, wanted, got):
-    """The error that names the four things a reader of the message needs."""
-    return DatasetFormatError(f"{path}: {field}: wanted {wanted}, got {got}")
-
-
-def _one_line(error):
-    """Return the message of an error on one line; an unexpected kind of error is named."""
-    message = " ".join(str(error).split())
-    if isinstance(error, (ValueError, IndexError, OSError, ImportError, Warning)) and message:
-        return message
-    return f"{type(error).__name__}: {message}".removesuffix(": ")
-
-
-def _position(idx, n, name):
-    """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
-    i = operator.index(idx)
-    if not -n <= i < n:
-        raise IndexError(f"index {i} of {name}, which has {n} entries")
-    return i % n
-
-
-def _name(dataset):
-    """What to call a dataset in a message: its path, or its class."""
-    path = getattr(dataset, "dataset_path", None)
-    return type(dataset).__name__ if path is None else str(path)
-
-
-def _ceil_div(a, b):
-    """The least whole number that is at least a / b, without the rounding of a float."""
-    return -(-a // b)
-
-
-def _md5(data):
-    """Hex digest of a text or bytes, for names and comparisons; it protects nothing."""
-    if isinstance(data, str):
-        data = data.encode()
-    return hashlib.md5(data, usedforsecurity=False).hexdigest()
-
-
-def _is_remote(path: str | os.PathLike) -> bool:
-    """Return True for a name such as s3://bucket/corpus, and False for a path.
-
-    >>> _is_remote("s3://bucket/corpus.idx"), _is_remote("data/corpus.idx")
-    (True, False)
-    """
-    # a chain of fsspec is one too: simplecache::s3://bucket/corpus
-    return re.match(r"[A-Za-z][A-Za-z0-9+.:-]*://", os.fspath(path)) is not None
-
-
-def _absolute(path):
-    """A path that stays right when the process changes its folder; a URL stays as it is."""
-    return path if _is_remote(path) else os.path.abspath(path)
-
-
-def _attribute(tokenizer, name):
-    """An attribute of a tokenizer; None if there is none, or if it says NotImplementedError."""
-    try:
-        return getattr(tokenizer, name, None)
-    except NotImplementedError:
-        return None
-
-
-def _import_extra(module, user):
-    """Import a module of a package that is not required; user is what needs it."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        package = module.partition(".")[0]
-        raise ImportError(f"{user}: {error}: pip install {package}") from None
-
-
-@contextlib.contextmanager
-def _named(name, words, kind=ValueError):
-    """Have an error say what it is about: kind("name: words: what the error says").
-
-    An OSError of the system stays of its class, with its number.  MemoryError passes: it is never
-    the fault of what has the name.
-    """
-    try:
-        yield
-    except MemoryError:
-        raise
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            reason = f"{words}: {error.strerror}"
-            raise OSError(error.errno, reason, os.fspath(name)) from error
-        raise kind(f"{name}: {words}: {_one_line(error)}") from error
-
-
-def _is_distributed() -> bool:
-    """Whether this process is a rank of a torch.distributed job."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _rank(group=None) -> int:
-    """This process's rank in the group, by default of the whole job; 0 without a job."""
-    if not _is_distributed():
-        return 0
-    return torch.distributed.get_rank(group)
 
 
 # ==============================================================================
@@ -388,7 +281,7 @@ class _MappedTokens:
     """The tokens of a .bin file that is mapped into memory.
 
     A read is a view: nothing is copied, and the view keeps the mapping alive.  The two other places
-    that tokens come from have the same two methods: _FileTokens and _RemoteFile, in section 13.
+    that tokens come from have the same two methods: _FileTokens and _RemoteFile, in section 16.
     """
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
@@ -422,7 +315,7 @@ class IndexedDataset(torch.utils.data.Dataset):
     """Read a .bin/.idx pair.  Upstream: IndexedDataset.
 
     path_prefix            path of the pair without .bin and .idx; or its place on object storage,
-                           such as s3://bucket/corpus (section 13)
+                           such as s3://bucket/corpus (section 16)
     multimodal             return (tokens, mode); the file must hold modes
     mmap                   True: the .bin is mapped, and what is read is a view of it; False: each
                            access reads its part of the file into a new array
@@ -464,10 +357,10 @@ class IndexedDataset(torch.utils.data.Dataset):
     def _open(self):
         """Open both files, and look at their ends; a dataset that is unpickled does so, too."""
         self._verified = False
-        self._fingerprint = None  # made when it is asked for: section 12
-        self._record = None  # read when it is asked for: section 18
-        # A stamp is the size and the time of a file (section 12).  If that of the .idx is the same
-        # when the .bin is open, the pair was not replaced meanwhile: section 11 says why.
+        self._fingerprint = None  # made when it is asked for: section 15
+        self._record = None  # read when it is asked for: section 20
+        # A stamp is the size and the time of a file (section 15).  If that of the .idx is the same
+        # when the .bin is open, the pair was not replaced meanwhile: section 14 says why.
         idx_stamp = self._stamp_of_index()
         local_path = self._idx_path
         if _is_remote(local_path):
@@ -495,7 +388,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         if _file_stamp(self._idx_path) != idx_stamp:
             wanted = "one that stays while it is opened"
             raise _format_error(self._idx_path, "file", wanted, "another")
-        self._in_files = {name: getattr(self, name) for name in _OPENED}  # section 12
+        self._in_files = {name: getattr(self, name) for name in _OPENED}  # section 15
         if self.check:
             self.verify()
 
@@ -664,7 +557,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         """Return document_indices, under upstream's name."""
         return self.document_indices
 
-    # ---- how caches, states and pickles know the pair again: section 12
+    # ---- how caches, states and pickles know the pair again: section 15
 
     def fingerprint(self) -> dict:
         """Return what tells these data from others, wherever the files lie and whenever they came.
@@ -715,7 +608,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self.sequence_lengths = array.array("i")  # int32
         self.sequence_modes = array.array("b")  # int8
         self.document_indices = array.array("q", [0])  # int64
-        self._bin = _NewFile(bin_path)  # appears under its name when it is whole (section 11)
+        self._bin = _NewFile(bin_path)  # appears under its name when it is whole (section 14)
         self._is_final = False  # True once finalize() has made the pair
 
     def add_sequences(
@@ -784,7 +677,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         """Write the .idx file and give both files their names.
 
         ValueError if sequences were added after the last document ended; OSError if the disk fails
-        (section 11 says what is there then).  While it runs, it needs 16 bytes more for each
+        (section 14 says what is there then).  While it runs, it needs 16 bytes more for each
         sequence.
         """
         n = len(self.sequence_lengths)
@@ -820,7 +713,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         finally:
             self._bin.discard()  # does nothing once the pair gets its names
 
-    # ---- The rest is what these methods share, and what section 18 calls.
+    # ---- The rest is what these methods share, and what section 20 calls.
 
     def _read_lengths(self, content, lengths, modes):
         """Lengths and modes as arrays; ValueError for those that do not fit the tokens."""
@@ -1040,7 +933,7 @@ def encode_jsonl(
     Raises        ValueError, KeyError or TypeError at a line that holds no such object; no pair
                   appears then
 
-    This is the definition of preprocess() in section 18, which writes the same bytes, on all cores,
+    This is the definition of preprocess() in section 20, which writes the same bytes, on all cores,
     and names the file and the line of an error.
 
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -1183,7 +1076,7 @@ class BlendedMegatronDatasetConfig:
     full_validation             with multiple_validation_sets: valid has all samples, so its size in
                                 section 7 must be None.  Else without effect
     num_dataset_builder_threads how many corpora are built side by side
-    path_to_cache               folder where arrays are kept for the next start (section 12); None:
+    path_to_cache               folder where arrays are kept for the next start (section 15); None:
                                 <prefix>/cache/GPTDataset_indices, and those of a blend are not kept
     mmap_bin_files              False: read the tokens with os.pread instead of mapping the file
 
@@ -1274,13 +1167,13 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     create_attention_mask    return the dense (1, S, S) mask, which says what may attend to what
     drop_last_partial_validation_sequence   False: the last, short sample of valid is kept, padded
     add_extra_token_to_sequence             x = 1: the last input token has a label too
-    object_storage_cache_path               local folder for copies of .idx files (section 13)
+    object_storage_cache_path               local folder for copies of .idx files (section 16)
     inter_document_masking   instead of a mask, return where the documents of a sample start, where
                              positions restart too: of starts 0 and 3, with S = 4, cu_seqlens is
                              0 3 4 4 4 and max_seqlen 3.  Keyword only: upstream 0.16.1 has it not
     stable_order             not of upstream: shuffle each epoch by itself, so that a longer dataset
                              begins with the shorter one, but for a short last sample (section 4)
-    context_parallel_size    for SFTDataset alone (section 19)
+    context_parallel_size    for SFTDataset alone (section 21)
 
     Accepted, without effect: data_parallel_size, sequence_parallel_size, sequences_per_dataset,
     token_dtype_code (always None); hybrid_context_parallel, but True is refused.
@@ -1418,7 +1311,7 @@ def _check_fields_of_samples(config):
     names = ["unique_identifiers"]
     if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
         names.append("eod")
-    _check_tokenizer(config.tokenizer, names)  # section 17
+    _check_tokenizer(config.tokenizer, names)  # section 19
     if config.hybrid_context_parallel:
         raise ValueError(
             "hybrid_context_parallel is not supported: use inter_document_masking, and cut "
@@ -1559,7 +1452,7 @@ def shuffle(items: np.ndarray, random_state: np.random.RandomState) -> None:
     """Shuffle a 1-D array in place, as numpy does.
 
     For i = n-1 down to 1, item i is exchanged with one that is drawn from items 0 .. i, uniformly.
-    Section 16 puts a faster one with the same result here.
+    Section 18 puts a faster one with the same result here.
 
     >>> items = np.arange(6, dtype=np.int32)
     >>> shuffle(items, np.random.RandomState(1234)); items.tolist()
@@ -1790,14 +1683,14 @@ def build_stable_orders(
 #
 # document_index, sample_index and shuffle_index depend on the lengths of the documents, the split,
 # the number of samples, S, x, the seed, whether a last short sample is kept, and stable_order, and
-# on nothing else.  So they are built once and kept in files (section 12), which every rank reads,
+# on nothing else.  So they are built once and kept in files (section 15), which every rank reads,
 # and every later job.
 #
 # Python wants base classes first.
 
 
 class _Identified(torch.utils.data.Dataset):
-    """A dataset whose unique_identifiers, a dict, name the files of its cache (section 12)."""
+    """A dataset whose unique_identifiers, a dict, name the files of its cache (section 15)."""
 
     @functools.cached_property
     def unique_description(self) -> str:
@@ -1959,7 +1852,7 @@ class GPTDataset(MegatronDataset):
             self.eod_token_id = _attribute(config.tokenizer, "eod")
 
         if isinstance(indexed_dataset, IndexedDataset):
-            # a warning if preprocess() made the pair with another tokenizer (section 18)
+            # a warning if preprocess() made the pair with another tokenizer (section 20)
             _warn_of_other_tokenizer(indexed_dataset, config.tokenizer)
 
         # Upstream's identifiers leave these out, and so let datasets that differ share files.  With
@@ -2094,7 +1987,7 @@ class GPTDataset(MegatronDataset):
 
         Without a cache this would be
             self.epoch_plan, arrays = self._build_arrays()
-        Section 12 does so where it finds no files of these arrays, and writes them.
+        Section 15 does so where it finds no files of these arrays, and writes them.
         """
         plan, arrays, self._in_files = _load_or_build(
             folder=self._cache_folder,
@@ -2191,7 +2084,7 @@ class GPTDataset(MegatronDataset):
         return f"{folder}/{type(self).__name__}_indices"
 
     def __getstate__(self):
-        """Leave out of a pickle what another process finds in files, or makes: section 12."""
+        """Leave out of a pickle what another process finds in files, or makes: section 15."""
         state = _state_without_files(self)
         state.pop("indices", None)  # made from _documents
         return state
@@ -2739,7 +2632,7 @@ class BlendedDataset(_Identified):
         return np.array(self._taken, np.int64)
 
     def __getstate__(self):
-        """Leave out of a pickle what another process finds in files: section 12."""
+        """Leave out of a pickle what another process finds in files: section 15."""
         return _state_without_files(self)
 
     def __setstate__(self, state):
@@ -2973,7 +2866,7 @@ class BlendedMegatronDatasetBuilder:
         if not _is_distributed():
             return self._build_splits()
         # _on_every_rank() runs a function here, waits for the other ranks, and raises an error that
-        # one of them met on all of them (section 15).  Rank 0 builds, while the others wait; then
+        # one of them met on all of them (section 17).  Rank 0 builds, while the others wait; then
         # they build, while it waits.
         is_wanted = _on_every_rank(self.is_built_on_rank)
         if _rank() == 0:
@@ -2983,7 +2876,7 @@ class BlendedMegatronDatasetBuilder:
             _on_every_rank(_build_nothing)
             step = self._build_and_describe if is_wanted else _build_nothing
             datasets, *decided = _on_every_rank(step)
-        _compare_on_ranks(*decided)  # section 14
+        _compare_on_ranks(*decided)  # section 10
         return datasets if is_wanted else [None] * len(Split)
 
     def _build_and_describe(self):
@@ -3095,7 +2988,7 @@ def _build_nothing():
 
 
 def _check_tokenizers_of_pairs(opened):
-    """ValueError where the records of {prefix: pair} name different tokenizers (section 18)."""
+    """ValueError where the records of {prefix: pair} name different tokenizers (section 20)."""
     first = None  # the prefix of the first pair whose record names one
     tokenizer = None
     for prefix, pair in opened.items():
@@ -3122,14 +3015,14 @@ def _allow_open_files():
 
 
 # ==============================================================================
-# 8. Samplers and resume
+# 8. Samplers
 # ==============================================================================
 # Question answered here: which samples does rank r get at step t, and after a stop?
 #
 # A sampler runs on each data-parallel rank and yields the indices of the samples in that rank's
 # micro-batches; batches_of() makes the batches.  The micro-batches that all ranks read at the same
 # time are called a round here.  A training step, which changes the model once, takes one round or
-# several: M = global batch size / (micro_batch_size * data_parallel_size), which section 10 calls
+# several: M = global batch size / (micro_batch_size * data_parallel_size), which section 11 calls
 # num_microbatches.  So where M is constant, step t reads the rounds t*M .. t*M + M - 1.
 #
 # All ranks have one order of samples, and it is dealt to them round by round.  The sampler "single"
@@ -3155,7 +3048,7 @@ def _allow_open_files():
 # One number, consumed_samples, says how many samples all ranks together have used: with "single"
 # in this turn, as each turn is like the first; with "cyclic" in all turns.  A job goes on at such a
 # number, with other ranks, micro-batches and workers wherever the order does not depend on them
-# (section 14, which also checks that the samples are those of before).
+# (section 10, which also checks that the samples are those of before).
 
 
 class _Sampler:
@@ -3163,7 +3056,7 @@ class _Sampler:
 
     kind                  the sampler's name in a saved state
     consumed_samples      an input: where the next pass starts, as said above; with "cyclic" after
-                          whole rounds.  The count of a run is kept by the loader (section 14)
+                          whole rounds.  The count of a run is kept by the loader (section 10)
     samples_per_round     micro_batch_size * data_parallel_size
     active_total_samples  the samples of whole rounds
 
@@ -3373,7 +3266,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
 def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
     """Yield the micro-batches of this rank: for the indices of the sampler, the samples stacked.
 
-    This is the definition of a loader.  PretrainingDataLoader (section 14) yields the same batches;
+    This is the definition of a loader.  PretrainingDataLoader (section 10) yields the same batches;
     it can make them ahead, and its state can be saved.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
@@ -3394,216 +3287,6 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
     for indices in sampler:
         samples = [dataset[k] for k in indices]
         yield torch.utils.data.default_collate(samples)
-
-
-# -- what a training loop needs beside it ----------------------------------------------------------
-
-
-def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
-    """Yield the items of an iterable again and again, pass after pass.  Upstream: cyclic_iter.
-
-    One pass may be empty, as in a run that is resumed at the end of a turn.  Two empty passes in
-    a row are a ValueError instead of a loop without end.
-
-    >>> list(itertools.islice(cyclic_iter([1, 2, 3]), 7))
-    [1, 2, 3, 1, 2, 3, 1]
-    """
-    empty_passes = 0
-    while empty_passes < 2:
-        empty_passes += 1
-        for item in iterable:
-            empty_passes = 0
-            yield item
-    raise ValueError("nothing to iterate over: the loader yielded no batch in two passes")
-
-
-class RerunDataIterator(collections.abc.Iterator):
-    """An iterator whose last micro-batches can be had again, to run a step a second time.
-
-    Upstream: RerunDataIterator.
-
-    rewind() goes back to the last advance(), or to the beginning; advance() forgets what was read
-    until now.  Call it after each step: what was read since then is kept in memory.  A dict comes
-    as a shallow copy, so a step may change its keys.
-
-    >>> numbers = RerunDataIterator(range(9))
-    >>> next(numbers), next(numbers), numbers.rewind(), next(numbers), next(numbers)
-    (0, 1, None, 0, 1)
-    """
-
-    def __init__(self, iterable: typing.Iterable) -> None:
-        self.iterable = iterable
-        self._source = iter(iterable)
-        # the names of these two are upstream's
-        self.saved_microbatches = []  # since the last advance()
-        self.replay_pos = 0  # the next of them; behind the last one the source goes on
-
-    def __next__(self) -> typing.Any:
-        if self.replay_pos == len(self.saved_microbatches):
-            self.saved_microbatches.append(next(self._source))
-        item = self.saved_microbatches[self.replay_pos]
-        self.replay_pos += 1
-        if isinstance(item, dict):
-            return item.copy()
-        return item
-
-    def rewind(self) -> None:
-        """Yield again all that came since the last advance()."""
-        self.replay_pos = 0
-
-    def advance(self) -> None:
-        """The step is done: what was read is not needed any more."""
-        del self.saved_microbatches[: self.replay_pos]
-        self.replay_pos = 0
-
-    def state_dict(self) -> dict:
-        """Return what was read since the last advance(), and how much of it is read again."""
-        return {
-            "saved_microbatches": list(self.saved_microbatches),
-            "replaying": self.replay_pos < len(self.saved_microbatches),
-            "replay_pos": self.replay_pos,
-        }
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Go on where the state was taken; the iterable must go on there by itself."""
-        self.saved_microbatches = list(state_dict["saved_microbatches"])
-        self.replay_pos = len(self.saved_microbatches)
-        if state_dict["replaying"]:
-            self.replay_pos = state_dict["replay_pos"]
-
-
-def get_train_valid_test_num_samples(
-    *,
-    global_batch_size: int,
-    eval_interval: int,
-    eval_iters: int,
-    train_iters: int | None = None,
-    train_samples: int | None = None,
-    full_validation: bool = False,
-    skip_train: bool = False,
-) -> tuple[int, int | None, int]:
-    """Return how many samples a run needs of train, valid (None with full_validation) and test.
-
-    The run has train_iters steps, or train_samples samples.  It evaluates eval_iters global batches
-    of valid every eval_interval steps and at the end, and of test once.  Where the batch size grows
-    a run has more steps than train_samples / global_batch_size: give both, and train_iters counts
-    the evaluations.  With skip_train it evaluates valid once; the samples of train are counted all
-    the same.  Upstream: get_train_valid_test_num_samples.
-
-    >>> get_train_valid_test_num_samples(global_batch_size=8, train_iters=100, eval_interval=50,
-    ...                                  eval_iters=2)
-    (800, 48, 16)
-    """
-    if train_iters is None and train_samples is None:
-        raise ValueError("wanted train_iters or train_samples, or both, got none of them")
-    if min(global_batch_size, eval_interval) < 1:
-        raise ValueError(
-            "wanted global_batch_size and eval_interval >= 1, got "
-            f"{global_batch_size} and {eval_interval}"
-        )
-    if train_samples is None:
-        train_samples = train_iters * global_batch_size
-    if train_iters is None:
-        train_iters = train_samples // global_batch_size
-    if min(train_iters, train_samples, eval_iters) < 0:
-        raise ValueError(
-            "wanted train_iters, train_samples and eval_iters >= 0, got "
-            f"{train_iters}, {train_samples} and {eval_iters}"
-        )
-    evaluations = 1
-    if not skip_train:
-        evaluations += train_iters // eval_interval
-    test_samples = eval_iters * global_batch_size
-    valid_samples = None if full_validation else evaluations * test_samples
-    return train_samples, valid_samples, test_samples
-
-
-class NumMicroBatches:
-    """Micro-batches in a step, constant or growing.  Upstream: num_microbatches_calculator.
-
-    global_batch_size    samples in a step, of all data-parallel ranks together
-    micro_batch_size     samples that one rank handles at once
-    data_parallel_size   data-parallel ranks
-    rampup_batch_size    (start, increment, samples): the global batch grows from start to
-                         global_batch_size in equal steps of increment over so many samples
-
-    ValueError if one of the global batch sizes on the way is no whole number of micro-batches on
-    every rank.
-
-    >>> ramp = NumMicroBatches(32, 4, 2, rampup_batch_size=(16, 8, 100))
-    >>> for consumed in (0, 50, 101):
-    ...     ramp.update(consumed)
-    ...     print(ramp.get(), ramp.get_current_global_batch_size())
-    2 16
-    3 24
-    4 32
-    """
-
-    def __init__(
-        self,
-        global_batch_size: int,
-        micro_batch_size: int,
-        data_parallel_size: int,
-        rampup_batch_size: typing.Sequence[int] | None = None,
-    ) -> None:
-        ramp = rampup_batch_size
-        if not ramp:
-            ramp = (global_batch_size, 1, 0)  # one size from the start
-        if len(ramp) != 3 or min(ramp[:2]) < 1 or ramp[2] < 0:
-            raise ValueError(
-                f"rampup_batch_size is (start >= 1, increment >= 1, samples >= 0), got {ramp}"
-            )
-        start, increment, samples = ramp
-        self.global_batch_size = global_batch_size
-        self.unit = micro_batch_size * data_parallel_size
-        self.samples = samples
-        self.sizes = range(start, global_batch_size + 1, increment)
-        if global_batch_size not in self.sizes:
-            raise ValueError(f"ramp-up {ramp}: wanted equal steps up to {global_batch_size}")
-        for size in self.sizes:
-            if self.unit < 1 or size % self.unit:
-                raise ValueError(
-                    f"a global batch of {size} samples is no multiple of micro_batch_size * "
-                    f"data_parallel_size, {self.unit}"
-                )
-        self.update(0)
-
-    def update(self, consumed_samples: int) -> None:
-        """Set the batch size of the step that begins after so many samples."""
-        increments = len(self.sizes) - 1
-        if increments and self.samples and consumed_samples <= self.samples:
-            samples_per_increment = self.samples / increments
-            self._current = self.sizes[int(consumed_samples / samples_per_increment)]
-        else:
-            self._current = self.sizes[-1]
-
-    def get(self) -> int:
-        """Return the number of micro-batches of the current step."""
-        return self._current // self.unit
-
-    def get_current_global_batch_size(self) -> int:
-        """Return the number of samples of the current step."""
-        return self._current
-
-
-def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> None:
-    """Check that all ranks of a group go on from the same number of consumed samples.
-
-    consumed_samples  of this rank, in samples; typically from a checkpoint
-    group             a torch.distributed process group; None: all ranks
-    Raises            ValueError, on every rank, where the ranks disagree
-    """
-    if not _is_distributed():
-        return
-    mine = int(consumed_samples)
-    bounds = torch.tensor([mine, -mine], device=_device_of_group(group))
-    torch.distributed.all_reduce(bounds, torch.distributed.ReduceOp.MIN, group=group)
-    least, minus_most = bounds.tolist()
-    if least != -minus_most:
-        raise ValueError(
-            f"consumed_samples differs between ranks, from {least} to {-minus_most} (rank "
-            f"{_rank()} has {mine}): load the same checkpoint on every rank"
-        )
 
 
 # ==============================================================================
@@ -3843,7 +3526,7 @@ def get_batch_on_this_tp_rank(
     if not layout:
         return batch
     if device is None:
-        device = _device_of_group()  # section 15
+        device = _device_of_group()  # section 17
     device = torch.device(device)
     if groups.size("tp") == 1:
         for key, tensor in _read_batch(data_iterator, layout, create_attention_mask).items():
@@ -3935,7 +3618,7 @@ def _share_batch(data_iterator, layout, create_attention_mask, groups, device):
     views = _cut_views(buffer, sent)
     error = None
     if groups.rank("tp") == 0:
-        # Section 15: every error but KeyboardInterrupt and the like.
+        # Section 17: every error but KeyboardInterrupt and the like.
         tensors, error = _attempt(_read_batch, data_iterator, layout, create_attention_mask)
         if error is None:
             for key, tensor in tensors.items():
@@ -4076,1255 +3759,11 @@ def _take_chunks(tensor, dim, chunks):
 
 
 # ==============================================================================
-# 10. Gradients
-# ==============================================================================
-# Question answered here: how do the data-parallel ranks come to have the same gradients?
-#
-# All data-parallel ranks start with the same parameters.  Each computes the gradients of its own
-# batches, and then takes the average over all ranks as its own gradient.  So all take the same
-# step, and stay equal.  If the loss of a rank is a mean, and all ranks count equally many tokens,
-# the average is the gradient of the global batch.  If not, each rank gives the sum of its losses,
-# and finalize_model_grads() makes the sum over all ranks, divided by the tokens of all.
-#
-# The average is made by a collective, which is a call that all ranks of a group make together:
-#
-#   all-reduce       every rank ends with the sum (or average) of the buffers of all ranks
-#   reduce-scatter   the sum is cut into as many shards as there are ranks, and each rank ends with
-#                    its own shard: enough for an optimizer that shares its work in the same way,
-#                    and then sends the new parameters of its shard to the others itself
-#
-#   parameters, as the module has them   embed  w1  w2  w3  head
-#   buffer of a dtype, in reverse, the   | head     | w3  w2   | w1  embed |   p.main_grad is a view
-#   order in which backward goes         | bucket 0 | bucket 1 | bucket 2  |
-#
-# Backward adds each gradient to p.grad, which is that view, too.  But in bfloat16 256 + 1 is 256:
-# for parameters of 16 bits there is grad_reduce_in_fp32.  Then all buffers are float32; backward
-# makes p.grad anew for each micro-batch, and it is added to p.main_grad and dropped.  At the end of
-# the step p.grad is made of p.main_grad, in the dtype of the parameter.
-#
-# A step with overlap_grad_reduce.  Time runs to the right, and each line of = is a bucket on its
-# way to all ranks (without, finish_grad_sync() sends all buckets, and then waits):
-#
-#   a gradient comes     head     w3     w2     w1     embed
-#   bucket 0                 =============
-#   bucket 1                                =============
-#   bucket 2                                                =============
-#   finish_grad_sync()                                        waits for all   |
-#
-# A bucket is sent when its last gradient is there and all buckets before it are sent.  So all ranks
-# send in the same order, whatever parameters their batches use.  A parameter without a gradient
-# counts as zero; its bucket, and those behind it, are sent at the end.  A tied parameter, which the
-# model has under two names, is one parameter; it stands where the first of the names does.
-#
-# A whole step runs in the docstring of forward_backward_no_pipelining(): zero_grad_buffer(), the
-# micro-batches, and optimizer.step(), on each rank with the same gradients (or its shard of them).
-
-
-@dataclasses.dataclass
-class _Bucket:
-    """Parameters whose gradients are sent together, by one collective.
-
-    Upstream: _ParamAndGradBucket.
-
-    params   the parameters
-    data     their gradients: a slice of the buffer, in the order of params
-    waiting  with overlap: the parameters whose last gradient of this step has not come yet
-    handle   the collective that is on its way, or None
-    """
-
-    params: list[torch.nn.Parameter]
-    data: torch.Tensor
-    waiting: set[torch.nn.Parameter]
-    handle: "torch.distributed.Work | None" = None
-
-
-class DistributedDataParallel(torch.nn.Module):
-    """A model whose gradients are averaged over a group.  Upstream: DistributedDataParallel.
-
-    module                     each of its parameters that requires a gradient gets main_grad, a
-                               view of the buffer of its dtype and device, and its grad becomes the
-                               same view.  (grad is torch's name, main_grad upstream's, which its
-                               optimizers read.  Others may set grad to None; main_grad stays.)
-                               Whatever converts, replaces or unfreezes parameters, such as
-                               module.to(), comes before the wrapping
-    group                      the process group to average over: that of "dp-cp", as cp ranks have
-                               the same weights and different tokens.  None: all ranks, right only
-                               without tp and pp
-    bucket_size                elements that are sent at once, at least (the last bucket has the
-                               rest)
-    overlap_grad_reduce        send each bucket during backward; False: all buckets at the end
-    use_distributed_optimizer  reduce-scatter: only this rank's piece of each bucket, in
-                               grad_shards, becomes the average; False: all-reduce
-    average_in_collective      the collective divides by the number of ranks, where NCCL is the
-                               backend; else gradients are divided by it before they are sent
-    check_for_nan_in_grad      where a gradient is nan or inf, finish_grad_sync() raises ValueError
-                               on every rank, naming parameter and rank
-    grad_reduce_in_fp32        sums and averages in float32, whatever the parameters are: main_grad
-                               is float32, and grad None until finish_grad_sync() sets it to
-                               main_grad in the parameter's dtype.  Only zero_grad_buffer() begins a
-                               step.  False: in the dtype of each parameter
-
-    grad_buffers   list of tensors: the buffer of each dtype and device
-    grad_shards    list of tensors: this rank's slice of each bucket
-
-    In a step call zero_grad_buffer(); then forward and backward of each micro-batch, all but the
-    last under no_sync(); then finish_grad_sync(), and the optimizer.
-
-    >>> model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
-    >>> model.zero_grad_buffer()
-    >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
-    >>> model.finish_grad_sync()
-    >>> model.grad_buffers[0].tolist(), model.module.weight.grad.tolist()
-    ([3.0, 4.0], [[3.0, 4.0]])
-    """
-
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        group: "torch.distributed.ProcessGroup | None" = None,
-        *,
-        bucket_size: int = 40_000_000,
-        overlap_grad_reduce: bool = False,
-        use_distributed_optimizer: bool = False,
-        average_in_collective: bool = False,
-        check_for_nan_in_grad: bool = False,
-        grad_reduce_in_fp32: bool = False,
-    ) -> None:
-        super().__init__()
-        if bucket_size < 1:
-            raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}")
-        self.module = module
-        self.group = group
-        self.size = 1
-        if _is_distributed():
-            self.size = torch.distributed.get_world_size(group)
-        if self.size > 1 and torch.distributed.get_backend(group) != "nccl":
-            average_in_collective = False  # gloo, asked to average, only adds
-        self.bucket_size = bucket_size
-        self.overlap_grad_reduce = overlap_grad_reduce
-        self.use_distributed_optimizer = use_distributed_optimizer
-        self.average_in_collective = average_in_collective
-        self.check_for_nan_in_grad = check_for_nan_in_grad
-        self.grad_reduce_in_fp32 = grad_reduce_in_fp32
-        self._in_sync = True  # False under no_sync()
-        self._num_sent = 0  # buckets that were sent in this step
-        self._is_averaged = False  # True: finish_grad_sync(), called again, sends nothing
-        self._not_finite = []  # names of parameters with nan or inf in what this rank has sent
-        self._make_buffers()
-
-    def _make_buffers(self):
-        """Make all buffers, and hook each parameter."""
-        self.grad_buffers = []
-        self.grad_shards = []
-        self._names = {param: name for name, param in self.module.named_parameters()}
-        self._buckets = []
-        self._bucket_of = {}  # {parameter: number of its bucket}
-        self._places = {}  # {parameter: its elements of the buffer, flat}
-        params_of = {}  # {(dtype of the gradient, device): its parameters, in reverse order}
-        for param in reversed(self._names):
-            if param.requires_grad:
-                params_of.setdefault(self._kind_of_gradient(param), []).append(param)
-                param.register_post_accumulate_grad_hook(_GradientHook(self))
-        for (dtype, device), params in params_of.items():
-            self._add_buffer(params, dtype, device)
-        self.zero_grad_buffer()
-
-    def _kind_of_gradient(self, param):
-        """(dtype, device) of its main_grad."""
-        if self.grad_reduce_in_fp32:
-            return torch.float32, param.device
-        return param.dtype, param.device
-
-    def _add_buffer(self, params, dtype, device):
-        """Make the buffer of one dtype and device, its buckets, and the place of each parameter."""
-        runs = [[]]  # the parameters of each bucket
-        sizes = [0]  # their elements
-        for param in params:
-            if sizes[-1] >= self.bucket_size:
-                runs.append([])
-                sizes.append(0)
-            runs[-1].append(param)
-            sizes[-1] += param.numel()
-        # A bucket is padded with zeros, so that it can be cut into one shard for each rank.
-        sizes = [_ceil_div(size, self.size) * self.size for size in sizes]
-        buffer = torch.zeros(sum(sizes), dtype=dtype, device=device)
-        self.grad_buffers.append(buffer)
-        for run, data in zip(runs, buffer.split(sizes), strict=True):
-            start = 0
-            for param in run:
-                self._places[param] = data[start : start + param.numel()]
-                self._bucket_of[param] = len(self._buckets)
-                start += param.numel()
-            self.grad_shards.append(data.chunk(self.size)[_rank(self.group)])
-            self._buckets.append(_Bucket(run, data, waiting=set(run)))
-
-    def forward(self, *inputs: typing.Any, **kwargs: typing.Any) -> typing.Any:
-        """Call the module."""
-        return self.module(*inputs, **kwargs)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> typing.Iterator[None]:
-        """In this block, backward adds to the gradients and sends nothing."""
-        before = self._in_sync
-        self._in_sync = False
-        try:
-            yield
-        finally:
-            self._in_sync = before
-
-    def _on_gradient(self, param):
-        """Take the gradient that backward has added; send the buckets that are complete now."""
-        self._refuse_late_gradient(param)
-        self._put_into_buffer(param)
-        self._is_averaged = False
-        if self._in_sync and self.overlap_grad_reduce:
-            self._buckets[self._bucket_of[param]].waiting.discard(param)
-            while self._num_sent < len(self._buckets):
-                if self._buckets[self._num_sent].waiting:
-                    break
-                self._send_next_bucket()
-
-    def _put_into_buffer(self, param):
-        """Bring param.grad into param.main_grad."""
-        if self.grad_reduce_in_fp32:
-            if param.grad is not None:
-                param.main_grad.add_(param.grad)
-            param.grad = None
-            return
-        # param.grad is main_grad, unless somebody has set it to None.  None means zero; if backward
-        # came after that, it has made a new tensor.
-        if param.grad is None:
-            param.main_grad.zero_()
-        elif param.grad is not param.main_grad:
-            param.main_grad.copy_(param.grad)
-        param.grad = param.main_grad
-
-    def _send_next_bucket(self):
-        """Start the collective of the first bucket that was not sent yet."""
-        bucket = self._buckets[self._num_sent]
-        shard = self.grad_shards[self._num_sent]  # a slice of the bucket: it is reduced in place
-        self._num_sent += 1
-        for param in bucket.params:
-            self._put_into_buffer(param)
-            if self.check_for_nan_in_grad and not param.main_grad.isfinite().all():
-                self._not_finite.append(self._names[param])
-        if self.size == 1:
-            return
-        operation = torch.distributed.ReduceOp.AVG
-        if not self.average_in_collective:
-            operation = torch.distributed.ReduceOp.SUM
-            bucket.data.mul_(1 / self.size)
-        if self.use_distributed_optimizer:
-            shards = list(bucket.data.chunk(self.size))
-            bucket.handle = torch.distributed.reduce_scatter(
-                shard, shards, operation, self.group, async_op=True
-            )
-        else:
-            bucket.handle = torch.distributed.all_reduce(
-                bucket.data, operation, self.group, async_op=True
-            )
-
-    def start_grad_sync(self) -> None:
-        """Send the buckets that were not sent during backward."""
-        if self._is_averaged:
-            return
-        while self._num_sent < len(self._buckets):
-            self._send_next_bucket()
-
-    def finish_grad_sync(self) -> None:
-        """Send what is left and wait for all buckets.
-
-        Nothing is sent if since the last call neither a gradient has come nor zero_grad_buffer()
-        has begun a step.  Every rank must call this method, and with check_for_nan_in_grad it
-        raises ValueError on every rank.
-        """
-        self.start_grad_sync()
-        self._wait_and_reset()
-        self._is_averaged = True
-        self._write_grads()
-        if self.check_for_nan_in_grad:
-            _on_every_rank(self._raise_if_not_finite, self.group)  # on all ranks of the group
-
-    def _write_grads(self):
-        """With grad_reduce_in_fp32 and after the averages are made: set param.grad to them."""
-        if self.grad_reduce_in_fp32 and self._is_averaged:
-            for param in self._places:
-                param.grad = param.main_grad.to(param.dtype)
-
-    def _raise_if_not_finite(self):
-        """ValueError if this rank has sent nan or inf; a second call does not say it again."""
-        names = self._not_finite
-        self._not_finite = []
-        if names:
-            raise ValueError(
-                f"nan or inf in the gradients of {len(names)} parameters: {', '.join(names)}"
-            )
-
-    def _wait_and_reset(self):
-        """Wait for what was sent; from now on every gradient is expected again."""
-        for bucket in self._buckets:
-            if bucket.handle is not None:
-                bucket.handle.wait()
-                bucket.handle = None
-            bucket.waiting = set(bucket.params)
-        self._num_sent = 0
-
-    def zero_grad_buffer(self) -> None:
-        """Begin a step: every gradient is 0, and every param.main_grad a view of the buffers again.
-
-        A rank whose batch gives no gradient at all then sends zeros, so that nobody waits for it.
-        ValueError where a parameter was converted, replaced or unfrozen after the wrapping.
-        """
-        self._refuse_changed_parameters()
-        for param, place in self._places.items():
-            param.main_grad = place.view(param.shape)
-            param.grad = None
-            if not self.grad_reduce_in_fp32:
-                param.grad = param.main_grad
-        self._wait_and_reset()
-        self._is_averaged = False
-        self._not_finite = []
-        for buffer in self.grad_buffers:
-            buffer.zero_()
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients by a factor."""
-        for buffer in self.grad_buffers:
-            buffer.mul_(factor)
-        self._write_grads()
-
-    def broadcast_params(self) -> None:
-        """Give every rank the parameters of the group's first rank, frozen ones included.
-
-        Call it once if not all ranks made the same module: torch's class does so by itself.
-        """
-        if self.size == 1:
-            return
-        for param in self.module.parameters():
-            torch.distributed.broadcast(param.data, group=self.group, group_src=0)
-
-    def _refuse_late_gradient(self, param):
-        """RuntimeError for a gradient that would be in no average."""
-        if self._bucket_of[param] < self._num_sent:
-            raise RuntimeError(
-                f"gradient of {self._names[param]} after it was sent: put all backwards of a step "
-                "but the last under no_sync(); if there was one backward, its layer is in several "
-                "reentrant checkpoints: give them use_reentrant=False, or do not overlap"
-            )
-        if self._is_averaged and self.grad_reduce_in_fp32:
-            raise RuntimeError(
-                f"gradient of {self._names[param]} after finish_grad_sync(): with "
-                "grad_reduce_in_fp32 call zero_grad_buffer() before each step"
-            )
-
-    def _refuse_changed_parameters(self):
-        """ValueError for a parameter whose gradient has no place in the buffers any more."""
-        for name, param in self.module.named_parameters():
-            place = self._places.get(param)  # None: frozen, or another object than was wrapped
-            if place is None:
-                is_changed = param.requires_grad
-            else:
-                is_changed = (place.dtype, place.device) != self._kind_of_gradient(param)
-            if is_changed:
-                raise ValueError(
-                    f"{name} was converted, replaced or unfrozen after the model was wrapped, so "
-                    "its gradient would not be averaged: do that first, then wrap the model"
-                )
-
-    def __setstate__(self, state: dict) -> None:
-        """Give a copy, or what was unpickled, buffers and hooks: torch copies no hooks."""
-        super().__setstate__(state)
-        self._make_buffers()
-
-
-class _GradientHook:
-    """Tells a DistributedDataParallel of each new gradient.
-
-    The reference is weak, as a parameter keeps its hooks: a wrapper that was dropped is freed, and
-    hears of no gradient when the module is wrapped anew.
-    """
-
-    def __init__(self, wrapper):
-        self.wrapper = weakref.ref(wrapper)
-
-    def __call__(self, param):
-        wrapper = self.wrapper()
-        if wrapper is not None:
-            wrapper._on_gradient(param)
-
-
-def finalize_model_grads(
-    model: list[DistributedDataParallel],
-    num_tokens: int | torch.Tensor | None = None,
-    groups: ParallelGroups | None = None,
-) -> None:
-    """Finish the gradients of a step.  Upstream: finalize_model_grads.
-
-    model       the parts of the model on this rank
-    num_tokens  None: the gradients stay the average over the ranks.  Else the loss is a sum over
-                tokens, and this is how many tokens of this rank count; an int on all ranks, or a
-                tensor on all.  The average over R ranks, multiplied by R / (tokens of all ranks),
-                is the gradient of the mean loss of a token.  With several pipeline stages the
-                trainer brings the number from the last one, which has the loss mask, to all
-    groups      the tokens are summed over its dp-cp ranks.  None: over those of the part's group
-
-    >>> model = DistributedDataParallel(torch.nn.Embedding(257, 1))    # a number for each token
-    >>> model(torch.tensor([97, 97, 97, 98])).sum().backward()         # a a a b
-    >>> finalize_model_grads([model], num_tokens=4)
-    >>> model.module.weight.grad[97:99, 0].tolist()                    # a share of the four tokens
-    [0.75, 0.25]
-    """
-    for part in model:
-        part.finish_grad_sync()
-        if num_tokens is None:
-            continue
-        total = torch.as_tensor(num_tokens, device=_device_of_group(part.group)).clone()
-        group, size = part.group, part.size
-        if groups is not None:
-            group, size = groups.group("dp-cp"), groups.size("dp-cp")
-        if size > 1:
-            torch.distributed.all_reduce(total, group=group)
-        total = total.item()
-        if total != 0:  # without a token that counts, all gradients are 0 already
-            part.scale_gradients(part.size / total)
-
-
-def forward_backward_no_pipelining(
-    *,
-    forward_step_func: typing.Callable,
-    data_iterator: typing.Iterator | None,
-    model: torch.nn.Module | typing.Sequence[torch.nn.Module],
-    num_microbatches: int,
-    forward_only: bool = False,
-    seq_length: int | None = None,
-    micro_batch_size: int | None = None,
-    decoder_seq_length: int | None = None,
-) -> list[typing.Any]:
-    """Run the micro-batches of a step and finish the gradients.  Upstream: the same name.
-
-    forward_step_func  (data_iterator, model) -> (output, loss_func).  loss_func(output) is
-                         (loss, report)                        gradient of the mean of the losses
-                         (sum of losses, num_tokens, report)   gradient of the mean loss of a token
-                       over all micro-batches; where the model is a DistributedDataParallel, over
-                       those of all ranks
-    data_iterator      is passed on to forward_step_func
-    model              a DistributedDataParallel, a plain module, or a list of one of these.  With
-                       a class of torch that averages over the ranks the losses must be means
-    num_microbatches   how many to run, at least 1
-    forward_only       no backward, and nothing is sent; call it under torch.no_grad()
-    seq_length, micro_batch_size, decoder_seq_length
-                       accepted, without effect
-    Returns            the reports, one for each micro-batch
-
-    A whole step on the toy corpus, in one process.  The model is a table: the row of a byte has a
-    number for each byte that may follow (256 of them, as the toy corpus has no eod).  All are 0, so
-    all 256 bytes are equally likely.
-
-    >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
-    ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
-    >>> builder = BlendedMegatronDatasetBuilder(GPTDataset, [3, 0, 0], lambda: True, config)
-    >>> train, _, _ = builder.build()
-    >>> groups = ParallelGroups()
-    >>> sampler = MegatronPretrainingSampler(len(train), 0, 1, groups.rank("dp"), groups.size("dp"))
-    >>> table = torch.nn.Embedding(256, 256, _weight=torch.zeros(256, 256))
-    >>> model = DistributedDataParallel(table, groups.group("dp-cp"))
-    >>> def forward_step(batches, model):
-    ...     batch = get_batch(batches, groups, micro_batch_size=1, sequence_length=4)
-    ...     logits = model(batch["tokens"])                                    # (1, 4, 256)
-    ...     losses = torch.nn.functional.cross_entropy(
-    ...         logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
-    ...     loss_mask = batch["loss_mask"].flatten()
-    ...     def loss_func(losses):
-    ...         loss = (losses * loss_mask).sum()
-    ...         return loss, loss_mask.sum(), loss.item()
-    ...     return losses, loss_func
-    >>> model.zero_grad_buffer()
-    >>> reports = forward_backward_no_pipelining(forward_step_func=forward_step, model=model,
-    ...     data_iterator=batches_of(train, sampler), num_microbatches=2)
-    >>> [round(loss / math.log(256), 3) for loss in reports]       # four labels in each micro-batch
-    [4.0, 4.0]
-
-    The eight pairs of token and label are bb bb bc cc, and cc cc cc cc.  The gradient of an entry
-    is (how often its row was read / 256 - how often its label followed) / 8.
-
-    >>> row_of_b = table.weight.grad[ord("b")]
-    >>> [row_of_b[ord(letter)].item() * 8 * 256 for letter in "abc"]  # 3, 3 - 2 * 256, 3 - 256
-    [3.0, -509.0, -253.0]
-    """
-    if not isinstance(model, (list, tuple)):
-        model = [model]
-    if len(model) != 1:
-        raise ValueError(f"without pipelining there is one model, got a list of {len(model)}")
-    if num_microbatches < 1:
-        raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
-    [model] = model
-    reports = []
-    token_counts = []
-    for number in range(num_microbatches):
-        sync = contextlib.nullcontext()
-        if number < num_microbatches - 1 and isinstance(model, DistributedDataParallel):
-            sync = model.no_sync()
-        with sync:
-            output, loss_func = forward_step_func(data_iterator, model)
-            result = loss_func(output)
-            if len(result) == 3:
-                if not forward_only:
-                    _refuse_sums_of_one_rank(model)
-                loss, tokens, report = result
-                token_counts.append(tokens)
-            else:
-                loss, report = result
-                loss = loss / num_microbatches
-            if not forward_only:
-                loss.backward()
-        reports.append(report)
-    if forward_only:
-        return reports
-    num_tokens = None
-    if token_counts:
-        num_tokens = sum(token_counts)
-    if isinstance(model, DistributedDataParallel):
-        finalize_model_grads([model], num_tokens)
-    elif num_tokens:  # neither None nor 0
-        for param in model.parameters():
-            if param.grad is not None:
-                param.grad /= num_tokens
-    return reports
-
-
-def _refuse_sums_of_one_rank(model):
-    """ValueError where torch averages a model's gradients over ranks, before they are divided."""
-    if not _is_distributed() or torch.distributed.get_world_size() == 1:
-        return
-    # Told by name: torch.distributed.fsdp is slow to import, and most jobs do without it.
-    names = {kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("torch.")}
-    if names & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}:
-        raise ValueError(
-            f"the model is a {type(model).__name__} of torch, which averages over the ranks, and "
-            "the loss is a sum, which would be divided by the tokens of this rank alone: have "
-            "loss_func return a mean, (loss, report), or wrap the model in the "
-            "DistributedDataParallel of this module"
-        )
-
-
-# ==============================================================================
-# PART II: THE WORKSHOP
+# PART II: THE TRAINING LOOP
 # ==============================================================================
 #
 # ==============================================================================
-# 11. Whole files
-# ==============================================================================
-# Question answered here: how does a file appear whole, or not at all?
-#
-#   write   corpus.bin.1f0c9e2ab47d6835.tmp      a new file beside the old one, with a random name
-#   sync    the same                             the operating system has written it to the disk
-#   rename  corpus.bin                           in one step: a reader finds the old or the new one
-#
-# A pair has two names, and no step gives both.  In these steps an .idx never stands beside a .bin
-# of another pair.  So who finds the same .idx before and after opening the .bin has a pair:
-#
-#   step   corpus.bin   corpus.idx   corpus.bin.X.tmp   corpus.idx.X.tmp
-#   0      old          old          new                new                 both are synced
-#   1      old                       new                new                 the old record goes too
-#   2      new                                          new
-#   3      new          new                                                 the folder is synced
-#
-# What ends a job before step 1 (step 2, if there was no old .idx) leaves the old pair.  What ends
-# it later, be it an error, a signal or a kill, leaves the new pair: whole in the two files with one
-# X, or, where corpus.bin.X.tmp is gone, in corpus.bin and corpus.idx.X.tmp.  Rename them by hand,
-# the .bin first.  An OSError names them.
-#
-# All other temporary files are removed, at the latest when the process ends.  A kill leaves them
-# behind: they can be deleted, but for those of such a pair.  (The steps of two jobs that write one
-# pair at the same moment may mix: there are no locks, which not all disks have.)
-
-
-class _NewFile:
-    """A binary file that appears as path, whole, at commit().
-
-    path       made absolute: the process may change its folder meanwhile
-    synced     have the disk hold the file before it gets its name; False for what can be made again
-    digits     a part of its temporary name, random by default; an .idx has those of its .bin
-    file       the open file
-    temporary  its name until commit()
-
-    In a with block the file is committed at the end, or removed if an exception ends the block.
-    It is also removed, by the process that began it and by no other, when this object goes.
-    OSError, with the name of the file, if the folder is missing or the disk is full.
-    """
-
-    def __init__(self, path: str | os.PathLike, synced: bool = True, digits: str = "") -> None:
-        _refuse_passwords(path)
-        self.path = os.path.abspath(path)
-        self.synced = synced
-        self.digits = digits or secrets.token_hex(8)
-        self.temporary = f"{self.path}.{self.digits}.tmp"
-        folder = os.path.dirname(os.fspath(path))
-        if folder and not os.path.isdir(folder):
-            raise FileNotFoundError(f"{folder}: no such local folder")
-        # Before the file is there: a signal may come at any moment.
-        self._remove = weakref.finalize(self, _remove_file, self.temporary, os.getpid())
-        self.file = open(self.temporary, "xb", 1 << 20)
-        weakref.finalize(self, self.file.raw.close)  # for one that nobody ends
-
-    def write(self, content: typing.Any) -> None:
-        """Write bytes, or the bytes of an array."""
-        try:
-            self.file.write(content)
-        except OSError:
-            with _named(self.temporary, "cannot be written"):  # here: each with block takes 1 us
-                raise
-
-    def sync(self) -> None:
-        """Have the disk hold all that was written."""
-        with _named(self.temporary, "cannot be written"):
-            self.file.flush()
-            os.fsync(self.file.fileno())
-
-    def finish(self) -> None:
-        """Close the whole file; it has its temporary name still."""
-        if self.synced:
-            self.sync()
-        with _named(self.temporary, "cannot be written"):
-            self.file.close()
-
-    def commit(self) -> None:
-        """Give the file its name."""
-        if not self.file.closed:
-            self.finish()
-        os.replace(self.temporary, self.path)
-
-    def discard(self) -> None:
-        """Close and remove the file; after commit() there is none."""
-        with contextlib.suppress(OSError):
-            self.file.raw.close()  # without what is not yet written
-        self._remove()
-
-    def __enter__(self) -> "_NewFile":
-        return self
-
-    def __exit__(self, kind, error, traceback):
-        try:
-            if kind is None:
-                self.commit()
-        finally:
-            self.discard()
-
-
-def _remove_file(path, process):
-    """Remove a file that may be there, in the process with this number only."""
-    if process == os.getpid():
-        with contextlib.suppress(OSError):  # the disk may refuse this
-            os.unlink(path)
-
-
-def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
-    """Give a .bin and its .idx their names, as drawn above; OSError if the disk refuses a step."""
-    tokens.finish()
-    index.finish()
-    has_old = _is_there(index.path)
-    try:
-        for new_file in (tokens, index):
-            new_file._remove.detach()  # from now on discard() only closes it
-        pathlib.Path(f"{index.path.removesuffix('.idx')}.record.json").unlink(missing_ok=True)
-        pathlib.Path(index.path).unlink(missing_ok=True)
-        os.replace(tokens.temporary, tokens.path)
-        os.replace(index.temporary, index.path)
-        for folder in {os.path.dirname(tokens.path), os.path.dirname(index.path)}:
-            _sync_folder(folder)
-    except BaseException:
-        # A step over a network may fail and be made: look which names are there.
-        if _is_there(tokens.temporary) and has_old == _is_there(index.path):
-            _remove_file(index.temporary, os.getpid())
-            _remove_file(tokens.temporary, os.getpid())
-            raise
-        names = []
-        for new_file in (tokens, index):
-            has_name = not _is_there(new_file.temporary)
-            names.append(new_file.path if has_name else new_file.temporary)
-        with _named(" and ".join(names), "the new pair is whole in these two files"):
-            raise
-
-
-def _is_there(path):
-    """Whether a name is in its folder; OSError where the disk does not say it."""
-    try:
-        os.lstat(path)
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def _sync_folder(folder):
-    """Have the disk hold the names of the files in a folder, where the file system can do that."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        if error.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
-            raise
-
-
-# ==============================================================================
-# 12. The index cache
-# ==============================================================================
-# Question answered here: when may arrays made earlier be used again?
-#
-# When they are what is asked for, and the data are the same.  Three things say so:
-#
-#   description   what was asked for: its md5 is in the names of the files
-#   stamp         the size and the time of a file: has it changed since somebody looked?
-#   fingerprint   sizes, lengths, and the ends of the tokens: are these the data, wherever they are?
-#
-#   <hash>-GPTDataset-train-description.txt
-#                          -document_index.npy   and -sample_index.npy, -shuffle_index.npy
-#                          -manifest.json        written last: what the arrays were made from; the
-#                          stamps and the fingerprint of the pair; what a start needs to know of the
-#                          arrays (facts); of each file its size and a CRC-32; a CRC-32 of all this
-#
-#   found at a start                               then
-#   a manifest of the same data, and the files     the arrays are read, large ones mapped
-#   that it notes
-#   no manifest, or one of another format          built and saved: nothing was there, or a cache of
-#                                                  upstream's, or one whose making was cut off
-#   anything else: damaged, or of other data       built and saved, with a warning that says why
-#   a folder that cannot be written                built, with a warning; they stay in memory
-#
-# A pair that was touched, and a copy that is opened by the same name, find the cache, too.  Of an
-# array file above 1 MiB the CRC-32 is that of its ends: it is not read whole at a start.  It is
-# synced before it has its name: then no loss of power can leave holes in it.
-
-_CACHE_FORMAT = 6  # a number to count up when the same manifest comes to mean other arrays
-_CHECKED_BYTES = 1 << 20  # an array file of up to so many is read, and checked, at each start
-
-
-def _load_or_build(
-    folder: str | None,
-    stem: str,
-    names: typing.Sequence[str],
-    description: str,
-    made_from: dict,
-    pair: IndexedDataset | None,
-    build: typing.Callable[[], tuple],
-) -> tuple[typing.Any, list[np.ndarray], dict[str, np.ndarray]]:
-    """Find index arrays in files, or build and save them: return (facts, arrays, in_files).
-
-    folder       where the files are; None: the arrays stay in memory
-    stem         what all file names begin with: <folder>/<stem>-<name>.npy
-    names        names of the arrays
-    description  text of the description file
-    made_from    a flat dict of what the arrays were made from, as JSON has it
-    pair         the pair that they were made from; None: there is none
-    build        called without arguments, returns (facts, arrays), the arrays in the order of
-                 names; its errors pass through
-
-    facts        what build() returned, here or where the files were made
-    in_files     {name: array} of the arrays that are in files: all, or none
-    """
-    if not folder:
-        facts, arrays = build()
-        return facts, arrays, {}
-    if _is_remote(folder):
-        raise ValueError("path_to_cache must be a local folder, got a URL")
-    stem = os.path.join(folder, stem)
-    try:
-        found = _find_arrays(stem, names, made_from, pair)
-        if found is not None:
-            facts, in_files = found
-            return facts, list(in_files.values()), in_files
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        warnings.warn(f"the index cache {stem}-* is rebuilt: {reason}", stacklevel=4)
-    facts, arrays = build()
-    note = None if pair is None else _note_of_pair(pair)
-    manifest = {"format": _CACHE_FORMAT, "made_from": made_from, "pair": note, "facts": facts}
-    try:
-        in_files = _save_arrays(stem, dict(zip(names, arrays, strict=True)), description, manifest)
-    except OSError as error:
-        warnings.warn(
-            f"the index cache {stem}-* cannot be written ({error}): the indices stay in memory; "
-            "set path_to_cache to a folder that can be",
-            stacklevel=4,
-        )
-        return facts, arrays, {}
-    return facts, list(in_files.values()), in_files
-
-
-def _find_arrays(stem, names, made_from, pair):
-    """Return (facts, {name: array}) of the files; None where no manifest of this format is.
-
-    An exception says what is wrong with them.
-    """
-    text = _read_manifest(stem)
-    if text is None:
-        return None
-    manifest = json.loads(text)
-    if manifest.get("format") != _CACHE_FORMAT:
-        return None
-    if manifest.pop("crc32") != zlib.crc32(json.dumps(manifest).encode()):
-        raise DatasetFormatError("manifest.json is damaged")
-    if manifest["made_from"] != made_from:
-        raise DatasetFormatError(f"it was made from {manifest['made_from']}, now from {made_from}")
-    note = manifest["pair"]
-    if pair is not None and (note is None or not _is_noted(pair, note)):
-        raise DatasetFormatError(f"the pair was {note}, is {_note_of_pair(pair)}")
-    in_files = {}
-    for name in names:
-        in_files[name] = _open_array(f"{stem}-{name}.npy", manifest["files"][name])
-    # Another job may have renamed its own files in meanwhile: it removes the manifest first.
-    if _read_manifest(stem) != text:
-        raise DatasetFormatError("another job has written it meanwhile")
-    return manifest["facts"], in_files
-
-
-def _read_manifest(stem):
-    """The content of the manifest; None if there is none."""
-    try:
-        with open(f"{stem}-manifest.json", "rb") as file:
-            return file.read()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-def _open_array(path, noted):
-    """The array in a file that is as it was noted.
-
-    Its dtype and its shape are noted too: of hundreds of small corpora, to parse the headers of the
-    files takes a fifth of a start.
-    """
-    content = _read_or_map_file(path)
-    size = len(content)
-    name = os.path.basename(path)
-    if size != noted["size"]:
-        raise DatasetFormatError(f"{name} had {noted['size']} bytes, has {size}")
-    if _crc32_of_file(b"", content) != noted["crc32"]:
-        raise DatasetFormatError(f"{name} has another CRC-32")
-    dtype = np.dtype(noted["dtype"])
-    header_bytes = size - math.prod(noted["shape"]) * dtype.itemsize
-    return np.frombuffer(content, dtype, offset=header_bytes).reshape(noted["shape"])
-
-
-def _crc32_of_file(header, content):
-    """CRC-32 of the bytes of an array file; of a large one of the first and the last 4,096."""
-    crc32 = zlib.crc32(header)
-    if len(header) + len(content) > _CHECKED_BYTES:
-        crc32 = zlib.crc32(content[: 4096 - len(header)], crc32)
-        content = content[-4096:]
-    return zlib.crc32(content, crc32)
-
-
-def _save_arrays(stem, arrays, description, manifest):
-    """Write the files; return {name: array}, read-only and mapped as a later start has them.
-
-    The old manifest and description are removed first, and the new ones are the last to get
-    their names: so a crash on the way leaves neither beside a mix of old and new arrays.
-    (Upstream trusts arrays that have a description.)
-    """
-    os.makedirs(os.path.dirname(stem), exist_ok=True)
-    in_files = {}
-    manifest["files"] = {}
-    with contextlib.ExitStack() as new_files:  # its end gives them their names
-        for name, values in arrays.items():
-            # np.save() writes the same, and takes 0.1 ms more: with hundreds of small corpora
-            # that is a third of a start.
-            header = io.BytesIO()
-            fields = np.lib.format.header_data_from_array_1_0(values)
-            np.lib.format.write_array_header_1_0(header, fields)
-            header = header.getvalue()
-            content = values.reshape(-1).view(np.uint8)
-            size = len(header) + len(content)
-            noted = {"size": size, "dtype": values.dtype.str, "shape": values.shape}
-            noted["crc32"] = _crc32_of_file(header, content)
-            new_file = _NewFile(f"{stem}-{name}.npy", synced=size > _CHECKED_BYTES)
-            new_files.enter_context(new_file).write(header)
-            new_file.write(content)
-            new_file.finish()
-            manifest["files"][name] = noted
-            if size > _FEW_BYTES:
-                # mapped before it has its name, under which another job may put its own
-                values = _open_array(new_file.temporary, noted)
-            values.setflags(write=False)
-            in_files[name] = values
-        for ending in ("manifest.json", "description.txt"):
-            pathlib.Path(f"{stem}-{ending}").unlink(missing_ok=True)
-    manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
-    texts = {"description.txt": description, "manifest.json": json.dumps(manifest)}
-    for ending, text in texts.items():
-        with _NewFile(f"{stem}-{ending}", synced=False) as file:
-            file.write(text.encode())
-    return in_files
-
-
-def _what_orders_are_made_from(dataset):
-    """What the arrays of a GPTDataset are made from, where upstream's description does not say it.
-
-    Of a pair the manifest has the fingerprint; a reader of the user's own has only its lengths.
-    """
-    documents = dataset._documents
-    if isinstance(documents, range):
-        described = f"{documents.start} to {documents.stop - 1}"
-    else:
-        described = _md5(documents.astype(np.int64).tobytes())
-    made_from = {
-        "documents": described,
-        "keeps_short": dataset._keeps_short,
-        "extra_token": dataset._extra,
-        "stable_order": bool(dataset.config.stable_order),
-    }
-    if not isinstance(dataset.dataset, IndexedDataset):
-        lengths = np.array(dataset.dataset.sequence_lengths, np.int64)
-        made_from["lengths_crc32"] = zlib.crc32(lengths)
-    return made_from
-
-
-# -- Are these the same data? ------------------------------------------------------------------
-
-
-def _file_stamp(path: str | os.PathLike) -> dict:
-    """Return what tells a file from one that is written later: its size, and its last change."""
-    if _is_remote(path):
-        _refuse_passwords(path)
-        return _RemoteFile(path).stamp()
-    stat = os.stat(path)
-    # What unpacks or copies a file may set its st_mtime_ns to an old time, but not its st_ctime_ns.
-    return {"size": stat.st_size, "changed": max(stat.st_mtime_ns, stat.st_ctime_ns)}
-
-
-def _fingerprint_of_pair(pair):
-    """What IndexedDataset.fingerprint() returns; it is made once."""
-    if pair._fingerprint is None:
-        tokens = pair._in_files["_tokens"]
-        some = min(4096 // pair._token_bytes, pair.num_tokens)
-        ends = tokens.read_many([(0, some), (pair.num_tokens - some, some)])
-        pair._fingerprint = {
-            "idx_size": pair._stamps["idx"]["size"],
-            "bin_size": pair._stamps["bin"]["size"],
-            "lengths_crc32": zlib.crc32(pair._in_files["sequence_lengths"]),
-            "bin_ends_crc32": zlib.crc32(np.concatenate(ends)),
-        }
-    return pair._fingerprint
-
-
-def _note_of_pair(pair):
-    """What is noted of a pair: its fingerprint, and the stamps of the files that have it."""
-    return {"stamps": pair._stamps, "fingerprint": pair.fingerprint()}
-
-
-def _is_noted(pair, note):
-    """Are these the data of a note?  Nothing is read where the stamps are equal, and have a time.
-
-    DatasetFormatError for a damaged .idx: of its arrays the fingerprint has the lengths alone.
-    """
-    has_times = all(stamp["changed"] for stamp in pair._stamps.values())
-    if has_times and note["stamps"] == pair._stamps:
-        pair._fingerprint = note["fingerprint"]
-    else:
-        pair.verify()
-    return note["fingerprint"] == pair.fingerprint()
-
-
-_OPENED = ("sequence_lengths", "sequence_pointers", "document_indices", "sequence_modes", "_tokens")
-
-
-def _state_without_files(dataset):
-    """The state of a dataset or a pair for a pickle, without what another process finds in files.
-
-    An array that a user has set, or a subclass, is not that of the file, and stays.
-    """
-    state = vars(dataset).copy()
-    for name, values in state.pop("_in_files").items():
-        if state.get(name) is values:
-            del state[name]
-    return state
-
-
-def _find_left_out(dataset, state, find_or_build):
-    """Set the state of a pickle, and what it left out: find_or_build(dataset) has all arrays."""
-    vars(dataset).update(state)
-    dataset._in_files = {}
-    if any(name not in state for name in dataset.index_names):
-        arrays = find_or_build(dataset)
-        for name, values in zip(dataset.index_names, arrays, strict=True):
-            vars(dataset).setdefault(name, values)
-
-
-def _state_of_pair(pair):
-    """The state of a pair for a pickle, without what was read and checked, but with its note."""
-    state = _state_without_files(pair) | {"_note": _note_of_pair(pair)}
-    for name in ("_stamps", "_verified", "_fingerprint", "_record"):
-        del state[name]
-    return state
-
-
-def _restore_pair(pair, state):
-    """Give a pair the state of its pickle, and open its files, which must be those of the note."""
-    attributes = state.copy()
-    note = attributes.pop("_note")
-    vars(pair).update(attributes)
-    pair._open()
-    if not _is_noted(pair, note):
-        reason = "the pair was replaced after the dataset was pickled: build it again"
-        found = f"{pair.fingerprint()}: {reason}"
-        raise _format_error(pair.path_prefix, "fingerprint", note["fingerprint"], found)
-    vars(pair).update(attributes)  # an array that a user has set
-
-
-# ==============================================================================
-# 13. Object storage
-# ==============================================================================
-# Question answered here: how are tokens read that are not mapped, as over a network?
-#
-# With mmap=False they are read from a .bin file that stays open, each time anew: _FileTokens.
-#
-# Object storage is everything with a name such as s3://bucket/corpus or https://host/corpus.  It is
-# read with the package fsspec, which comes with torch, and never written.
-#
-#   s3://bucket/corpus.idx   copied once, whole, into a local folder, and opened:  a1b2....idx
-#
-#   s3://bucket/corpus.bin   a a a a b b b c c c c c c       read_many([(0, 4), (8, 2)])
-#                            |-----|         |-|             asks for these two ranges, and for
-#                                                            nothing else, at the same time
-#
-# Requests fail now and then, and with many ranges one of them fails nearly always.  So only those
-# that failed are asked for again, after a pause:
-#
-#   first try    range 1 ok   range 2 ok   range 3 --   range 4 ok
-#   second try                             range 3 ok
-#
-# Names get into messages, caches, records and pickles.  So a URL that holds a password is refused
-# in a config, where an object is opened, and where a file is made.
-
-
-@dataclasses.dataclass
-class ObjectStorageConfig:
-    """How pairs on object storage are read.  Upstream: ObjectStorageConfig.
-
-    path_to_idx_cache   folder for copies of .idx files, made absolute; None becomes megatron_min in
-                        the folder of the user's caches, $XDG_CACHE_HOME or ~/.cache
-    bin_chunk_nbytes    accepted, without effect: the .bin is read in exact ranges, where upstream
-                        reads blocks of 256 MiB by default
-
-    Copies of .idx files are never removed: an object that changes leaves its old copy behind.
-    """
-
-    path_to_idx_cache: str | os.PathLike | None = None
-    bin_chunk_nbytes: int = 0
-
-    def __post_init__(self) -> None:
-        if self.path_to_idx_cache is None:
-            caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-            self.path_to_idx_cache = os.path.join(caches, "megatron_min")
-        if _is_remote(self.path_to_idx_cache):
-            raise ValueError("path_to_idx_cache must be a local folder, got a URL")
-        self.path_to_idx_cache = os.path.abspath(self.path_to_idx_cache)
-
-
-class _FileTokens:
-    """The tokens of a .bin file that stays open; a read is a new array."""
-
-    def __init__(self, path: str | os.PathLike, dtype: type) -> None:
-        self.path = os.fspath(path)
-        self.dtype = np.dtype(dtype)
-        self._file = open(path, "rb", buffering=0)
-        weakref.finalize(self, self._file.close)  # closes the file when this object is gone
-
-    def read(self, first: int, count: int) -> np.ndarray:
-        """Return count tokens from token first on; DatasetFormatError if the file ends before."""
-        begin = first * self.dtype.itemsize
-        size = count * self.dtype.itemsize
-        content = bytearray()
-        while len(content) < size:  # the system may return a part of what is there
-            place = begin + len(content)
-            part = os.pread(self._file.fileno(), size - len(content), place)
-            if not part:
-                raise _format_error(self.path, f"bytes at {begin}", size, len(content))
-            content += part
-        return np.frombuffer(content, self.dtype)
-
-    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Return the tokens of several (first, count)."""
-        return [self.read(first, count) for first, count in spans]
-
-
-class _RemoteFile:
-    """An object on object storage, by its URL.
-
-    url     such as s3://bucket/corpus.bin
-    dtype   of its tokens; by default they are bytes
-
-    Every request is tried again after growing pauses, unless the object is not there, may not be
-    read, or comes as a whole where a range was asked for.  An error names the object.  Objects can
-    be pickled, and used by threads and by forked processes: fsspec keeps one connection for each
-    process.
-    """
-
-    _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
-    # the names under which storages tell an ETag, a digest or the time of the last change
-    _CHANGED = ("ETag", "etag", "blob_id", "sha")
-    _CHANGED += ("Last-Modified", "LastModified", "modificationTime", "mtime", "created")
-
-    def __init__(self, url: str | os.PathLike, dtype: type = np.uint8) -> None:
-        _refuse_passwords(url, is_input=True)
-        self.url = os.fspath(url)
-        self.dtype = np.dtype(dtype)
-
-    def read(self, first: int, count: int) -> np.ndarray:
-        """Return a new array of count tokens from token first on."""
-        return self.read_many([(first, count)])[0]
-
-    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Return new arrays, whose ranges are fetched at the same time."""
-        size = self.dtype.itemsize
-        ranges = [(first * size, (first + count) * size) for first, count in spans]
-        contents = {(begin, end): b"" for begin, end in ranges if begin == end}
-        self._request(self._fetch_missing, ranges, contents)
-        return [np.frombuffer(contents[span], self.dtype) for span in ranges]
-
-    def _fetch_missing(self, file_system, path, ranges, contents):
-        """Fetch the ranges that contents lacks; what came is kept, and the first error raised."""
-        missing = [span for span in dict.fromkeys(ranges) if span not in contents]
-        begins = [begin for begin, _ in missing]
-        ends = [end for _, end in missing]
-        found = file_system.cat_ranges([path] * len(missing), begins, ends, on_error="return")
-        errors = []
-        for (begin, end), content in zip(missing, found, strict=True):
-            if isinstance(content, BaseException):
-                errors.append(content)
-            elif len(content) == end - begin:
-                contents[begin, end] = content
-            else:
-                reason = f"bytes {begin} to {end} came as {len(content)} bytes"
-                if len(content) > end - begin:
-                    raise io.UnsupportedOperation(f"{reason}: the server does not know ranges")
-                errors.append(OSError(reason))
-        if errors:
-            raise errors[0]
-
-    def stamp(self) -> dict:
-        """Return {"size": bytes, "changed": ...}, which tell the object from a later one."""
-        found = self._request(self._look)
-        if found["size"] is None:
-            raise OSError(f"{self.url}: the storage does not tell its size, so it has no ranges")
-        changed = [str(found[name]) for name in self._CHANGED if name in found]
-        return {"size": found["size"], "changed": " ".join(changed)}
-
-    def size(self) -> int | None:
-        """Return the bytes of the object; None where the storage does not tell."""
-        return self._request(self._look)["size"]
-
-    def _look(self, file_system, path):
-        """What the storage says of the object."""
-        file_system.invalidate_cache(path)  # an older answer would be of no use
-        found = file_system.info(path)
-        if found["type"] == "directory":
-            raise FileNotFoundError("a folder, and no object")
-        return found
-
-    def find(self) -> list[tuple[str, int | None]]:
-        """Return [(URL, size)] of the object, or, if it is not there, of what its URL matches."""
-        with contextlib.suppress(FileNotFoundError):
-            return [(self.url, self.size())]
-        return self._request(self._list)
-
-    def _list(self, file_system, path):
-        """The (URL, size) of all objects that match a pattern, sorted."""
-        file_system.invalidate_cache()
-        matches = []
-        for name, found in sorted(file_system.glob(path, detail=True).items()):
-            if found["size"] is None:  # as in the list of a web page
-                found = file_system.info(name)
-            matches.append((file_system.unstrip_protocol(name), found["size"]))
-        return matches
-
-    def _request(self, function, *arguments):
-        """Call a function until it succeeds, as often as there are pauses, and once more."""
-        import fsspec  # it comes with torch
-
-        file_system, path = fsspec.core.url_to_fs(self.url)  # fsspec returns the one it has
-        for pause in (*self._PAUSES, None):
-            try:
-                return function(file_system, path, *arguments)
-            except Exception as error:
-                kind, reason = self._kind_of_error(error)
-                if pause is None or kind is not OSError:
-                    raise kind(f"{self.url}: {type(reason).__name__}: {reason}") from reason
-            time.sleep(pause)
-
-    def _kind_of_error(self, error):
-        """(class, cause) of a client's error; only a plain OSError is worth another try."""
-        if self.url.startswith("http") and isinstance(error, FileNotFoundError):
-            if error.__cause__ is not None:  # fsspec says so, whatever happened to its question
-                error = error.__cause__
-        status = getattr(error, "status", None)  # of HTTP
-        kinds = {FileNotFoundError: (404, 410), PermissionError: (401, 403)}
-        kinds |= {io.UnsupportedOperation: (), MemoryError: ()}
-        for kind, statuses in kinds.items():
-            if isinstance(error, kind) or status in statuses:
-                return kind, error
-        return OSError, error
-
-
-def _fetch_index(url: str, stamp: dict, config: ObjectStorageConfig) -> str:
-    """Return the path of a local copy of an .idx file, which is made where there is none.
-
-    Its name says which object it is of, and which state of it; where the storage tells no state, it
-    is copied each time.  Processes that start together may copy it at the same time: each copy
-    appears whole, and they are equal.
-    """
-    name = _md5(f"{url} {stamp['size']} {stamp['changed']}")
-    copied = os.path.join(config.path_to_idx_cache, f"{name}.idx")
-    if stamp["changed"] and os.path.exists(copied):
-        return copied
-    os.makedirs(config.path_to_idx_cache, exist_ok=True)
-    remote = _RemoteFile(url)
-    at_a_time = 64 << 20  # bytes
-    with _NewFile(copied) as file:
-        for begin in range(0, stamp["size"], at_a_time):
-            file.write(remote.read(begin, min(at_a_time, stamp["size"] - begin)))
-        if remote.stamp() != stamp:
-            raise _format_error(url, "object", "one that stays while it is copied", "another")
-    return copied
-
-
-# How a password is recognized; rather one URL too many is refused.
-_PASSWORD = re.compile(
-    r"(^|::)[a-z][a-z0-9+.-]*://"  # the URL begins here, or another link of a chain, and then comes
-    r"(?![^/:]*(\[[^/\]]*\])?(:[0-9]+)?(/|\Z|::[a-z0-9+.:-]*://))"  # more than name, [::1] and port
-    r"|(^|::)https?://[^/]*@",
-    re.IGNORECASE,
-)
-
-
-def _refuse_passwords(names: typing.Any, is_input: bool = False) -> None:
-    """ValueError, which does not show it, for a URL with a password; names may be nested lists.
-
-    Unless it is an input, also for one with a query, which may be a signature, and for a chain of
-    fsspec, whose own cache would answer for an object that has changed.
-
-    >>> urls = ["s3://KEY:SECRET@bucket/c", "http://host:8080/a@b"]
-    >>> [_PASSWORD.search(url) is not None for url in urls]
-    [True, False]
-    """
-    if isinstance(names, (str, os.PathLike)):
-        url = os.fspath(names)
-        is_no_pair = _is_remote(url) and re.search(r"\?|::[A-Za-z0-9+.:-]*://", url)
-        if _PASSWORD.search(url) or (is_no_pair and not is_input):
-            raise ValueError(
-                "a URL that holds a password is refused, and, of a pair, one with a query (?) or a "
-                "chain such as simplecache::s3://, for names get into messages and files: give "
-                "secrets to the package fsspec by its own configuration, such as FSSPEC_S3_KEY and "
-                "FSSPEC_S3_SECRET in the environment"
-            )
-    elif isinstance(names, collections.abc.Sequence):
-        for name in names:
-            _refuse_passwords(name, is_input)
-
-
-# ==============================================================================
-# 14. The loader and its state
+# 10. The loader and its state
 # ==============================================================================
 # Question answered here: how is a batch ready early, and what does a checkpoint keep?
 #
@@ -5886,7 +4325,1628 @@ def _place_of_rank(rank, size):
 
 
 # ==============================================================================
-# 15. One error for every rank
+# 11. Gradients
+# ==============================================================================
+# Question answered here: how do the data-parallel ranks come to have the same gradients?
+#
+# All data-parallel ranks start with the same parameters.  Each computes the gradients of its own
+# batches, and then takes the average over all ranks as its own gradient.  So all take the same
+# step, and stay equal.  If the loss of a rank is a mean, and all ranks count equally many tokens,
+# the average is the gradient of the global batch.  If not, each rank gives the sum of its losses,
+# and finalize_model_grads() makes the sum over all ranks, divided by the tokens of all.
+#
+# The average is made by a collective, which is a call that all ranks of a group make together:
+#
+#   all-reduce       every rank ends with the sum (or average) of the buffers of all ranks
+#   reduce-scatter   the sum is cut into as many shards as there are ranks, and each rank ends with
+#                    its own shard: enough for an optimizer that shares its work in the same way,
+#                    and then sends the new parameters of its shard to the others itself
+#
+#   parameters, as the module has them   embed  w1  w2  w3  head
+#   buffer of a dtype, in reverse, the   | head     | w3  w2   | w1  embed |   p.main_grad is a view
+#   order in which backward goes         | bucket 0 | bucket 1 | bucket 2  |
+#
+# Backward adds each gradient to p.grad, which is that view, too.  But in bfloat16 256 + 1 is 256:
+# for parameters of 16 bits there is grad_reduce_in_fp32.  Then all buffers are float32; backward
+# makes p.grad anew for each micro-batch, and it is added to p.main_grad and dropped.  At the end of
+# the step p.grad is made of p.main_grad, in the dtype of the parameter.
+#
+# A step with overlap_grad_reduce.  Time runs to the right, and each line of = is a bucket on its
+# way to all ranks (without, finish_grad_sync() sends all buckets, and then waits):
+#
+#   a gradient comes     head     w3     w2     w1     embed
+#   bucket 0                 =============
+#   bucket 1                                =============
+#   bucket 2                                                =============
+#   finish_grad_sync()                                        waits for all   |
+#
+# A bucket is sent when its last gradient is there and all buckets before it are sent.  So all ranks
+# send in the same order, whatever parameters their batches use.  A parameter without a gradient
+# counts as zero; its bucket, and those behind it, are sent at the end.  A tied parameter, which the
+# model has under two names, is one parameter; it stands where the first of the names does.
+#
+# A whole step runs in the docstring of forward_backward_no_pipelining(): zero_grad_buffer(), the
+# micro-batches, and optimizer.step(), on each rank with the same gradients (or its shard of them).
+
+
+@dataclasses.dataclass
+class _Bucket:
+    """Parameters whose gradients are sent together, by one collective.
+
+    Upstream: _ParamAndGradBucket.
+
+    params   the parameters
+    data     their gradients: a slice of the buffer, in the order of params
+    waiting  with overlap: the parameters whose last gradient of this step has not come yet
+    handle   the collective that is on its way, or None
+    """
+
+    params: list[torch.nn.Parameter]
+    data: torch.Tensor
+    waiting: set[torch.nn.Parameter]
+    handle: "torch.distributed.Work | None" = None
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """A model whose gradients are averaged over a group.  Upstream: DistributedDataParallel.
+
+    module                     each of its parameters that requires a gradient gets main_grad, a
+                               view of the buffer of its dtype and device, and its grad becomes the
+                               same view.  (grad is torch's name, main_grad upstream's, which its
+                               optimizers read.  Others may set grad to None; main_grad stays.)
+                               Whatever converts, replaces or unfreezes parameters, such as
+                               module.to(), comes before the wrapping
+    group                      the process group to average over: that of "dp-cp", as cp ranks have
+                               the same weights and different tokens.  None: all ranks, right only
+                               without tp and pp
+    bucket_size                elements that are sent at once, at least (the last bucket has the
+                               rest)
+    overlap_grad_reduce        send each bucket during backward; False: all buckets at the end
+    use_distributed_optimizer  reduce-scatter: only this rank's piece of each bucket, in
+                               grad_shards, becomes the average; False: all-reduce
+    average_in_collective      the collective divides by the number of ranks, where NCCL is the
+                               backend; else gradients are divided by it before they are sent
+    check_for_nan_in_grad      where a gradient is nan or inf, finish_grad_sync() raises ValueError
+                               on every rank, naming parameter and rank
+    grad_reduce_in_fp32        sums and averages in float32, whatever the parameters are: main_grad
+                               is float32, and grad None until finish_grad_sync() sets it to
+                               main_grad in the parameter's dtype.  Only zero_grad_buffer() begins a
+                               step.  False: in the dtype of each parameter
+
+    grad_buffers   list of tensors: the buffer of each dtype and device
+    grad_shards    list of tensors: this rank's slice of each bucket
+
+    In a step call zero_grad_buffer(); then forward and backward of each micro-batch, all but the
+    last under no_sync(); then finish_grad_sync(), and the optimizer.
+
+    >>> model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+    >>> model.zero_grad_buffer()
+    >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    >>> model.finish_grad_sync()
+    >>> model.grad_buffers[0].tolist(), model.module.weight.grad.tolist()
+    ([3.0, 4.0], [[3.0, 4.0]])
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        group: "torch.distributed.ProcessGroup | None" = None,
+        *,
+        bucket_size: int = 40_000_000,
+        overlap_grad_reduce: bool = False,
+        use_distributed_optimizer: bool = False,
+        average_in_collective: bool = False,
+        check_for_nan_in_grad: bool = False,
+        grad_reduce_in_fp32: bool = False,
+    ) -> None:
+        super().__init__()
+        if bucket_size < 1:
+            raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}")
+        self.module = module
+        self.group = group
+        self.size = 1
+        if _is_distributed():
+            self.size = torch.distributed.get_world_size(group)
+        if self.size > 1 and torch.distributed.get_backend(group) != "nccl":
+            average_in_collective = False  # gloo, asked to average, only adds
+        self.bucket_size = bucket_size
+        self.overlap_grad_reduce = overlap_grad_reduce
+        self.use_distributed_optimizer = use_distributed_optimizer
+        self.average_in_collective = average_in_collective
+        self.check_for_nan_in_grad = check_for_nan_in_grad
+        self.grad_reduce_in_fp32 = grad_reduce_in_fp32
+        self._in_sync = True  # False under no_sync()
+        self._num_sent = 0  # buckets that were sent in this step
+        self._is_averaged = False  # True: finish_grad_sync(), called again, sends nothing
+        self._not_finite = []  # names of parameters with nan or inf in what this rank has sent
+        self._make_buffers()
+
+    def _make_buffers(self):
+        """Make all buffers, and hook each parameter."""
+        self.grad_buffers = []
+        self.grad_shards = []
+        self._names = {param: name for name, param in self.module.named_parameters()}
+        self._buckets = []
+        self._bucket_of = {}  # {parameter: number of its bucket}
+        self._places = {}  # {parameter: its elements of the buffer, flat}
+        params_of = {}  # {(dtype of the gradient, device): its parameters, in reverse order}
+        for param in reversed(self._names):
+            if param.requires_grad:
+                params_of.setdefault(self._kind_of_gradient(param), []).append(param)
+                param.register_post_accumulate_grad_hook(_GradientHook(self))
+        for (dtype, device), params in params_of.items():
+            self._add_buffer(params, dtype, device)
+        self.zero_grad_buffer()
+
+    def _kind_of_gradient(self, param):
+        """(dtype, device) of its main_grad."""
+        if self.grad_reduce_in_fp32:
+            return torch.float32, param.device
+        return param.dtype, param.device
+
+    def _add_buffer(self, params, dtype, device):
+        """Make the buffer of one dtype and device, its buckets, and the place of each parameter."""
+        runs = [[]]  # the parameters of each bucket
+        sizes = [0]  # their elements
+        for param in params:
+            if sizes[-1] >= self.bucket_size:
+                runs.append([])
+                sizes.append(0)
+            runs[-1].append(param)
+            sizes[-1] += param.numel()
+        # A bucket is padded with zeros, so that it can be cut into one shard for each rank.
+        sizes = [_ceil_div(size, self.size) * self.size for size in sizes]
+        buffer = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        self.grad_buffers.append(buffer)
+        for run, data in zip(runs, buffer.split(sizes), strict=True):
+            start = 0
+            for param in run:
+                self._places[param] = data[start : start + param.numel()]
+                self._bucket_of[param] = len(self._buckets)
+                start += param.numel()
+            self.grad_shards.append(data.chunk(self.size)[_rank(self.group)])
+            self._buckets.append(_Bucket(run, data, waiting=set(run)))
+
+    def forward(self, *inputs: typing.Any, **kwargs: typing.Any) -> typing.Any:
+        """Call the module."""
+        return self.module(*inputs, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> typing.Iterator[None]:
+        """In this block, backward adds to the gradients and sends nothing."""
+        before = self._in_sync
+        self._in_sync = False
+        try:
+            yield
+        finally:
+            self._in_sync = before
+
+    def _on_gradient(self, param):
+        """Take the gradient that backward has added; send the buckets that are complete now."""
+        self._refuse_late_gradient(param)
+        self._put_into_buffer(param)
+        self._is_averaged = False
+        if self._in_sync and self.overlap_grad_reduce:
+            self._buckets[self._bucket_of[param]].waiting.discard(param)
+            while self._num_sent < len(self._buckets):
+                if self._buckets[self._num_sent].waiting:
+                    break
+                self._send_next_bucket()
+
+    def _put_into_buffer(self, param):
+        """Bring param.grad into param.main_grad."""
+        if self.grad_reduce_in_fp32:
+            if param.grad is not None:
+                param.main_grad.add_(param.grad)
+            param.grad = None
+            return
+        # param.grad is main_grad, unless somebody has set it to None.  None means zero; if backward
+        # came after that, it has made a new tensor.
+        if param.grad is None:
+            param.main_grad.zero_()
+        elif param.grad is not param.main_grad:
+            param.main_grad.copy_(param.grad)
+        param.grad = param.main_grad
+
+    def _send_next_bucket(self):
+        """Start the collective of the first bucket that was not sent yet."""
+        bucket = self._buckets[self._num_sent]
+        shard = self.grad_shards[self._num_sent]  # a slice of the bucket: it is reduced in place
+        self._num_sent += 1
+        for param in bucket.params:
+            self._put_into_buffer(param)
+            if self.check_for_nan_in_grad and not param.main_grad.isfinite().all():
+                self._not_finite.append(self._names[param])
+        if self.size == 1:
+            return
+        operation = torch.distributed.ReduceOp.AVG
+        if not self.average_in_collective:
+            operation = torch.distributed.ReduceOp.SUM
+            bucket.data.mul_(1 / self.size)
+        if self.use_distributed_optimizer:
+            shards = list(bucket.data.chunk(self.size))
+            bucket.handle = torch.distributed.reduce_scatter(
+                shard, shards, operation, self.group, async_op=True
+            )
+        else:
+            bucket.handle = torch.distributed.all_reduce(
+                bucket.data, operation, self.group, async_op=True
+            )
+
+    def start_grad_sync(self) -> None:
+        """Send the buckets that were not sent during backward."""
+        if self._is_averaged:
+            return
+        while self._num_sent < len(self._buckets):
+            self._send_next_bucket()
+
+    def finish_grad_sync(self) -> None:
+        """Send what is left and wait for all buckets.
+
+        Nothing is sent if since the last call neither a gradient has come nor zero_grad_buffer()
+        has begun a step.  Every rank must call this method, and with check_for_nan_in_grad it
+        raises ValueError on every rank.
+        """
+        self.start_grad_sync()
+        self._wait_and_reset()
+        self._is_averaged = True
+        self._write_grads()
+        if self.check_for_nan_in_grad:
+            _on_every_rank(self._raise_if_not_finite, self.group)  # on all ranks of the group
+
+    def _write_grads(self):
+        """With grad_reduce_in_fp32 and after the averages are made: set param.grad to them."""
+        if self.grad_reduce_in_fp32 and self._is_averaged:
+            for param in self._places:
+                param.grad = param.main_grad.to(param.dtype)
+
+    def _raise_if_not_finite(self):
+        """ValueError if this rank has sent nan or inf; a second call does not say it again."""
+        names = self._not_finite
+        self._not_finite = []
+        if names:
+            raise ValueError(
+                f"nan or inf in the gradients of {len(names)} parameters: {', '.join(names)}"
+            )
+
+    def _wait_and_reset(self):
+        """Wait for what was sent; from now on every gradient is expected again."""
+        for bucket in self._buckets:
+            if bucket.handle is not None:
+                bucket.handle.wait()
+                bucket.handle = None
+            bucket.waiting = set(bucket.params)
+        self._num_sent = 0
+
+    def zero_grad_buffer(self) -> None:
+        """Begin a step: every gradient is 0, and every param.main_grad a view of the buffers again.
+
+        A rank whose batch gives no gradient at all then sends zeros, so that nobody waits for it.
+        ValueError where a parameter was converted, replaced or unfrozen after the wrapping.
+        """
+        self._refuse_changed_parameters()
+        for param, place in self._places.items():
+            param.main_grad = place.view(param.shape)
+            param.grad = None
+            if not self.grad_reduce_in_fp32:
+                param.grad = param.main_grad
+        self._wait_and_reset()
+        self._is_averaged = False
+        self._not_finite = []
+        for buffer in self.grad_buffers:
+            buffer.zero_()
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients by a factor."""
+        for buffer in self.grad_buffers:
+            buffer.mul_(factor)
+        self._write_grads()
+
+    def broadcast_params(self) -> None:
+        """Give every rank the parameters of the group's first rank, frozen ones included.
+
+        Call it once if not all ranks made the same module: torch's class does so by itself.
+        """
+        if self.size == 1:
+            return
+        for param in self.module.parameters():
+            torch.distributed.broadcast(param.data, group=self.group, group_src=0)
+
+    def _refuse_late_gradient(self, param):
+        """RuntimeError for a gradient that would be in no average."""
+        if self._bucket_of[param] < self._num_sent:
+            raise RuntimeError(
+                f"gradient of {self._names[param]} after it was sent: put all backwards of a step "
+                "but the last under no_sync(); if there was one backward, its layer is in several "
+                "reentrant checkpoints: give them use_reentrant=False, or do not overlap"
+            )
+        if self._is_averaged and self.grad_reduce_in_fp32:
+            raise RuntimeError(
+                f"gradient of {self._names[param]} after finish_grad_sync(): with "
+                "grad_reduce_in_fp32 call zero_grad_buffer() before each step"
+            )
+
+    def _refuse_changed_parameters(self):
+        """ValueError for a parameter whose gradient has no place in the buffers any more."""
+        for name, param in self.module.named_parameters():
+            place = self._places.get(param)  # None: frozen, or another object than was wrapped
+            if place is None:
+                is_changed = param.requires_grad
+            else:
+                is_changed = (place.dtype, place.device) != self._kind_of_gradient(param)
+            if is_changed:
+                raise ValueError(
+                    f"{name} was converted, replaced or unfrozen after the model was wrapped, so "
+                    "its gradient would not be averaged: do that first, then wrap the model"
+                )
+
+    def __setstate__(self, state: dict) -> None:
+        """Give a copy, or what was unpickled, buffers and hooks: torch copies no hooks."""
+        super().__setstate__(state)
+        self._make_buffers()
+
+
+class _GradientHook:
+    """Tells a DistributedDataParallel of each new gradient.
+
+    The reference is weak, as a parameter keeps its hooks: a wrapper that was dropped is freed, and
+    hears of no gradient when the module is wrapped anew.
+    """
+
+    def __init__(self, wrapper):
+        self.wrapper = weakref.ref(wrapper)
+
+    def __call__(self, param):
+        wrapper = self.wrapper()
+        if wrapper is not None:
+            wrapper._on_gradient(param)
+
+
+def finalize_model_grads(
+    model: list[DistributedDataParallel],
+    num_tokens: int | torch.Tensor | None = None,
+    groups: ParallelGroups | None = None,
+) -> None:
+    """Finish the gradients of a step.  Upstream: finalize_model_grads.
+
+    model       the parts of the model on this rank
+    num_tokens  None: the gradients stay the average over the ranks.  Else the loss is a sum over
+                tokens, and this is how many tokens of this rank count; an int on all ranks, or a
+                tensor on all.  The average over R ranks, multiplied by R / (tokens of all ranks),
+                is the gradient of the mean loss of a token.  With several pipeline stages the
+                trainer brings the number from the last one, which has the loss mask, to all
+    groups      the tokens are summed over its dp-cp ranks.  None: over those of the part's group
+
+    >>> model = DistributedDataParallel(torch.nn.Embedding(257, 1))    # a number for each token
+    >>> model(torch.tensor([97, 97, 97, 98])).sum().backward()         # a a a b
+    >>> finalize_model_grads([model], num_tokens=4)
+    >>> model.module.weight.grad[97:99, 0].tolist()                    # a share of the four tokens
+    [0.75, 0.25]
+    """
+    for part in model:
+        part.finish_grad_sync()
+        if num_tokens is None:
+            continue
+        total = torch.as_tensor(num_tokens, device=_device_of_group(part.group)).clone()
+        group, size = part.group, part.size
+        if groups is not None:
+            group, size = groups.group("dp-cp"), groups.size("dp-cp")
+        if size > 1:
+            torch.distributed.all_reduce(total, group=group)
+        total = total.item()
+        if total != 0:  # without a token that counts, all gradients are 0 already
+            part.scale_gradients(part.size / total)
+
+
+def forward_backward_no_pipelining(
+    *,
+    forward_step_func: typing.Callable,
+    data_iterator: typing.Iterator | None,
+    model: torch.nn.Module | typing.Sequence[torch.nn.Module],
+    num_microbatches: int,
+    forward_only: bool = False,
+    seq_length: int | None = None,
+    micro_batch_size: int | None = None,
+    decoder_seq_length: int | None = None,
+) -> list[typing.Any]:
+    """Run the micro-batches of a step and finish the gradients.  Upstream: the same name.
+
+    forward_step_func  (data_iterator, model) -> (output, loss_func).  loss_func(output) is
+                         (loss, report)                        gradient of the mean of the losses
+                         (sum of losses, num_tokens, report)   gradient of the mean loss of a token
+                       over all micro-batches; where the model is a DistributedDataParallel, over
+                       those of all ranks
+    data_iterator      is passed on to forward_step_func
+    model              a DistributedDataParallel, a plain module, or a list of one of these.  With
+                       a class of torch that averages over the ranks the losses must be means
+    num_microbatches   how many to run, at least 1
+    forward_only       no backward, and nothing is sent; call it under torch.no_grad()
+    seq_length, micro_batch_size, decoder_seq_length
+                       accepted, without effect
+    Returns            the reports, one for each micro-batch
+
+    A whole step on the toy corpus, in one process.  The model is a table: the row of a byte has a
+    number for each byte that may follow (256 of them, as the toy corpus has no eod).  All are 0, so
+    all 256 bytes are equally likely.
+
+    >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
+    ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
+    >>> builder = BlendedMegatronDatasetBuilder(GPTDataset, [3, 0, 0], lambda: True, config)
+    >>> train, _, _ = builder.build()
+    >>> groups = ParallelGroups()
+    >>> sampler = MegatronPretrainingSampler(len(train), 0, 1, groups.rank("dp"), groups.size("dp"))
+    >>> table = torch.nn.Embedding(256, 256, _weight=torch.zeros(256, 256))
+    >>> model = DistributedDataParallel(table, groups.group("dp-cp"))
+    >>> def forward_step(batches, model):
+    ...     batch = get_batch(batches, groups, micro_batch_size=1, sequence_length=4)
+    ...     logits = model(batch["tokens"])                                    # (1, 4, 256)
+    ...     losses = torch.nn.functional.cross_entropy(
+    ...         logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    ...     loss_mask = batch["loss_mask"].flatten()
+    ...     def loss_func(losses):
+    ...         loss = (losses * loss_mask).sum()
+    ...         return loss, loss_mask.sum(), loss.item()
+    ...     return losses, loss_func
+    >>> model.zero_grad_buffer()
+    >>> reports = forward_backward_no_pipelining(forward_step_func=forward_step, model=model,
+    ...     data_iterator=batches_of(train, sampler), num_microbatches=2)
+    >>> [round(loss / math.log(256), 3) for loss in reports]       # four labels in each micro-batch
+    [4.0, 4.0]
+
+    The eight pairs of token and label are bb bb bc cc, and cc cc cc cc.  The gradient of an entry
+    is (how often its row was read / 256 - how often its label followed) / 8.
+
+    >>> row_of_b = table.weight.grad[ord("b")]
+    >>> [row_of_b[ord(letter)].item() * 8 * 256 for letter in "abc"]  # 3, 3 - 2 * 256, 3 - 256
+    [3.0, -509.0, -253.0]
+    """
+    if not isinstance(model, (list, tuple)):
+        model = [model]
+    if len(model) != 1:
+        raise ValueError(f"without pipelining there is one model, got a list of {len(model)}")
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
+    [model] = model
+    reports = []
+    token_counts = []
+    for number in range(num_microbatches):
+        sync = contextlib.nullcontext()
+        if number < num_microbatches - 1 and isinstance(model, DistributedDataParallel):
+            sync = model.no_sync()
+        with sync:
+            output, loss_func = forward_step_func(data_iterator, model)
+            result = loss_func(output)
+            if len(result) == 3:
+                if not forward_only:
+                    _refuse_sums_of_one_rank(model)
+                loss, tokens, report = result
+                token_counts.append(tokens)
+            else:
+                loss, report = result
+                loss = loss / num_microbatches
+            if not forward_only:
+                loss.backward()
+        reports.append(report)
+    if forward_only:
+        return reports
+    num_tokens = None
+    if token_counts:
+        num_tokens = sum(token_counts)
+    if isinstance(model, DistributedDataParallel):
+        finalize_model_grads([model], num_tokens)
+    elif num_tokens:  # neither None nor 0
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad /= num_tokens
+    return reports
+
+
+def _refuse_sums_of_one_rank(model):
+    """ValueError where torch averages a model's gradients over ranks, before they are divided."""
+    if not _is_distributed() or torch.distributed.get_world_size() == 1:
+        return
+    # Told by name: torch.distributed.fsdp is slow to import, and most jobs do without it.
+    names = {kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("torch.")}
+    if names & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}:
+        raise ValueError(
+            f"the model is a {type(model).__name__} of torch, which averages over the ranks, and "
+            "the loss is a sum, which would be divided by the tokens of this rank alone: have "
+            "loss_func return a mean, (loss, report), or wrap the model in the "
+            "DistributedDataParallel of this module"
+        )
+
+
+# ==============================================================================
+# 12. Around the loop
+# ==============================================================================
+# Question answered here: how many samples and steps has a run, and can it read them again?
+#
+#   get_train_valid_test_num_samples   samples that a run needs of each split
+#   NumMicroBatches                    micro-batches in a step, constant or growing
+#   cyclic_iter                        turn after turn of a loader
+#   RerunDataIterator                  the micro-batches of a step once more
+#   check_data_consistency             do all ranks go on from the same sample?
+
+
+def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
+    """Yield the items of an iterable again and again, pass after pass.  Upstream: cyclic_iter.
+
+    One pass may be empty, as in a run that is resumed at the end of a turn.  Two empty passes in
+    a row are a ValueError instead of a loop without end.
+
+    >>> list(itertools.islice(cyclic_iter([1, 2, 3]), 7))
+    [1, 2, 3, 1, 2, 3, 1]
+    """
+    empty_passes = 0
+    while empty_passes < 2:
+        empty_passes += 1
+        for item in iterable:
+            empty_passes = 0
+            yield item
+    raise ValueError("nothing to iterate over: the loader yielded no batch in two passes")
+
+
+class RerunDataIterator(collections.abc.Iterator):
+    """An iterator whose last micro-batches can be had again, to run a step a second time.
+
+    Upstream: RerunDataIterator.
+
+    rewind() goes back to the last advance(), or to the beginning; advance() forgets what was read
+    until now.  Call it after each step: what was read since then is kept in memory.  A dict comes
+    as a shallow copy, so a step may change its keys.
+
+    >>> numbers = RerunDataIterator(range(9))
+    >>> next(numbers), next(numbers), numbers.rewind(), next(numbers), next(numbers)
+    (0, 1, None, 0, 1)
+    """
+
+    def __init__(self, iterable: typing.Iterable) -> None:
+        self.iterable = iterable
+        self._source = iter(iterable)
+        # the names of these two are upstream's
+        self.saved_microbatches = []  # since the last advance()
+        self.replay_pos = 0  # the next of them; behind the last one the source goes on
+
+    def __next__(self) -> typing.Any:
+        if self.replay_pos == len(self.saved_microbatches):
+            self.saved_microbatches.append(next(self._source))
+        item = self.saved_microbatches[self.replay_pos]
+        self.replay_pos += 1
+        if isinstance(item, dict):
+            return item.copy()
+        return item
+
+    def rewind(self) -> None:
+        """Yield again all that came since the last advance()."""
+        self.replay_pos = 0
+
+    def advance(self) -> None:
+        """The step is done: what was read is not needed any more."""
+        del self.saved_microbatches[: self.replay_pos]
+        self.replay_pos = 0
+
+    def state_dict(self) -> dict:
+        """Return what was read since the last advance(), and how much of it is read again."""
+        return {
+            "saved_microbatches": list(self.saved_microbatches),
+            "replaying": self.replay_pos < len(self.saved_microbatches),
+            "replay_pos": self.replay_pos,
+        }
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Go on where the state was taken; the iterable must go on there by itself."""
+        self.saved_microbatches = list(state_dict["saved_microbatches"])
+        self.replay_pos = len(self.saved_microbatches)
+        if state_dict["replaying"]:
+            self.replay_pos = state_dict["replay_pos"]
+
+
+def get_train_valid_test_num_samples(
+    *,
+    global_batch_size: int,
+    eval_interval: int,
+    eval_iters: int,
+    train_iters: int | None = None,
+    train_samples: int | None = None,
+    full_validation: bool = False,
+    skip_train: bool = False,
+) -> tuple[int, int | None, int]:
+    """Return how many samples a run needs of train, valid (None with full_validation) and test.
+
+    The run has train_iters steps, or train_samples samples.  It evaluates eval_iters global batches
+    of valid every eval_interval steps and at the end, and of test once.  Where the batch size grows
+    a run has more steps than train_samples / global_batch_size: give both, and train_iters counts
+    the evaluations.  With skip_train it evaluates valid once; the samples of train are counted all
+    the same.  Upstream: get_train_valid_test_num_samples.
+
+    >>> get_train_valid_test_num_samples(global_batch_size=8, train_iters=100, eval_interval=50,
+    ...                                  eval_iters=2)
+    (800, 48, 16)
+    """
+    if train_iters is None and train_samples is None:
+        raise ValueError("wanted train_iters or train_samples, or both, got none of them")
+    if min(global_batch_size, eval_interval) < 1:
+        raise ValueError(
+            "wanted global_batch_size and eval_interval >= 1, got "
+            f"{global_batch_size} and {eval_interval}"
+        )
+    if train_samples is None:
+        train_samples = train_iters * global_batch_size
+    if train_iters is None:
+        train_iters = train_samples // global_batch_size
+    if min(train_iters, train_samples, eval_iters) < 0:
+        raise ValueError(
+            "wanted train_iters, train_samples and eval_iters >= 0, got "
+            f"{train_iters}, {train_samples} and {eval_iters}"
+        )
+    evaluations = 1
+    if not skip_train:
+        evaluations += train_iters // eval_interval
+    test_samples = eval_iters * global_batch_size
+    valid_samples = None if full_validation else evaluations * test_samples
+    return train_samples, valid_samples, test_samples
+
+
+class NumMicroBatches:
+    """Micro-batches in a step, constant or growing.  Upstream: num_microbatches_calculator.
+
+    global_batch_size    samples in a step, of all data-parallel ranks together
+    micro_batch_size     samples that one rank handles at once
+    data_parallel_size   data-parallel ranks
+    rampup_batch_size    (start, increment, samples): the global batch grows from start to
+                         global_batch_size in equal steps of increment over so many samples
+
+    ValueError if one of the global batch sizes on the way is no whole number of micro-batches on
+    every rank.
+
+    >>> ramp = NumMicroBatches(32, 4, 2, rampup_batch_size=(16, 8, 100))
+    >>> for consumed in (0, 50, 101):
+    ...     ramp.update(consumed)
+    ...     print(ramp.get(), ramp.get_current_global_batch_size())
+    2 16
+    3 24
+    4 32
+    """
+
+    def __init__(
+        self,
+        global_batch_size: int,
+        micro_batch_size: int,
+        data_parallel_size: int,
+        rampup_batch_size: typing.Sequence[int] | None = None,
+    ) -> None:
+        ramp = rampup_batch_size
+        if not ramp:
+            ramp = (global_batch_size, 1, 0)  # one size from the start
+        if len(ramp) != 3 or min(ramp[:2]) < 1 or ramp[2] < 0:
+            raise ValueError(
+                f"rampup_batch_size is (start >= 1, increment >= 1, samples >= 0), got {ramp}"
+            )
+        start, increment, samples = ramp
+        self.global_batch_size = global_batch_size
+        self.unit = micro_batch_size * data_parallel_size
+        self.samples = samples
+        self.sizes = range(start, global_batch_size + 1, increment)
+        if global_batch_size not in self.sizes:
+            raise ValueError(f"ramp-up {ramp}: wanted equal steps up to {global_batch_size}")
+        for size in self.sizes:
+            if self.unit < 1 or size % self.unit:
+                raise ValueError(
+                    f"a global batch of {size} samples is no multiple of micro_batch_size * "
+                    f"data_parallel_size, {self.unit}"
+                )
+        self.update(0)
+
+    def update(self, consumed_samples: int) -> None:
+        """Set the batch size of the step that begins after so many samples."""
+        increments = len(self.sizes) - 1
+        if increments and self.samples and consumed_samples <= self.samples:
+            samples_per_increment = self.samples / increments
+            self._current = self.sizes[int(consumed_samples / samples_per_increment)]
+        else:
+            self._current = self.sizes[-1]
+
+    def get(self) -> int:
+        """Return the number of micro-batches of the current step."""
+        return self._current // self.unit
+
+    def get_current_global_batch_size(self) -> int:
+        """Return the number of samples of the current step."""
+        return self._current
+
+
+def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> None:
+    """Check that all ranks of a group go on from the same number of consumed samples.
+
+    consumed_samples  of this rank, in samples; typically from a checkpoint
+    group             a torch.distributed process group; None: all ranks
+    Raises            ValueError, on every rank, where the ranks disagree
+    """
+    if not _is_distributed():
+        return
+    mine = int(consumed_samples)
+    bounds = torch.tensor([mine, -mine], device=_device_of_group(group))
+    torch.distributed.all_reduce(bounds, torch.distributed.ReduceOp.MIN, group=group)
+    least, minus_most = bounds.tolist()
+    if least != -minus_most:
+        raise ValueError(
+            f"consumed_samples differs between ranks, from {least} to {-minus_most} (rank "
+            f"{_rank()} has {mine}): load the same checkpoint on every rank"
+        )
+
+
+# ==============================================================================
+# PART III: THE WORKSHOP
+# ==============================================================================
+#
+# ==============================================================================
+# 13. What is refused
+# ==============================================================================
+# Question answered here: what is looked at, when, and with which error?
+#
+#   input                     what is wrong with it                  looked at            error
+#   an .idx                   its magic, version, dtype code, size   at every open        (a)
+#   a pair                    documents do not run from 0 to n, or   at every open        (a)
+#                             the .bin does not end with the last
+#                             sequence
+#   all entries of an .idx    a length below 0, a pointer that is    verify(),            (a)
+#                             not the sum of the lengths before it,  check=True, before
+#                             documents that decrease                orders are built
+#   tokens, lengths, modes    they do not fit the dtype, do not add  before they are      ValueError
+#                             up                                     written
+#   a config, a blend         a field out of its range, fields that  when it is made      ValueError
+#                             do not go together, a weight that is
+#                             no finite number >= 0
+#   arguments of a kernel     their dtype, shape, range              at each call         TypeError,
+#                                                                                         ValueError
+#   a place in a sequence,    it is outside                          at each access       IndexError
+#   in an array of orders
+#   sizes of a sampler        below 1, a place where no pass starts  when it is made      ValueError
+#   a batch                   another shape, packed or not, a mask   when it is read      ValueError
+#                             of documents that would be left out
+#
+#   (a) DatasetFormatError, a ValueError: file, field, what was wanted, what was found
+#
+# What is refused in one plain line, such as an index out of range, may stand where it is used.
+
+
+class DatasetFormatError(ValueError):
+    """A file does not hold what its format promises.
+
+    The message names the file, the field, what was wanted and what was found.
+    """
+
+
+# -- Small tools of all sections -------------------------------------------------------------------
+
+
+def _format_error(path, field, wanted, got):
+    """The error that names the four things a reader of the message needs."""
+    return DatasetFormatError(f"{path}: {field}: wanted {wanted}, got {got}")
+
+
+def _one_line(error):
+    """Return the message of an error on one line; an unexpected kind of error is named."""
+    message = " ".join(str(error).split())
+    if isinstance(error, (ValueError, IndexError, OSError, ImportError, Warning)) and message:
+        return message
+    return f"{type(error).__name__}: {message}".removesuffix(": ")
+
+
+def _position(idx, n, name):
+    """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
+    i = operator.index(idx)
+    if not -n <= i < n:
+        raise IndexError(f"index {i} of {name}, which has {n} entries")
+    return i % n
+
+
+def _name(dataset):
+    """What to call a dataset in a message: its path, or its class."""
+    path = getattr(dataset, "dataset_path", None)
+    return type(dataset).__name__ if path is None else str(path)
+
+
+def _ceil_div(a, b):
+    """The least whole number that is at least a / b, without the rounding of a float."""
+    return -(-a // b)
+
+
+def _md5(data):
+    """Hex digest of a text or bytes, for names and comparisons; it protects nothing."""
+    if isinstance(data, str):
+        data = data.encode()
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
+def _is_remote(path: str | os.PathLike) -> bool:
+    """Return True for a name such as s3://bucket/corpus, and False for a path.
+
+    >>> _is_remote("s3://bucket/corpus.idx"), _is_remote("data/corpus.idx")
+    (True, False)
+    """
+    # a chain of fsspec is one too: simplecache::s3://bucket/corpus
+    return re.match(r"[A-Za-z][A-Za-z0-9+.:-]*://", os.fspath(path)) is not None
+
+
+def _absolute(path):
+    """A path that stays right when the process changes its folder; a URL stays as it is."""
+    return path if _is_remote(path) else os.path.abspath(path)
+
+
+def _attribute(tokenizer, name):
+    """An attribute of a tokenizer; None if there is none, or if it says NotImplementedError."""
+    try:
+        return getattr(tokenizer, name, None)
+    except NotImplementedError:
+        return None
+
+
+def _import_extra(module, user):
+    """Import a module of a package that is not required; user is what needs it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        raise ImportError(f"{user}: {error}: pip install {package}") from None
+
+
+@contextlib.contextmanager
+def _named(name, words, kind=ValueError):
+    """Have an error say what it is about: kind("name: words: what the error says").
+
+    An OSError of the system stays of its class, with its number.  MemoryError passes: it is never
+    the fault of what has the name.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            reason = f"{words}: {error.strerror}"
+            raise OSError(error.errno, reason, os.fspath(name)) from error
+        raise kind(f"{name}: {words}: {_one_line(error)}") from error
+
+
+def _is_distributed() -> bool:
+    """Whether this process is a rank of a torch.distributed job."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _rank(group=None) -> int:
+    """This process's rank in the group, by default of the whole job; 0 without a job."""
+    if not _is_distributed():
+        return 0
+    return torch.distributed.get_rank(group)
+
+
+# -- Files (sections 1 and 2) ----------------------------------------------------------------------
+
+
+# -- Configs, blends and builds (sections 3, 6 and 7) ----------------------------------------------
+
+
+# -- Kernels, orders and samples (sections 4 to 6) -------------------------------------------------
+
+
+# -- Samplers, batches and gradients (sections 8 to 12) --------------------------------------------
+
+
+# ==============================================================================
+# 14. Whole files
+# ==============================================================================
+# Question answered here: how does a file appear whole, or not at all?
+#
+#   write   corpus.bin.1f0c9e2ab47d6835.tmp      a new file beside the old one, with a random name
+#   sync    the same                             the operating system has written it to the disk
+#   rename  corpus.bin                           in one step: a reader finds the old or the new one
+#
+# A pair has two names, and no step gives both.  In these steps an .idx never stands beside a .bin
+# of another pair.  So who finds the same .idx before and after opening the .bin has a pair:
+#
+#   step   corpus.bin   corpus.idx   corpus.bin.X.tmp   corpus.idx.X.tmp
+#   0      old          old          new                new                 both are synced
+#   1      old                       new                new                 the old record goes too
+#   2      new                                          new
+#   3      new          new                                                 the folder is synced
+#
+# What ends a job before step 1 (step 2, if there was no old .idx) leaves the old pair.  What ends
+# it later, be it an error, a signal or a kill, leaves the new pair: whole in the two files with one
+# X, or, where corpus.bin.X.tmp is gone, in corpus.bin and corpus.idx.X.tmp.  Rename them by hand,
+# the .bin first.  An OSError names them.
+#
+# All other temporary files are removed, at the latest when the process ends.  A kill leaves them
+# behind: they can be deleted, but for those of such a pair.  (The steps of two jobs that write one
+# pair at the same moment may mix: there are no locks, which not all disks have.)
+
+
+class _NewFile:
+    """A binary file that appears as path, whole, at commit().
+
+    path       made absolute: the process may change its folder meanwhile
+    synced     have the disk hold the file before it gets its name; False for what can be made again
+    digits     a part of its temporary name, random by default; an .idx has those of its .bin
+    file       the open file
+    temporary  its name until commit()
+
+    In a with block the file is committed at the end, or removed if an exception ends the block.
+    It is also removed, by the process that began it and by no other, when this object goes.
+    OSError, with the name of the file, if the folder is missing or the disk is full.
+    """
+
+    def __init__(self, path: str | os.PathLike, synced: bool = True, digits: str = "") -> None:
+        _refuse_passwords(path)
+        self.path = os.path.abspath(path)
+        self.synced = synced
+        self.digits = digits or secrets.token_hex(8)
+        self.temporary = f"{self.path}.{self.digits}.tmp"
+        folder = os.path.dirname(os.fspath(path))
+        if folder and not os.path.isdir(folder):
+            raise FileNotFoundError(f"{folder}: no such local folder")
+        # Before the file is there: a signal may come at any moment.
+        self._remove = weakref.finalize(self, _remove_file, self.temporary, os.getpid())
+        self.file = open(self.temporary, "xb", 1 << 20)
+        weakref.finalize(self, self.file.raw.close)  # for one that nobody ends
+
+    def write(self, content: typing.Any) -> None:
+        """Write bytes, or the bytes of an array."""
+        try:
+            self.file.write(content)
+        except OSError:
+            with _named(self.temporary, "cannot be written"):  # here: each with block takes 1 us
+                raise
+
+    def sync(self) -> None:
+        """Have the disk hold all that was written."""
+        with _named(self.temporary, "cannot be written"):
+            self.file.flush()
+            os.fsync(self.file.fileno())
+
+    def finish(self) -> None:
+        """Close the whole file; it has its temporary name still."""
+        if self.synced:
+            self.sync()
+        with _named(self.temporary, "cannot be written"):
+            self.file.close()
+
+    def commit(self) -> None:
+        """Give the file its name."""
+        if not self.file.closed:
+            self.finish()
+        os.replace(self.temporary, self.path)
+
+    def discard(self) -> None:
+        """Close and remove the file; after commit() there is none."""
+        with contextlib.suppress(OSError):
+            self.file.raw.close()  # without what is not yet written
+        self._remove()
+
+    def __enter__(self) -> "_NewFile":
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        try:
+            if kind is None:
+                self.commit()
+        finally:
+            self.discard()
+
+
+def _remove_file(path, process):
+    """Remove a file that may be there, in the process with this number only."""
+    if process == os.getpid():
+        with contextlib.suppress(OSError):  # the disk may refuse this
+            os.unlink(path)
+
+
+def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
+    """Give a .bin and its .idx their names, as drawn above; OSError if the disk refuses a step."""
+    tokens.finish()
+    index.finish()
+    has_old = _is_there(index.path)
+    try:
+        for new_file in (tokens, index):
+            new_file._remove.detach()  # from now on discard() only closes it
+        pathlib.Path(f"{index.path.removesuffix('.idx')}.record.json").unlink(missing_ok=True)
+        pathlib.Path(index.path).unlink(missing_ok=True)
+        os.replace(tokens.temporary, tokens.path)
+        os.replace(index.temporary, index.path)
+        for folder in {os.path.dirname(tokens.path), os.path.dirname(index.path)}:
+            _sync_folder(folder)
+    except BaseException:
+        # A step over a network may fail and be made: look which names are there.
+        if _is_there(tokens.temporary) and has_old == _is_there(index.path):
+            _remove_file(index.temporary, os.getpid())
+            _remove_file(tokens.temporary, os.getpid())
+            raise
+        names = []
+        for new_file in (tokens, index):
+            has_name = not _is_there(new_file.temporary)
+            names.append(new_file.path if has_name else new_file.temporary)
+        with _named(" and ".join(names), "the new pair is whole in these two files"):
+            raise
+
+
+def _is_there(path):
+    """Whether a name is in its folder; OSError where the disk does not say it."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _sync_folder(folder):
+    """Have the disk hold the names of the files in a folder, where the file system can do that."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+            raise
+
+
+# ==============================================================================
+# 15. The index cache
+# ==============================================================================
+# Question answered here: when may arrays made earlier be used again?
+#
+# When they are what is asked for, and the data are the same.  Three things say so:
+#
+#   description   what was asked for: its md5 is in the names of the files
+#   stamp         the size and the time of a file: has it changed since somebody looked?
+#   fingerprint   sizes, lengths, and the ends of the tokens: are these the data, wherever they are?
+#
+#   <hash>-GPTDataset-train-description.txt
+#                          -document_index.npy   and -sample_index.npy, -shuffle_index.npy
+#                          -manifest.json        written last: what the arrays were made from; the
+#                          stamps and the fingerprint of the pair; what a start needs to know of the
+#                          arrays (facts); of each file its size and a CRC-32; a CRC-32 of all this
+#
+#   found at a start                               then
+#   a manifest of the same data, and the files     the arrays are read, large ones mapped
+#   that it notes
+#   no manifest, or one of another format          built and saved: nothing was there, or a cache of
+#                                                  upstream's, or one whose making was cut off
+#   anything else: damaged, or of other data       built and saved, with a warning that says why
+#   a folder that cannot be written                built, with a warning; they stay in memory
+#
+# A pair that was touched, and a copy that is opened by the same name, find the cache, too.  Of an
+# array file above 1 MiB the CRC-32 is that of its ends: it is not read whole at a start.  It is
+# synced before it has its name: then no loss of power can leave holes in it.
+
+_CACHE_FORMAT = 6  # a number to count up when the same manifest comes to mean other arrays
+_CHECKED_BYTES = 1 << 20  # an array file of up to so many is read, and checked, at each start
+
+
+def _load_or_build(
+    folder: str | None,
+    stem: str,
+    names: typing.Sequence[str],
+    description: str,
+    made_from: dict,
+    pair: IndexedDataset | None,
+    build: typing.Callable[[], tuple],
+) -> tuple[typing.Any, list[np.ndarray], dict[str, np.ndarray]]:
+    """Find index arrays in files, or build and save them: return (facts, arrays, in_files).
+
+    folder       where the files are; None: the arrays stay in memory
+    stem         what all file names begin with: <folder>/<stem>-<name>.npy
+    names        names of the arrays
+    description  text of the description file
+    made_from    a flat dict of what the arrays were made from, as JSON has it
+    pair         the pair that they were made from; None: there is none
+    build        called without arguments, returns (facts, arrays), the arrays in the order of
+                 names; its errors pass through
+
+    facts        what build() returned, here or where the files were made
+    in_files     {name: array} of the arrays that are in files: all, or none
+    """
+    if not folder:
+        facts, arrays = build()
+        return facts, arrays, {}
+    if _is_remote(folder):
+        raise ValueError("path_to_cache must be a local folder, got a URL")
+    stem = os.path.join(folder, stem)
+    try:
+        found = _find_arrays(stem, names, made_from, pair)
+        if found is not None:
+            facts, in_files = found
+            return facts, list(in_files.values()), in_files
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        warnings.warn(f"the index cache {stem}-* is rebuilt: {reason}", stacklevel=4)
+    facts, arrays = build()
+    note = None if pair is None else _note_of_pair(pair)
+    manifest = {"format": _CACHE_FORMAT, "made_from": made_from, "pair": note, "facts": facts}
+    try:
+        in_files = _save_arrays(stem, dict(zip(names, arrays, strict=True)), description, manifest)
+    except OSError as error:
+        warnings.warn(
+            f"the index cache {stem}-* cannot be written ({error}): the indices stay in memory; "
+            "set path_to_cache to a folder that can be",
+            stacklevel=4,
+        )
+        return facts, arrays, {}
+    return facts, list(in_files.values()), in_files
+
+
+def _find_arrays(stem, names, made_from, pair):
+    """Return (facts, {name: array}) of the files; None where no manifest of this format is.
+
+    An exception says what is wrong with them.
+    """
+    text = _read_manifest(stem)
+    if text is None:
+        return None
+    manifest = json.loads(text)
+    if manifest.get("format") != _CACHE_FORMAT:
+        return None
+    if manifest.pop("crc32") != zlib.crc32(json.dumps(manifest).encode()):
+        raise DatasetFormatError("manifest.json is damaged")
+    if manifest["made_from"] != made_from:
+        raise DatasetFormatError(f"it was made from {manifest['made_from']}, now from {made_from}")
+    note = manifest["pair"]
+    if pair is not None and (note is None or not _is_noted(pair, note)):
+        raise DatasetFormatError(f"the pair was {note}, is {_note_of_pair(pair)}")
+    in_files = {}
+    for name in names:
+        in_files[name] = _open_array(f"{stem}-{name}.npy", manifest["files"][name])
+    # Another job may have renamed its own files in meanwhile: it removes the manifest first.
+    if _read_manifest(stem) != text:
+        raise DatasetFormatError("another job has written it meanwhile")
+    return manifest["facts"], in_files
+
+
+def _read_manifest(stem):
+    """The content of the manifest; None if there is none."""
+    try:
+        with open(f"{stem}-manifest.json", "rb") as file:
+            return file.read()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _open_array(path, noted):
+    """The array in a file that is as it was noted.
+
+    Its dtype and its shape are noted too: of hundreds of small corpora, to parse the headers of the
+    files takes a fifth of a start.
+    """
+    content = _read_or_map_file(path)
+    size = len(content)
+    name = os.path.basename(path)
+    if size != noted["size"]:
+        raise DatasetFormatError(f"{name} had {noted['size']} bytes, has {size}")
+    if _crc32_of_file(b"", content) != noted["crc32"]:
+        raise DatasetFormatError(f"{name} has another CRC-32")
+    dtype = np.dtype(noted["dtype"])
+    header_bytes = size - math.prod(noted["shape"]) * dtype.itemsize
+    return np.frombuffer(content, dtype, offset=header_bytes).reshape(noted["shape"])
+
+
+def _crc32_of_file(header, content):
+    """CRC-32 of the bytes of an array file; of a large one of the first and the last 4,096."""
+    crc32 = zlib.crc32(header)
+    if len(header) + len(content) > _CHECKED_BYTES:
+        crc32 = zlib.crc32(content[: 4096 - len(header)], crc32)
+        content = content[-4096:]
+    return zlib.crc32(content, crc32)
+
+
+def _save_arrays(stem, arrays, description, manifest):
+    """Write the files; return {name: array}, read-only and mapped as a later start has them.
+
+    The old manifest and description are removed first, and the new ones are the last to get
+    their names: so a crash on the way leaves neither beside a mix of old and new arrays.
+    (Upstream trusts arrays that have a description.)
+    """
+    os.makedirs(os.path.dirname(stem), exist_ok=True)
+    in_files = {}
+    manifest["files"] = {}
+    with contextlib.ExitStack() as new_files:  # its end gives them their names
+        for name, values in arrays.items():
+            # np.save() writes the same, and takes 0.1 ms more: with hundreds of small corpora
+            # that is a third of a start.
+            header = io.BytesIO()
+            fields = np.lib.format.header_data_from_array_1_0(values)
+            np.lib.format.write_array_header_1_0(header, fields)
+            header = header.getvalue()
+            content = values.reshape(-1).view(np.uint8)
+            size = len(header) + len(content)
+            noted = {"size": size, "dtype": values.dtype.str, "shape": values.shape}
+            noted["crc32"] = _crc32_of_file(header, content)
+            new_file = _NewFile(f"{stem}-{name}.npy", synced=size > _CHECKED_BYTES)
+            new_files.enter_context(new_file).write(header)
+            new_file.write(content)
+            new_file.finish()
+            manifest["files"][name] = noted
+            if size > _FEW_BYTES:
+                # mapped before it has its name, under which another job may put its own
+                values = _open_array(new_file.temporary, noted)
+            values.setflags(write=False)
+            in_files[name] = values
+        for ending in ("manifest.json", "description.txt"):
+            pathlib.Path(f"{stem}-{ending}").unlink(missing_ok=True)
+    manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
+    texts = {"description.txt": description, "manifest.json": json.dumps(manifest)}
+    for ending, text in texts.items():
+        with _NewFile(f"{stem}-{ending}", synced=False) as file:
+            file.write(text.encode())
+    return in_files
+
+
+def _what_orders_are_made_from(dataset):
+    """What the arrays of a GPTDataset are made from, where upstream's description does not say it.
+
+    Of a pair the manifest has the fingerprint; a reader of the user's own has only its lengths.
+    """
+    documents = dataset._documents
+    if isinstance(documents, range):
+        described = f"{documents.start} to {documents.stop - 1}"
+    else:
+        described = _md5(documents.astype(np.int64).tobytes())
+    made_from = {
+        "documents": described,
+        "keeps_short": dataset._keeps_short,
+        "extra_token": dataset._extra,
+        "stable_order": bool(dataset.config.stable_order),
+    }
+    if not isinstance(dataset.dataset, IndexedDataset):
+        lengths = np.array(dataset.dataset.sequence_lengths, np.int64)
+        made_from["lengths_crc32"] = zlib.crc32(lengths)
+    return made_from
+
+
+# -- Are these the same data? ------------------------------------------------------------------
+
+
+def _file_stamp(path: str | os.PathLike) -> dict:
+    """Return what tells a file from one that is written later: its size, and its last change."""
+    if _is_remote(path):
+        _refuse_passwords(path)
+        return _RemoteFile(path).stamp()
+    stat = os.stat(path)
+    # What unpacks or copies a file may set its st_mtime_ns to an old time, but not its st_ctime_ns.
+    return {"size": stat.st_size, "changed": max(stat.st_mtime_ns, stat.st_ctime_ns)}
+
+
+def _fingerprint_of_pair(pair):
+    """What IndexedDataset.fingerprint() returns; it is made once."""
+    if pair._fingerprint is None:
+        tokens = pair._in_files["_tokens"]
+        some = min(4096 // pair._token_bytes, pair.num_tokens)
+        ends = tokens.read_many([(0, some), (pair.num_tokens - some, some)])
+        pair._fingerprint = {
+            "idx_size": pair._stamps["idx"]["size"],
+            "bin_size": pair._stamps["bin"]["size"],
+            "lengths_crc32": zlib.crc32(pair._in_files["sequence_lengths"]),
+            "bin_ends_crc32": zlib.crc32(np.concatenate(ends)),
+        }
+    return pair._fingerprint
+
+
+def _note_of_pair(pair):
+    """What is noted of a pair: its fingerprint, and the stamps of the files that have it."""
+    return {"stamps": pair._stamps, "fingerprint": pair.fingerprint()}
+
+
+def _is_noted(pair, note):
+    """Are these the data of a note?  Nothing is read where the stamps are equal, and have a time.
+
+    DatasetFormatError for a damaged .idx: of its arrays the fingerprint has the lengths alone.
+    """
+    has_times = all(stamp["changed"] for stamp in pair._stamps.values())
+    if has_times and note["stamps"] == pair._stamps:
+        pair._fingerprint = note["fingerprint"]
+    else:
+        pair.verify()
+    return note["fingerprint"] == pair.fingerprint()
+
+
+_OPENED = ("sequence_lengths", "sequence_pointers", "document_indices", "sequence_modes", "_tokens")
+
+
+def _state_without_files(dataset):
+    """The state of a dataset or a pair for a pickle, without what another process finds in files.
+
+    An array that a user has set, or a subclass, is not that of the file, and stays.
+    """
+    state = vars(dataset).copy()
+    for name, values in state.pop("_in_files").items():
+        if state.get(name) is values:
+            del state[name]
+    return state
+
+
+def _find_left_out(dataset, state, find_or_build):
+    """Set the state of a pickle, and what it left out: find_or_build(dataset) has all arrays."""
+    vars(dataset).update(state)
+    dataset._in_files = {}
+    if any(name not in state for name in dataset.index_names):
+        arrays = find_or_build(dataset)
+        for name, values in zip(dataset.index_names, arrays, strict=True):
+            vars(dataset).setdefault(name, values)
+
+
+def _state_of_pair(pair):
+    """The state of a pair for a pickle, without what was read and checked, but with its note."""
+    state = _state_without_files(pair) | {"_note": _note_of_pair(pair)}
+    for name in ("_stamps", "_verified", "_fingerprint", "_record"):
+        del state[name]
+    return state
+
+
+def _restore_pair(pair, state):
+    """Give a pair the state of its pickle, and open its files, which must be those of the note."""
+    attributes = state.copy()
+    note = attributes.pop("_note")
+    vars(pair).update(attributes)
+    pair._open()
+    if not _is_noted(pair, note):
+        reason = "the pair was replaced after the dataset was pickled: build it again"
+        found = f"{pair.fingerprint()}: {reason}"
+        raise _format_error(pair.path_prefix, "fingerprint", note["fingerprint"], found)
+    vars(pair).update(attributes)  # an array that a user has set
+
+
+# ==============================================================================
+# 16. Object storage
+# ==============================================================================
+# Question answered here: how are tokens read that are not mapped, as over a network?
+#
+# With mmap=False they are read from a .bin file that stays open, each time anew: _FileTokens.
+#
+# Object storage is everything with a name such as s3://bucket/corpus or https://host/corpus.  It is
+# read with the package fsspec, which comes with torch, and never written.
+#
+#   s3://bucket/corpus.idx   copied once, whole, into a local folder, and opened:  a1b2....idx
+#
+#   s3://bucket/corpus.bin   a a a a b b b c c c c c c       read_many([(0, 4), (8, 2)])
+#                            |-----|         |-|             asks for these two ranges, and for
+#                                                            nothing else, at the same time
+#
+# Requests fail now and then, and with many ranges one of them fails nearly always.  So only those
+# that failed are asked for again, after a pause:
+#
+#   first try    range 1 ok   range 2 ok   range 3 --   range 4 ok
+#   second try                             range 3 ok
+#
+# Names get into messages, caches, records and pickles.  So a URL that holds a password is refused
+# in a config, where an object is opened, and where a file is made.
+
+
+@dataclasses.dataclass
+class ObjectStorageConfig:
+    """How pairs on object storage are read.  Upstream: ObjectStorageConfig.
+
+    path_to_idx_cache   folder for copies of .idx files, made absolute; None becomes megatron_min in
+                        the folder of the user's caches, $XDG_CACHE_HOME or ~/.cache
+    bin_chunk_nbytes    accepted, without effect: the .bin is read in exact ranges, where upstream
+                        reads blocks of 256 MiB by default
+
+    Copies of .idx files are never removed: an object that changes leaves its old copy behind.
+    """
+
+    path_to_idx_cache: str | os.PathLike | None = None
+    bin_chunk_nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.path_to_idx_cache is None:
+            caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+            self.path_to_idx_cache = os.path.join(caches, "megatron_min")
+        if _is_remote(self.path_to_idx_cache):
+            raise ValueError("path_to_idx_cache must be a local folder, got a URL")
+        self.path_to_idx_cache = os.path.abspath(self.path_to_idx_cache)
+
+
+class _FileTokens:
+    """The tokens of a .bin file that stays open; a read is a new array."""
+
+    def __init__(self, path: str | os.PathLike, dtype: type) -> None:
+        self.path = os.fspath(path)
+        self.dtype = np.dtype(dtype)
+        self._file = open(path, "rb", buffering=0)
+        weakref.finalize(self, self._file.close)  # closes the file when this object is gone
+
+    def read(self, first: int, count: int) -> np.ndarray:
+        """Return count tokens from token first on; DatasetFormatError if the file ends before."""
+        begin = first * self.dtype.itemsize
+        size = count * self.dtype.itemsize
+        content = bytearray()
+        while len(content) < size:  # the system may return a part of what is there
+            place = begin + len(content)
+            part = os.pread(self._file.fileno(), size - len(content), place)
+            if not part:
+                raise _format_error(self.path, f"bytes at {begin}", size, len(content))
+            content += part
+        return np.frombuffer(content, self.dtype)
+
+    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Return the tokens of several (first, count)."""
+        return [self.read(first, count) for first, count in spans]
+
+
+class _RemoteFile:
+    """An object on object storage, by its URL.
+
+    url     such as s3://bucket/corpus.bin
+    dtype   of its tokens; by default they are bytes
+
+    Every request is tried again after growing pauses, unless the object is not there, may not be
+    read, or comes as a whole where a range was asked for.  An error names the object.  Objects can
+    be pickled, and used by threads and by forked processes: fsspec keeps one connection for each
+    process.
+    """
+
+    _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
+    # the names under which storages tell an ETag, a digest or the time of the last change
+    _CHANGED = ("ETag", "etag", "blob_id", "sha")
+    _CHANGED += ("Last-Modified", "LastModified", "modificationTime", "mtime", "created")
+
+    def __init__(self, url: str | os.PathLike, dtype: type = np.uint8) -> None:
+        _refuse_passwords(url, is_input=True)
+        self.url = os.fspath(url)
+        self.dtype = np.dtype(dtype)
+
+    def read(self, first: int, count: int) -> np.ndarray:
+        """Return a new array of count tokens from token first on."""
+        return self.read_many([(first, count)])[0]
+
+    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Return new arrays, whose ranges are fetched at the same time."""
+        size = self.dtype.itemsize
+        ranges = [(first * size, (first + count) * size) for first, count in spans]
+        contents = {(begin, end): b"" for begin, end in ranges if begin == end}
+        self._request(self._fetch_missing, ranges, contents)
+        return [np.frombuffer(contents[span], self.dtype) for span in ranges]
+
+    def _fetch_missing(self, file_system, path, ranges, contents):
+        """Fetch the ranges that contents lacks; what came is kept, and the first error raised."""
+        missing = [span for span in dict.fromkeys(ranges) if span not in contents]
+        begins = [begin for begin, _ in missing]
+        ends = [end for _, end in missing]
+        found = file_system.cat_ranges([path] * len(missing), begins, ends, on_error="return")
+        errors = []
+        for (begin, end), content in zip(missing, found, strict=True):
+            if isinstance(content, BaseException):
+                errors.append(content)
+            elif len(content) == end - begin:
+                contents[begin, end] = content
+            else:
+                reason = f"bytes {begin} to {end} came as {len(content)} bytes"
+                if len(content) > end - begin:
+                    raise io.UnsupportedOperation(f"{reason}: the server does not know ranges")
+                errors.append(OSError(reason))
+        if errors:
+            raise errors[0]
+
+    def stamp(self) -> dict:
+        """Return {"size": bytes, "changed": ...}, which tell the object from a later one."""
+        found = self._request(self._look)
+        if found["size"] is None:
+            raise OSError(f"{self.url}: the storage does not tell its size, so it has no ranges")
+        changed = [str(found[name]) for name in self._CHANGED if name in found]
+        return {"size": found["size"], "changed": " ".join(changed)}
+
+    def size(self) -> int | None:
+        """Return the bytes of the object; None where the storage does not tell."""
+        return self._request(self._look)["size"]
+
+    def _look(self, file_system, path):
+        """What the storage says of the object."""
+        file_system.invalidate_cache(path)  # an older answer would be of no use
+        found = file_system.info(path)
+        if found["type"] == "directory":
+            raise FileNotFoundError("a folder, and no object")
+        return found
+
+    def find(self) -> list[tuple[str, int | None]]:
+        """Return [(URL, size)] of the object, or, if it is not there, of what its URL matches."""
+        with contextlib.suppress(FileNotFoundError):
+            return [(self.url, self.size())]
+        return self._request(self._list)
+
+    def _list(self, file_system, path):
+        """The (URL, size) of all objects that match a pattern, sorted."""
+        file_system.invalidate_cache()
+        matches = []
+        for name, found in sorted(file_system.glob(path, detail=True).items()):
+            if found["size"] is None:  # as in the list of a web page
+                found = file_system.info(name)
+            matches.append((file_system.unstrip_protocol(name), found["size"]))
+        return matches
+
+    def _request(self, function, *arguments):
+        """Call a function until it succeeds, as often as there are pauses, and once more."""
+        import fsspec  # it comes with torch
+
+        file_system, path = fsspec.core.url_to_fs(self.url)  # fsspec returns the one it has
+        for pause in (*self._PAUSES, None):
+            try:
+                return function(file_system, path, *arguments)
+            except Exception as error:
+                kind, reason = self._kind_of_error(error)
+                if pause is None or kind is not OSError:
+                    raise kind(f"{self.url}: {type(reason).__name__}: {reason}") from reason
+            time.sleep(pause)
+
+    def _kind_of_error(self, error):
+        """(class, cause) of a client's error; only a plain OSError is worth another try."""
+        if self.url.startswith("http") and isinstance(error, FileNotFoundError):
+            if error.__cause__ is not None:  # fsspec says so, whatever happened to its question
+                error = error.__cause__
+        status = getattr(error, "status", None)  # of HTTP
+        kinds = {FileNotFoundError: (404, 410), PermissionError: (401, 403)}
+        kinds |= {io.UnsupportedOperation: (), MemoryError: ()}
+        for kind, statuses in kinds.items():
+            if isinstance(error, kind) or status in statuses:
+                return kind, error
+        return OSError, error
+
+
+def _fetch_index(url: str, stamp: dict, config: ObjectStorageConfig) -> str:
+    """Return the path of a local copy of an .idx file, which is made where there is none.
+
+    Its name says which object it is of, and which state of it; where the storage tells no state, it
+    is copied each time.  Processes that start together may copy it at the same time: each copy
+    appears whole, and they are equal.
+    """
+    name = _md5(f"{url} {stamp['size']} {stamp['changed']}")
+    copied = os.path.join(config.path_to_idx_cache, f"{name}.idx")
+    if stamp["changed"] and os.path.exists(copied):
+        return copied
+    os.makedirs(config.path_to_idx_cache, exist_ok=True)
+    remote = _RemoteFile(url)
+    at_a_time = 64 << 20  # bytes
+    with _NewFile(copied) as file:
+        for begin in range(0, stamp["size"], at_a_time):
+            file.write(remote.read(begin, min(at_a_time, stamp["size"] - begin)))
+        if remote.stamp() != stamp:
+            raise _format_error(url, "object", "one that stays while it is copied", "another")
+    return copied
+
+
+# How a password is recognized; rather one URL too many is refused.
+_PASSWORD = re.compile(
+    r"(^|::)[a-z][a-z0-9+.-]*://"  # the URL begins here, or another link of a chain, and then comes
+    r"(?![^/:]*(\[[^/\]]*\])?(:[0-9]+)?(/|\Z|::[a-z0-9+.:-]*://))"  # more than name, [::1] and port
+    r"|(^|::)https?://[^/]*@",
+    re.IGNORECASE,
+)
+
+
+def _refuse_passwords(names: typing.Any, is_input: bool = False) -> None:
+    """ValueError, which does not show it, for a URL with a password; names may be nested lists.
+
+    Unless it is an input, also for one with a query, which may be a signature, and for a chain of
+    fsspec, whose own cache would answer for an object that has changed.
+
+    >>> urls = ["s3://KEY:SECRET@bucket/c", "http://host:8080/a@b"]
+    >>> [_PASSWORD.search(url) is not None for url in urls]
+    [True, False]
+    """
+    if isinstance(names, (str, os.PathLike)):
+        url = os.fspath(names)
+        is_no_pair = _is_remote(url) and re.search(r"\?|::[A-Za-z0-9+.:-]*://", url)
+        if _PASSWORD.search(url) or (is_no_pair and not is_input):
+            raise ValueError(
+                "a URL that holds a password is refused, and, of a pair, one with a query (?) or a "
+                "chain such as simplecache::s3://, for names get into messages and files: give "
+                "secrets to the package fsspec by its own configuration, such as FSSPEC_S3_KEY and "
+                "FSSPEC_S3_SECRET in the environment"
+            )
+    elif isinstance(names, collections.abc.Sequence):
+        for name in names:
+            _refuse_passwords(name, is_input)
+
+
+# ==============================================================================
+# 17. One error for every rank
 # ==============================================================================
 # Question answered here: what do the other ranks do when one of them fails?
 #
@@ -5982,7 +6042,7 @@ def _kind_of_error(error):
 
 
 # ==============================================================================
-# 16. The C kernels
+# 18. The C kernels
 # ==============================================================================
 # Question answered here: where is each loop made fast, and how is C switched on and off?
 #
@@ -6222,11 +6282,11 @@ if IMPLEMENTATION == "c":
 
 
 # ==============================================================================
-# PART III: THE TOOLS
+# PART IV: THE TOOLS
 # ==============================================================================
 #
 # ==============================================================================
-# 17. Tokenizers
+# 19. Tokenizers
 # ==============================================================================
 # Question answered here: which tokenizers can a command use?
 #
@@ -6479,7 +6539,7 @@ def _check_tokenizer_of_corpus(tokenizer, append_eod):
 
 
 # ==============================================================================
-# 18. Preprocessing
+# 20. Preprocessing
 # ==============================================================================
 # Question answered here: how is a big corpus tokenized, on all cores and on many machines?
 #
@@ -6547,7 +6607,7 @@ def preprocess(
                   compressed if their names end in .gz or .zst.  "-" is standard input.
     texts         in the place of input: an iterable of texts, or of dicts with the JSON keys; its
                   rows count as lines
-    tokenizer     an object as described in section 2, or its name as in section 17
+    tokenizer     an object as described in section 2, or its name as in section 19
     append_eod    put tokenizer.eod after each document that has tokens
     json_keys     each key of these becomes a pair of its own
     split_sentences  each sentence becomes a sequence, as nltk finds sentences; the names end in
@@ -7218,7 +7278,7 @@ def _warn_of_other_tokenizer(pair, tokenizer):
 
 
 # ==============================================================================
-# 19. Fine-tuning data
+# 21. Fine-tuning data
 # ==============================================================================
 # Question answered here: how does a conversation become a sample, at access?
 #
@@ -7592,7 +7652,7 @@ class _ParquetRows(_Rows):
 
 
 # ==============================================================================
-# 20. Audit
+# 22. Audit
 # ==============================================================================
 # Question answered here: which documents made a sample, and which samples read a document?
 #
@@ -7650,7 +7710,7 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
     prefix = dataset.dataset_path
     pair = dataset.dataset
     is_pair = isinstance(pair, IndexedDataset)
-    record = _record_of(pair) if is_pair else {}  # of its inputs: section 18
+    record = _record_of(pair) if is_pair else {}  # of its inputs: section 20
     spans = []
     sample_offset = 0
     for sequence, offset, length in dataset.pieces(k):
@@ -7742,7 +7802,7 @@ def _samples_of_sequence(dataset, sequence):
 
 
 # ==============================================================================
-# 21. The command line
+# 23. The command line
 # ==============================================================================
 # Question answered here: how is all this run from a shell?
 #

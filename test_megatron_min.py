@@ -377,13 +377,13 @@ def toy(mm, tmp_path):
 def test_contents_match_banners(one):
     """The docstring lists the parts and the sections; each section opens with its question."""
     source = inspect.getsource(one)
-    promised = re.findall(r"^ *(Part I+, .+|\d+\. .+?)(?:  +.+)?$", one.__doc__, re.M)
-    banners = re.findall(r"^# =+\n# (PART I+: .+|\d+\. .+)\n# =+\n(.*)$", source, re.M)
+    promised = re.findall(r"^ *(Part [IV]+, .+|\d+\. .+?)(?:  +.+)?$", one.__doc__, re.M)
+    banners = re.findall(r"^# =+\n# (PART [IV]+: .+|\d+\. .+)\n# =+\n(.*)$", source, re.M)
     for entry, (title, question) in zip(promised, banners, strict=True):
         assert re.findall(r"\w+", entry.upper()) == re.findall(r"\w+", title.upper())
         if not title.startswith("PART"):
             assert re.fullmatch(r"# Question answered here: .+\?", question), title
-    assert len(banners) == 3 + 21
+    assert len(banners) == 4 + 23
 
 
 def test_c_is_the_default_where_it_is_built(one, c, monkeypatch):
@@ -1774,7 +1774,7 @@ def test_a_blend_has_the_samples_of_its_datasets(mm, tmp_path):
 # ==============================================================================
 # 7. The builder
 # ==============================================================================
-# What several ranks do is tested in section 15.
+# What several ranks do is tested in section 17.
 
 A = "in/a"
 B = "in/b"
@@ -1965,9 +1965,9 @@ def test_60_corpora_build_and_train_with_100_open_files(one, tmp_path):
 
 
 # ==============================================================================
-# 8. Samplers and resume
+# 8. Samplers
 # ==============================================================================
-# What a state holds besides the position is tested in section 14.
+# What a state holds besides the position is tested in section 10.
 
 
 # -- The orders --------------------------------------------------------------------------------
@@ -2550,1507 +2550,7 @@ def test_batches_on_ranks(tmp_path, world):
 
 
 # ==============================================================================
-# 10. Gradients
-# ==============================================================================
-
-
-class Net(torch.nn.Module):
-    """Tied weights, a branch that few tokens take, parts frozen and unused, a second dtype."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(5)
-        self.never = torch.nn.Linear(3, 3)
-        self.sometimes = torch.nn.Linear(5, 5)  # of token 0 alone
-        self.embedding = torch.nn.Embedding(50, 5)
-        self.inner = torch.nn.Linear(5, 7)
-        self.outer = torch.nn.Linear(7, 5, dtype=torch.float64)
-        self.frozen = torch.nn.Linear(5, 5).requires_grad_(False)
-        self.head = torch.nn.Linear(5, 50, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids):
-        x = self.embedding(ids)
-        x = self.outer(torch.tanh(self.inner(x)).double()).float() + self.frozen(x)
-        if (ids == 0).any():
-            x = x + self.sometimes(x) * (ids == 0)[..., None]
-        return self.head(x)
-
-
-def step_data(seed=0):
-    """Tokens, labels, weights; token 0 is in one row, but nowhere in the data of seed 9."""
-    rng = np.random.default_rng([13, seed])
-    ids = torch.from_numpy(rng.integers(1, 11, (8, 6)))
-    if seed != 9:
-        ids[1, 2] = 0
-    return ids, torch.from_numpy(rng.integers(0, 11, (8, 6))), torch.ones(8, 6)
-
-
-def losses(net, ids, labels, weights):
-    """The loss of each token, times its weight."""
-    out = net(ids).flatten(0, 1)
-    each = torch.nn.functional.cross_entropy(out, labels.flatten(), reduction="none")
-    return each * weights.flatten()
-
-
-def gradients(net):
-    """{name: gradient}, zeros where there is none."""
-    found = {}
-    for name, param in net.named_parameters():
-        if param.requires_grad:
-            found[name] = torch.zeros_like(param) if param.grad is None else param.grad.clone()
-    return found
-
-
-def gradients_of_one(seeds):
-    """Those of one process that runs the steps' data: of the mean over all tokens."""
-    net = Net()
-    for seed in seeds:
-        (losses(net, *step_data(seed)).mean() / len(seeds)).backward()
-    return gradients(net)
-
-
-def close(found, wanted):
-    """Two lists of tensors are equal but for rounding."""
-    for mine, theirs in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
-
-
-# -- The gradients of one process --------------------------------------------------------------
-
-
-def test_gradients_live_in_one_buffer(one):
-    """In reverse order of the parameters; buckets of at least bucket_size elements."""
-    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
-    ddp = one.DistributedDataParallel(net, bucket_size=4)
-    for number, param in enumerate(net.parameters()):
-        assert param.grad is param.main_grad
-        param.grad.fill_(number)
-    assert lists(ddp.grad_buffers) == [[3] * 1 + [2] * 3 + [1] * 3 + [0] * 6]
-    assert [len(shard) for shard in ddp.grad_shards] == [4, 9]
-    with pytest.raises(ValueError, match="bucket_size must be at least 1"):
-        one.DistributedDataParallel(torch.nn.Linear(1, 1), bucket_size=0)
-
-
-def one_layer(mm, **options):
-    """A model of two numbers and a frozen bias."""
-    net = torch.nn.Linear(2, 1)
-    net.bias.requires_grad_(False)
-    return mm.DistributedDataParallel(net, **options)
-
-
-def test_a_model_that_is_changed_after_it_was_wrapped_is_refused(one):
-    """Its gradients would be nowhere."""
-    models = [one_layer(one) for _ in range(3)]
-    replaced, unfrozen, converted = models
-    replaced.module.weight = torch.nn.Parameter(torch.ones(1, 2))
-    unfrozen.requires_grad_()
-    converted.double()
-    for ddp in models:
-        with pytest.raises(ValueError, match="was converted, replaced or unfrozen"):
-            ddp.zero_grad_buffer()
-
-
-def test_copies_of_a_model_have_gradients_of_their_own(one):
-    """What was pickled too, and a module that is wrapped anew.  They are sent when they come."""
-    options = {"overlap_grad_reduce": True}
-    original = one_layer(one, **options)
-    models = [copy.deepcopy(original), pickle.loads(pickle.dumps(original))]
-    module = original.module
-    original = weakref.ref(original)
-    assert original() is None
-    models.append(one.DistributedDataParallel(module, **options))
-    for number, ddp in enumerate(models):
-        with mock.patch.object(ddp, "_send_next_bucket", wraps=ddp._send_next_bucket) as send:
-            ddp(torch.tensor([[3.0, number]])).sum().backward()
-        assert send.call_count == 1
-    one.finalize_model_grads(models, num_tokens=2)  # of all parts of a model
-    for number, ddp in enumerate(models):
-        assert lists(ddp.grad_buffers) == [[1.5, number / 2]]
-        assert ddp.module.weight.grad.tolist() == [[1.5, number / 2]]
-
-
-def test_nccl_may_divide_by_the_ranks(one, group, monkeypatch):
-    """One process that stands for two ranks: what it would send, and how it is added."""
-    monkeypatch.setattr(torch.distributed, "get_world_size", mock.Mock(return_value=2))
-    for backend, operation, values in (
-        ("nccl", torch.distributed.ReduceOp.AVG, [3, 4]),
-        ("gloo", torch.distributed.ReduceOp.SUM, [1.5, 2]),  # it cannot divide in every torch
-    ):
-        monkeypatch.setattr(torch.distributed, "get_backend", mock.Mock(return_value=backend))
-        ddp = one_layer(one, average_in_collective=True)
-        ddp(torch.tensor([[3.0, 4.0]])).sum().backward()
-        with mock.patch.object(torch.distributed, "all_reduce") as all_reduce:
-            ddp.finish_grad_sync()
-        assert all_reduce.call_args.args[1] == operation
-        assert lists(ddp.grad_buffers) == [values]
-
-
-def backward_of_ones(layers, value):
-    """The gradient of each weight becomes this much larger."""
-    for layer in layers:
-        (layer.weight * value).sum().backward()
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_step_in_float32(one, overlap):
-    """In bfloat16, 256 + 1 is 256.  Only zero_grad_buffer() forgets what was summed."""
-    layers = torch.nn.ModuleList()
-    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        layers.append(torch.nn.Linear(1, 1, bias=False, dtype=dtype))
-    options = {"overlap_grad_reduce": overlap, "grad_reduce_in_fp32": True}
-    ddp = one.DistributedDataParallel(layers, **options)
-    for _ in range(2):
-        ddp.zero_grad_buffer()
-        with ddp.no_sync():
-            for value in [256] + 62 * [1]:
-                backward_of_ones(layers, value)
-        ddp.zero_grad()  # not of this class: the sums stay
-        ddp.scale_gradients(0.5)
-        backward_of_ones(layers, 1)
-        assert all(param.grad is None for param in ddp.parameters())
-        ddp.finish_grad_sync()
-        ddp.zero_grad()
-        ddp.scale_gradients(2)
-        assert lists(ddp.grad_buffers) == [4 * [320]]
-        for param in ddp.parameters():
-            assert (param.grad.dtype, param.grad.item()) == (param.dtype, 320)
-        with pytest.raises(RuntimeError, match=r"gradient of 0\.weight after finish.*zero_grad_bu"):
-            backward_of_ones(layers, 1)
-
-
-def test_a_gradient_that_comes_after_it_was_sent_is_refused(one):
-    """That of a second backward; a reentrant checkpoint, too, runs a backward of its own."""
-    ddp = one_layer(one, overlap_grad_reduce=True)
-    backward_of_ones([ddp.module], 1)
-    with pytest.raises(RuntimeError, match=r"weight after it was sent.*no_sync\(\).*reentrant"):
-        backward_of_ones([ddp.module], 1)
-
-
-# -- The micro-batches of a step ---------------------------------------------------------------
-
-
-def mean_step(data, model):
-    """A forward_step_func whose loss is a mean."""
-
-    def mean_loss(each):
-        return each.mean(), each.detach().mean().item()
-
-    return losses(model, *next(data)), mean_loss
-
-
-def sum_step(data, model):
-    """A forward_step_func whose loss is a sum, with the number of tokens that count."""
-    ids, labels, weights = next(data)
-
-    def sum_loss(each):
-        return each.sum(), weights.sum(), each.detach().mean().item()
-
-    return losses(model, ids, labels, weights), sum_loss
-
-
-def run_step(mm, step, data, model, forward_only=False):
-    """forward_backward_no_pipelining() over all of the data -> the reports."""
-    return mm.forward_backward_no_pipelining(
-        forward_step_func=step,
-        data_iterator=iter(data),
-        model=model,
-        num_microbatches=len(data),
-        forward_only=forward_only,
-        seq_length=6,  # upstream's schedule wants these
-        micro_batch_size=8,
-        decoder_seq_length=None,
-    )
-
-
-@pytest.mark.parametrize("step", [mean_step, sum_step])
-def test_a_step_has_the_gradients_of_the_mean_over_its_micro_batches(one, step):
-    """Of a plain model too.  forward_only leaves them; without a token that counts all are 0."""
-    data = [step_data(seed) for seed in range(3)]
-    uncounted = [(ids, labels, 0 * weights) for ids, labels, weights in data]
-    for net in (Net(), one.DistributedDataParallel(Net())):
-        wanted = [losses(net, *part).mean().item() for part in data]
-        for forward_only in (False, True):
-            with torch.set_grad_enabled(not forward_only):
-                reports = run_step(one, step, data, net, forward_only)
-            assert reports == pytest.approx(wanted)
-            found = gradients(getattr(net, "module", net))
-            close(found.values(), gradients_of_one(range(3)).values())
-        net.zero_grad()
-        run_step(one, step, uncounted, net)
-        assert not any(gradient.any() for gradient in gradients(net).values())
-
-
-class Averaged(torch.nn.parallel.DistributedDataParallel):
-    """One of torch's, without what it needs of a job."""
-
-    def __init__(self, module):
-        torch.nn.Module.__init__(self)
-        self.module = module
-
-
-def wrapped_by_torch(kind):
-    """A model whose gradients torch averages over the ranks."""
-    net = torch.nn.Linear(2, 2)
-    if kind == "Averaged":
-        return Averaged(net)
-    fsdp = importlib.import_module("torch.distributed.fsdp")
-    if kind == "FullyShardedDataParallel":
-        return quiet(fsdp.FullyShardedDataParallel, net, device_id=torch.device("cpu"))
-    return fsdp.fully_shard(net, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "Averaged",
-        pytest.param("FullyShardedDataParallel", marks=pytest.mark.slow),  # to import it takes 3 s
-        pytest.param("FSDPLinear", marks=pytest.mark.slow),
-    ],
-)
-def test_sums_over_the_tokens_of_one_rank_are_refused(one, group, monkeypatch, kind):
-    """Where torch averages over several ranks, the tokens of one would divide what is of all."""
-    model = wrapped_by_torch(kind)
-
-    def step(results, model):
-        return sum(param.sum() for param in model.parameters()), next(results)
-
-    def sums(loss):
-        return loss, 2, "sum"
-
-    def mean(loss):
-        return loss, "mean"
-
-    run_step(one, step, [sums], model)
-    monkeypatch.setattr(torch.distributed, "get_world_size", mock.Mock(return_value=2))
-    run_step(one, step, [mean], model)
-    run_step(one, step, [sums], model, forward_only=True)
-    run_step(one, step, [sums], torch.nn.Linear(2, 2))  # what a plain model needs, its user knows
-    with pytest.raises(ValueError, match=f"is a {kind} of torch.*tokens of this rank"):
-        run_step(one, step, [sums], model)
-
-
-def test_steps_that_cannot_be(one):
-    """Without pipelining there is one model: a second would be left out in silence."""
-    with pytest.raises(ValueError, match="num_microbatches"):
-        run_step(one, mean_step, [], Net())
-    with pytest.raises(ValueError, match="one model"):
-        run_step(one, mean_step, [step_data()], [Net(), Net()])
-
-
-# -- Gradients on ranks: any number of ranks gives those of one process ------------------------
-# The scenarios run as those of section 9, the first two of them with several of OPTIONS.
-
-CHOICES = {
-    "bucket_size": (1, 40, 10**9),
-    "overlap_grad_reduce": (False, True),
-    "use_distributed_optimizer": (False, True),
-    "grad_reduce_in_fp32": (False, True),
-}
-OPTIONS = [dict(zip(CHOICES, row, strict=True)) for row in itertools.product(*CHOICES.values())]
-
-
-def check_gradients(ddp, wanted):
-    """In grad, and in the buffers; with a distributed optimizer, in this rank's shards."""
-    assert ddp.size * sum(map(len, ddp.grad_shards)) == sum(map(len, ddp.grad_buffers))
-    parts = ddp.grad_shards if ddp.use_distributed_optimizer else ddp.grad_buffers
-    found = [part.clone() for part in parts]
-    params = {name: param for name, param in ddp.module.named_parameters() if param.requires_grad}
-    for param in params.values():
-        assert torch.equal(param.grad, param.main_grad.to(param.dtype))
-    for buffer in ddp.grad_buffers:
-        buffer.zero_()  # the padding
-    for name, param in params.items():
-        param.main_grad.copy_(wanted[name])
-    close(found, list(parts))
-
-
-def gradients_of_several_steps(job, options):
-    """The second has no branch; None or zero may be set; to finish twice changes nothing."""
-    ddp = job.mm.DistributedDataParallel(Net(), **options)
-    for seed, set_to_none in ((0, True), (9, None), (0, False), (0, True)):
-        losses(ddp, *job.share(step_data(seed))).mean().backward()
-        ddp.finish_grad_sync()
-        ddp.finish_grad_sync()
-        check_gradients(ddp, gradients_of_one([seed]))
-        if set_to_none is None or ddp.grad_reduce_in_fp32:
-            ddp.zero_grad_buffer()
-        else:
-            ddp.module.zero_grad(set_to_none)
-
-
-def gradients_of_uneven_tokens(job, options):
-    """Sums over tokens, divided by those of all ranks: the mean over all of them.
-
-    The first rank has no tokens, and runs no backward: it sends zeros, and nobody waits for it.
-    """
-    ids, labels, weights = step_data()
-    weights *= torch.from_numpy(np.random.default_rng(14).integers(0, 2, (8, 6)))
-    weights[: 8 // job.world] = 0
-    weights /= 512  # a number of tokens need not be whole
-    net = Net()
-    (losses(net, ids, labels, weights).sum() / weights.sum()).backward()
-    mine = job.share((ids, labels, weights))
-    count = mine[2].sum()
-    ddp = job.mm.DistributedDataParallel(Net(), **options)
-    for num_tokens in (count, count.item()):
-        ddp.zero_grad_buffer()
-        if job.rank > 0:
-            losses(ddp, *mine).sum().backward()
-        job.mm.finalize_model_grads([ddp], num_tokens)
-        check_gradients(ddp, gradients(net))
-
-
-def what_is_not_finite_is_named_with_its_parameter_and_rank(job):
-    """And what was named is not named again."""
-    last = job.world - 1
-    layers = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in range(3)])
-    ddp = job.mm.DistributedDataParallel(layers, check_for_nan_in_grad=True)
-    for number, value in enumerate((math.nan, math.inf, -math.inf)):
-        backward_of_ones(layers, 1)
-        if job.rank == last:
-            backward_of_ones([layers[number]], value)
-        teller = "" if job.rank == last else f"rank {last}: "
-        words = rf"^{teller}nan or inf in the gradients of 1 .*: {number}\.weight$"
-        with pytest.raises(ValueError, match=words):
-            ddp.finish_grad_sync()
-        layers.zero_grad()
-    backward_of_ones(layers, 1)
-    ddp.finish_grad_sync()
-
-
-def gradients_are_sent_during_backward(job):
-    """A bucket as soon as it is there and those before it, of the later layers, are sent."""
-    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 8))
-    ddp = job.mm.DistributedDataParallel(net, bucket_size=1, overlap_grad_reduce=True)
-    first, last = net
-    for layers, counts in (((last, first), (2, 4)), ((first, last), (0, 4))):
-        with counted("all_reduce") as all_reduce:
-            for layer, count in zip(layers, counts, strict=True):
-                layer(torch.ones(1, 4)).sum().backward()
-                assert all_reduce.call_count == count
-            ddp.finish_grad_sync()
-            assert all_reduce.call_count == 4
-    with mock.patch.object(torch.distributed, "all_reduce") as all_reduce:
-        last(torch.ones(1, 4)).sum().backward()
-        ddp.zero_grad_buffer()  # a sum that arrived later would be of the wrong step
-    assert all_reduce.return_value.wait.call_count == all_reduce.call_count == 2
-    last(torch.ones(1, 4)).sum().backward()
-    ddp.finish_grad_sync()
-    assert torch.equal(last.weight.grad, torch.ones(8, 4))
-
-
-def parameters_of_the_groups_first_rank_reach_all(job):
-    """Frozen ones too."""
-    pairs = job.mm.ParallelGroups(tensor=2).group("tp")
-    for group, first in ((None, 0), (pairs, job.rank // 2 * 2)):
-        ddp = job.mm.DistributedDataParallel(Net(), group)
-        for param in ddp.parameters():
-            param.data.fill_(job.rank + 1)
-        ddp.broadcast_params()
-        assert all((param == first + 1).all() for param in ddp.parameters())
-
-
-def gradients_of_parallel_batches(job, layout):
-    """Batches that get_batch cuts: over the dp-cp ranks, the gradients of one process."""
-    groups = job.mm.ParallelGroups(**layout)
-    rng = np.random.default_rng(15)
-    whole = hand_made_batch(rng, 8)
-    whole["loss_mask"] *= torch.from_numpy(rng.integers(0, 2, (8, LENGTH)))
-    net = Net()
-    run_step(job.mm, sum_step, [[whole[key] for key in FIVE[:3]]], net)
-    size = groups.size("dp")
-    rows = {key: value[groups.rank("dp") :: size] for key, value in whole.items()}
-    options = {"micro_batch_size": 8 // size, "sequence_length": LENGTH}
-    batch = job.mm.get_batch(iter([rows]), groups, **options)
-    data = list(zip(*[batch[key].split(1) for key in FIVE[:3]], strict=True))
-    ddp = job.mm.DistributedDataParallel(Net(), groups.group("dp-cp"), overlap_grad_reduce=True)
-    run_step(job.mm, sum_step, data, [ddp])
-    check_gradients(ddp, gradients(net))
-    ddp = one_layer(job.mm)  # over all ranks: the gradient of each tensor rank is in the sum
-    ddp.module.weight.grad.fill_(1)
-    job.mm.finalize_model_grads([ddp], 1, groups)
-    assert ddp.module.weight.grad.tolist() == [2 * [groups.size("tp")]]
-
-
-@two_or_four_ranks
-def test_gradients_on_ranks(tmp_path, world):
-    """With a third of the options on two ranks, with all of them on four."""
-    options = OPTIONS[::3] if world == 2 else OPTIONS
-    scenarios = [gradients_of_several_steps, gradients_of_uneven_tokens]
-    calls = list(itertools.product(scenarios, options))
-    calls.append([what_is_not_finite_is_named_with_its_parameter_and_rank])
-    calls.append([gradients_are_sent_during_backward])
-    calls.append([parameters_of_the_groups_first_rank_reach_all])
-    for layout in LAYOUTS[world]:
-        if "pipeline" not in layout:  # with it some ranks lack tokens or labels
-            calls.append([gradients_of_parallel_batches, layout])
-    run_on_ranks(world, tmp_path, calls)
-
-
-# ==============================================================================
-# 11. Whole files
-# ==============================================================================
-
-
-def test_a_pair_appears_where_it_was_begun(one, tmp_path, monkeypatch):
-    """Though the process changes its folder meanwhile."""
-    monkeypatch.chdir(tmp_path)
-    with one.IndexedDatasetBuilder("p.bin"):
-        monkeypatch.chdir("/")
-    assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx"]
-
-
-@linux
-@pytest.mark.parametrize("synced", [True, False])
-def test_the_error_of_a_full_disk_names_the_file(one, tmp_path, synced):
-    """It comes at the end, or while the file is written.  Nothing is left."""
-    for size in (1 << 17, 3 << 20):
-        names = r"cannot be written: File too large: '.*/p\.[0-9a-f]{16}\.tmp'"
-        with pytest.raises(OSError, match=names), files_of_64_kib():
-            with one._NewFile(tmp_path / "p", synced) as file:
-                file.write(bytes(size))
-    assert os.listdir(tmp_path) == []
-
-
-def make_pair(one, folder, generation):
-    """A pair and its record, of sizes that are the same in each of two generations."""
-    with one.IndexedDatasetBuilder(folder / "p.bin", np.uint8, multimodal=True) as builder:
-        lengths = [1, 3] if generation == 1 else [3, 1]
-        builder.add_document([generation] * 4, lengths, [generation, generation])
-    one._write_record(folder / "p", None, [[f"{generation}.jsonl", 1]])
-
-
-@pytest.fixture(params=["an old pair", "no old pair"])
-def old_and_new(request, one, tmp_path):
-    """The files before make_pair() makes the second generation, and after, {name: bytes}."""
-    found = []
-    for generation in (1, 2):
-        folder = tmp_path / f"{generation}"
-        folder.mkdir()
-        if generation == 2 or request.param == "an old pair":
-            make_pair(one, folder, generation)
-        found.append(files_of(folder))
-    return found
-
-
-def run_with(faults, one, tmp_path):
-    """Make the second generation in a new folder -> the folder, and the error or None."""
-    folder = pathlib.Path(tempfile.mkdtemp(dir=tmp_path))
-    shutil.copytree(tmp_path / "1", folder, dirs_exist_ok=True)
-    try:
-        with faults:
-            make_pair(one, folder, 2)
-    except (OSError, KeyboardInterrupt) as error:
-        error.__context__ = error.__cause__ = None  # these and the traceback hold what the job has
-        return folder, error.with_traceback(None)
-    return folder, None
-
-
-def what_is_left(files, old, new, note, clean=True):
-    """Which pair section 11 says is in these files: the old one, or the new one, and where.
-
-    clean  there is no other temporary file
-    """
-    temporary = {name for name in files if name.endswith(".tmp")}
-    names = ["p.bin", "p.idx"]
-    if "p.idx" not in files and (old or "p.bin" in files):
-        [names[1]] = [name for name in temporary if name.startswith("p.idx.")]
-        if names[1].replace("idx", "bin") in files:
-            names[0] = names[1].replace("idx", "bin")
-    assert not clean or temporary <= set(names), note
-    pair = [files.get(name) for name in names]
-    for made, kind in ((old, "old"), (new, f"new, {len(temporary & set(names))} to be renamed")):
-        if pair == [made.get("p.bin"), made.get("p.idx")]:
-            assert files.get("p.record.json") in (None, made.get("p.record.json")), note
-            return kind
-    raise AssertionError(note)
-
-
-class Calls:
-    """In a with block, the calls that make, sync, name, look for and remove files.
-
-    at     the number of the one that fails, from 1 on, or None
-    works  does it do its work before, as a rename over a network may that then fails?
-    names  of the calls so far
-    seen   the files before each call, {name: bytes}: what a kill -9 would leave
-    """
-
-    def __init__(self, one, tmp_path, at=None, works=False):
-        self.one = one
-        self.tmp_path = tmp_path
-        self.at = at
-        self.works = works
-        self.names = []
-        self.seen = []
-        self.patches = pytest.MonkeyPatch()
-
-    def __enter__(self):
-        gc.disable()  # what earlier tests left would close its files among the calls
-        for name in ("open", "close", "fsync", "replace", "unlink", "lstat"):
-            call = functools.partial(self.call, name, getattr(os, name))
-            self.patches.setattr(os, name, call)
-        call = functools.partial(self.call, "open", open)
-        self.patches.setattr(self.one, "open", call, raising=False)
-
-    def __exit__(self, *error):
-        self.patches.undo()
-        gc.enable()
-
-    def call(self, name, function, *arguments, **options):
-        self.names.append(name)
-        fails = len(self.names) == self.at
-        if self.at is None:
-            [folder] = set(self.tmp_path.glob("tmp*"))
-            self.seen.append(files_of(folder))
-        try:
-            if self.works or not fails:
-                return function(*arguments, **options)
-        finally:
-            if fails:
-                raise OSError(errno.EIO, "broken")
-
-
-def test_a_commit_that_is_killed_or_fails_at_any_call_on_files(one, tmp_path, old_and_new):
-    """What fails may have been made.  The error names the files that are to be renamed."""
-    old, new = old_and_new
-    usual = Calls(one, tmp_path)
-    folder, error = run_with(usual, one, tmp_path)
-    assert (error, files_of(folder)) == (None, new)
-    kinds = [what_is_left(files, old, new, "killed", clean=False) for files in usual.seen]
-    counts = (2, 1, 0) if old else (1, 0)
-    assert list(dict.fromkeys(kinds)) == ["old", *[f"new, {n} to be renamed" for n in counts]]
-    for at, works in itertools.product(range(1, len(usual.names) + 1), (False, True)):
-        note = (at, usual.names[at - 1], works)
-        folder, error = run_with(Calls(one, tmp_path, at, works), one, tmp_path)
-        files = files_of(folder)
-        what_is_left(files, old, new, note)
-        if error is None:  # it did not remove what was not there any more
-            assert (usual.names[at - 1], files) == ("unlink", new), note
-        else:
-            assert error.errno == errno.EIO, note
-            assert all(name in str(error) for name in files if name.endswith(".tmp")), note
-
-
-@contextlib.contextmanager
-def ctrl_c(one, kind, numbers, at):
-    """In a with block, Ctrl-C before one line of the module, or one instruction ("opcode") of it.
-
-    Those of this thread take the numbers, from 1 on.
-    """
-
-    def trace(frame, event, argument):
-        if frame.f_code.co_filename != one.__file__:
-            return None
-        frame.f_trace_opcodes = kind == "opcode"
-        if event == kind and next(numbers) == at:
-            raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
-@pytest.mark.parametrize("kind", ["line", pytest.param("opcode", marks=pytest.mark.slow)])
-def test_ctrl_c_at_any_moment(one, tmp_path, old_and_new, kind):
-    """Leaves the old pair, or the new one, and no other file."""
-    old, new = old_and_new
-    kinds = set()
-    for number in itertools.count(1):
-        steps = itertools.count(1)
-        faults = ctrl_c(one, kind, steps, number)
-        # In a thread of its own: Python 3.11 may forget there that an error is dealt with.
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            folder, error = pool.submit(run_with, faults, one, tmp_path).result()
-        files = files_of(folder)
-        kinds.add(what_is_left(files, old, new, number))
-        shutil.rmtree(folder)
-        if error is None:
-            break
-    assert files == new
-    assert next(steps) == number > 50
-    assert len(kinds) == (4 if old else 3)
-
-
-@pytest.mark.parametrize("call", ["open", "fsync"])
-def test_files_and_their_folder_are_on_the_disk(one, tmp_path, monkeypatch, call):
-    """Both files before they get their names.  Some systems cannot sync a folder, or open it."""
-    calls = []
-    original = {name: getattr(os, name) for name in ("open", "fsync", "replace")}
-
-    def noted(name, target, *arguments):
-        calls.append(name)
-        if name == call and os.path.isdir(target):
-            raise OSError(code, os.strerror(code))
-        return original[name](target, *arguments)
-
-    for name in original:
-        monkeypatch.setattr(os, name, functools.partial(noted, name))
-    for code in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
-        mk(one, tmp_path / f"{code}", [[1]])
-    for code in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
-        with pytest.raises(OSError, match=rf"{code}\.bin and .*{code}\.idx") as caught:
-            mk(one, tmp_path / f"{code}", [[1]])
-        assert caught.value.errno == code
-    for number in (errno.ENOTSUP, errno.EIO):
-        assert one.IndexedDataset(tmp_path / f"{number}")[0].tolist() == [1]
-    usual = ["fsync", "fsync", "replace", "replace", "open"]
-    if call == "fsync":
-        usual.append("fsync")
-    assert calls == 6 * usual
-
-
-# ==============================================================================
-# 12. The index cache
-# ==============================================================================
-
-
-@pytest.fixture
-def wanted(one, pair):
-    """The three arrays of 50 samples of the pair."""
-    return arrays(gpt(one, pair, 50))
-
-
-@pytest.fixture
-def cache(tmp_path):
-    """The folder of a cache, which is not there yet."""
-    return str(tmp_path / "cache")
-
-
-def heard(function, *arguments, **options):
-    """What a call returns, and the messages of its warnings."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warnings.simplefilter("ignore", ResourceWarning)  # of objects of other tests
-        found = function(*arguments, **options)
-    return found, [str(warning.message) for warning in caught]
-
-
-def start(mm, corpus, cache, n=50, **fields):
-    """A job that starts: its GPTDataset, and its warnings."""
-    return heard(gpt, mm, corpus, n, path_to_cache=cache, **fields)
-
-
-def cached(mm, corpus, cache, n=50, **fields):
-    """A job that starts: the arrays of its GPTDataset, and its warnings."""
-    ds, messages = start(mm, corpus, cache, n, **fields)
-    return arrays(ds), messages
-
-
-def stamps(folder):
-    """What tells a file from one that was written again: {name: (time, inode)}."""
-    found = {}
-    for path in pathlib.Path(folder).iterdir():
-        found[path.name] = (path.stat().st_mtime_ns, path.stat().st_ino)
-    return found
-
-
-# -- what is in the files ----------------------------------------------------------------------
-
-
-def test_a_cache_is_built_once_then_found(one, pair, wanted, cache, monkeypatch):
-    """Plain .npy files and no warning; a second job writes nothing."""
-    build = mock.Mock(wraps=one.build_sample_idx)
-    monkeypatch.setattr(one, "build_sample_idx", build)
-    fields = {"fast_cache_load": True, "defer_npy_index_mmap": True}  # without effect
-    saved, of_first = start(one, pair, cache, **fields)
-    before = stamps(cache)
-    assert files_of(cache) == files_of(f"{pair}/cache/GPTDataset_indices")  # without path_to_cache
-    found, of_second = start(one, pair, cache, **fields)
-    assert of_first + of_second == []
-    for ds in (saved, found):
-        same_arrays(arrays(ds), wanted)
-        with pytest.raises(ValueError, match="read-only"):
-            ds.shuffle_index[0] = 1
-    for name, values in zip(one.GPTDataset.index_names, wanted, strict=True):
-        same(np.load(file_of(cache, f"-{name}.npy")), values)
-    assert build.call_count == 1
-    assert stamps(cache) == before
-
-
-def test_other_samples_have_another_key(one, pair, cache):
-    """Also those of flags that upstream's key leaves out."""
-    kinds = [
-        {"split": "train"},
-        {"split": "valid"},
-        {"split": "train", "add_extra_token_to_sequence": False},
-        {"split": "valid", "drop_last_partial_validation_sequence": False},
-        {"stable_order": True},
-    ]
-    for number, fields in enumerate(kinds):
-        assert start(one, pair, cache, **fields)[1] == []
-        assert len(os.listdir(cache)) == 5 * (number + 1), fields
-
-
-def test_other_documents_make_a_cache_stale(one, pair, cache):
-    """They are not in the key, as in upstream, where they share arrays; a range is as a list."""
-    cached(one, pair, cache, 9)
-    for documents in ([0, 1], [0, 2, 3], [0, 2, 1, 3], range(3, 0, -1)):
-        as_array = np.array(documents, np.int32)
-        found, [message] = cached(one, pair, cache, 9, documents=as_array)
-        assert "made from {'documents'" in message
-        same_arrays(found, cached(one, pair, f"{cache} {documents}", 9, documents=as_array)[0])
-        assert cached(one, pair, cache, 9, documents=documents)[1] == []
-
-
-# -- what a start finds ------------------------------------------------------------------------
-
-
-class LeavesATrace:
-    """What unpickles it makes the file "ran"."""
-
-    def __reduce__(self):
-        return open, ("ran", "w")
-
-
-def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache):
-    """To the same bytes, with one warning, which says why; the next job finds the cache whole.
-
-    No manifest is no reason to warn: so are upstream's caches, and those being written.
-    """
-    start(one, pair, cache)
-    before = files_of(cache)
-    text = file_of(cache, "manifest.json").read_bytes()
-    manifest = json.loads(text)
-    other_facts = manifest | {"facts": [1] * len(manifest["facts"])}
-    older = manifest | {"format": manifest["format"] - 1}
-    array = file_of(cache, "sample_index.npy").read_bytes()
-    for file, content, words in (
-        ("manifest.json", None, []),
-        ("manifest.json", json.dumps(older).encode(), []),
-        ("manifest.json", text[:-1], ["JSON"]),
-        ("manifest.json", b"[]", ["list"]),
-        ("manifest.json", json.dumps(other_facts).encode(), ["damaged"]),
-        ("sample_index.npy", array[:-5], ["sample_index.npy"]),
-        ("sample_index.npy", array[:-8] + bytes(8), ["sample_index.npy has another CRC"]),
-        ("sample_index.npy", array.replace(b"<i4", b">i4"), ["sample_index.npy has another CRC"]),
-        ("sample_index.npy", pickle.dumps(LeavesATrace()).ljust(len(array)), ["another CRC"]),
-        ("document_index.npy", None, ["document_index.npy"]),
-    ):
-        path = file_of(cache, file)
-        path.unlink()
-        if content is not None:
-            path.write_bytes(content)
-        found, messages = cached(one, pair, cache)
-        for word, message in zip(words, messages, strict=True):
-            assert re.search(f"is rebuilt: .*{word}", message)
-        same_arrays(found, wanted)
-        assert files_of(cache) == before, file
-        found, messages = cached(one, pair, cache)
-        assert messages == [], file
-        same_arrays(found, wanted)
-    assert not os.path.exists("ran")
-
-
-def test_a_damaged_index_is_found_by_a_start_that_finds_its_cache(one, tmp_path):
-    """No sample shows where a document ends; but an .idx of another time is checked as a whole."""
-    prefix = mk(one, tmp_path / "p", [[1] * 9] * 9)
-    gpt(one, prefix, 5)
-    patch(f"{prefix}.idx", 34 + 12 * 9 + 8, b"\x07")
-    os.utime(f"{prefix}.idx", (2**31, 2**31))  # later than now, whatever the clock of the disk
-    with pytest.raises(one.DatasetFormatError, match=r"document_indices\[2\]"):
-        quiet(gpt, one, prefix, 5)
-
-
-def is_mapped(folder):
-    """Has this process mapped a file of the folder?"""
-    return str(folder) in pathlib.Path("/proc/self/maps").read_text()
-
-
-@linux
-@pytest.mark.parametrize("size, n", [(20_000, 700), (200_000, 6000), (1_100_000, 35_000)])
-def test_an_array_is_read_up_to_64_kib_and_checked_up_to_1_mib(
-    one, tmp_path, cache, monkeypatch, size, n
-):
-    """Of a larger one the ends are checked, as the last 4,096 bytes here.
-
-    It is on the disk before it has its name: no loss of power leaves holes in it.
-    """
-    corpus = mk(one, tmp_path / "p", np.ones((3000, 1), np.int32))
-    synced = []
-
-    def sync(descriptor):
-        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-
-    monkeypatch.setattr(os, "fsync", sync)
-    start(one, corpus, cache, n)
-    path = file_of(cache, "document_index.npy")
-    before = path.read_bytes()
-    assert size < len(before) < 1.3 * size
-    assert len(synced) == ("document_index" in "".join(synced)) == (size > 1 << 20)
-    for place in (4096, len(before) - 4100, 4090, len(before) - 4096, len(before) - 4):
-        is_seen = size < 1 << 20 or not 4096 <= place < len(before) - 4096
-        path.write_bytes(before)
-        patch(path, place, b"\xff\xff\xff\xff")
-        ds, messages = start(one, corpus, cache, n)
-        assert len(messages) == is_seen
-        assert is_mapped(path) == (size > 1 << 16)
-        if is_seen:
-            assert path.read_bytes() == before
-            same(ds.document_index, np.load(path))
-        del ds
-        assert not is_mapped(path)
-
-
-def test_a_touched_pair_and_a_copy_find_the_cache(one, pair, wanted, cache, tmp_path, monkeypatch):
-    """Nodes with a copy each and one path_to_cache do not overwrite each other's files.
-
-    A relative path_to_cache is that of the start: also for a pickle, in another folder.
-    """
-    monkeypatch.chdir(tmp_path)
-    ds, _ = start(one, "pair", "cache")
-    blend = one.BlendedDataset([ds, ds], [1, 1], 9, ds.config)
-    before = stamps(cache)
-    (tmp_path / "node 1").mkdir()
-    monkeypatch.chdir(tmp_path / "node 1")
-    for dataset in (ds, pickle.loads(pickle.dumps(ds))):
-        same_arrays(arrays(dataset), wanted)
-        assert len(dataset[3]["tokens"]) == 8
-    assert len(pickle.loads(pickle.dumps(blend)).dataset_index) == 9
-    assert os.listdir() == []
-    for kind in ("bin", "idx"):
-        shutil.copyfile(f"{pair}.{kind}", tmp_path / "node 1" / f"pair.{kind}")
-        os.utime(f"{pair}.{kind}", (1, 1))
-    for folder in (tmp_path, tmp_path / "node 1"):
-        monkeypatch.chdir(folder)
-        assert start(one, "pair", cache)[1] == []
-    assert stamps(cache) == before
-
-
-def test_regenerated_data_make_a_cache_stale(one, tmp_path, cache):
-    """Upstream: the key is the path and the config, so the old indices are used.
-
-    Nor is a cache taken for one of the new data that is made of the old, which are open still.
-    """
-    old = random_docs(np.random.default_rng(5), most=40) * 3
-    for docs, word in (([[1, 2, 3]] * 20, "documents"), (old[::-1], "the pair was")):
-        corpus = mk(one, tmp_path / word, old)
-        os.utime(f"{corpus}.idx", (1, 1))
-        opened, _ = start(one, corpus, cache)
-        mk(one, corpus, docs)
-        os.utime(f"{corpus}.idx", (1, 1))  # as what unpacks it may do: size and time are the same
-        wanted, _ = cached(one, corpus, f"{cache} of the new")
-        for is_made_late in (False, True):
-            if is_made_late:
-                shutil.rmtree(cache)
-                documents = np.arange(len(old), dtype=np.int32)
-                split = one.Split.train
-                one.GPTDataset(opened.dataset, corpus, documents, 50, split, opened.config)
-            found, [message] = cached(one, corpus, cache)
-            assert word in message
-            same_arrays(found, wanted)
-            assert cached(one, corpus, cache)[1] == []
-
-
-def test_other_lengths_of_a_reader_of_ones_own_make_a_cache_stale(one, cache):
-    """It has no fingerprint, and its path and its documents are the same."""
-    wanted = []
-    for lengths, words in (([9, 7], []), ([9, 7], []), ([7, 9], ["lengths_crc32"])):
-        reader = types.SimpleNamespace(sequence_lengths=np.array(lengths, np.int32))
-        of_job = range(2), 4, one.Split.train, config(one, path_to_cache=cache)
-        ds, messages = heard(one.GPTDataset, reader, None, *of_job)
-        for word, message in zip(words, messages, strict=True):
-            assert word in message
-        wanted.append(arrays(ds))
-    same_arrays(wanted[0], wanted[1])
-    assert not np.array_equal(wanted[0][1], wanted[2][1])
-
-
-@linux
-def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache):
-    """Who unpickles it finds them, or builds and saves them.  Upstream: all travel to each worker.
-
-    An array that a user has set travels.  A dataset that nobody uses any more lets go of its files
-    at once.
-    """
-    corpus = mk(one, tmp_path / "p", [[1] * 8] * 3000)
-    cfg = config(one, ([corpus, corpus], [1, 2]), path_to_cache=cache)
-    ks = [0, 77, -1, None]
-    built = build(one, [13_000, 0, 0], cfg)[0]
-    wanted = batch_of(built, ks)
-    text = pickle.dumps(built)
-    assert len(text) < 10_000 < built.datasets[0].indices.nbytes
-    assert is_mapped(cache)
-    part = built.datasets[1]
-    part.shuffle_index = part.shuffle_index[::-1].copy()
-    same_arrays(arrays(pickle.loads(pickle.dumps(part))), arrays(part))
-    del built, part
-    assert not is_mapped(cache)
-    before = files_of(cache)
-    for _ in range(2):
-        again, messages = heard(pickle.loads, text)
-        assert messages == []
-        same_samples(batch_of(again, ks), wanted)
-        assert files_of(cache) == before
-        shutil.rmtree(cache)
-
-
-# -- errors of the build, of the disk and of the system ----------------------------------------
-
-
-def test_an_error_of_the_build_is_no_fault_of_the_cache(one, pair, cache, monkeypatch):
-    """It is raised, after one call, and nothing is written."""
-    start(one, pair, cache)
-    os.truncate(file_of(cache, "sample_index.npy"), 100)
-    before = files_of(cache)
-    failing = mock.Mock(side_effect=OSError("the build"))
-    monkeypatch.setattr(one, "build_sample_idx", failing)
-    with pytest.raises(OSError, match="^the build$"):
-        quiet(start, one, pair, cache)
-    assert failing.call_count == 1
-    assert files_of(cache) == before
-
-
-def test_in_a_folder_that_cannot_be_made_the_arrays_stay_in_memory(one, pair, wanted, cache):
-    """Below a regular file not even root can make a folder, so there is a warning."""
-    pathlib.Path(cache).write_text("")
-    found, [message] = cached(one, pair, f"{cache}/below")
-    assert "cannot be written" in message
-    same_arrays(found, wanted)
-
-
-@pytest.mark.parametrize("num_renames", range(5))
-def test_a_job_that_dies_or_whose_disk_is_full_in_the_middle(
-    one, pair, cache, monkeypatch, num_renames
-):
-    """Nothing that it leaves is believed, nor the cache of other data that was there before.
-
-    Where the disk is full, the arrays stay in memory, and are pickled whole.
-    """
-    cached(one, pair, cache)
-    mk(one, pair, [[1] * 20] * 7)
-    wanted, _ = cached(one, pair, f"{cache} of the new")
-    rename = os.replace
-    number = itertools.count()
-
-    def rename_or_fail(source, target):
-        if next(number) == num_renames:
-            shutil.copytree(cache, f"{cache} of the dead")
-            raise OSError(errno.ENOSPC, "No space left on device")
-        rename(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", rename_or_fail)
-        ds, [*_, message] = start(one, pair, cache, 50)
-    assert "No space left" in message
-    for dataset in (ds, pickle.loads(pickle.dumps(ds))):
-        same_arrays(arrays(dataset), wanted)
-    assert not any(name.endswith((".tmp", "manifest.json")) for name in os.listdir(cache))
-    for folder in (cache, f"{cache} of the dead"):
-        same_arrays(cached(one, pair, folder)[0], wanted)
-        assert cached(one, pair, folder)[1] == []
-
-
-def test_another_job_writes_the_cache_while_it_is_found(one, pair, cache, monkeypatch):
-    """Where its arrays have the sizes, and the CRCs, of the old ones, a mix would not be seen."""
-    monkeypatch.setattr(one, "_crc32_of_file", mock.Mock(return_value=0))
-    wanted, _ = cached(one, pair, cache)
-    open_array = one._open_array
-
-    def open_one_and_write(path, noted):
-        monkeypatch.setattr(one, "_open_array", open_array)
-        values = open_array(path, noted)
-        start(one, pair, cache, documents=[3, 2, 1, 0])
-        return values
-
-    monkeypatch.setattr(one, "_open_array", open_one_and_write)
-    found, [message] = cached(one, pair, cache)
-    assert "another job" in message
-    same_arrays(found, wanted)
-
-
-@pytest.mark.parametrize("num_renames", [2, 3])
-def test_two_jobs_write_a_cache_at_one_moment(one, tmp_path, cache, monkeypatch, num_renames):
-    """An array of the one beside the manifest of the other is found at the next start."""
-    monkeypatch.setattr(one, "_CHECKED_BYTES", 1 << 12)
-    corpus = mk(one, tmp_path / "p", [[1] * n for n in np.resize([1, 2, 3], 3000)])
-    wanted, _ = cached(one, corpus, f"{cache} of one job", 600)
-    rename = os.replace
-    renames = itertools.count(1)
-
-    def rename_before_another_job(source, target):
-        rename(source, target)
-        if next(renames) == num_renames:
-            start(one, corpus, cache, 600, documents=np.arange(3000)[::-1])
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", rename_before_another_job)
-        same_arrays(cached(one, corpus, cache, 600)[0], wanted)
-    found, [message] = cached(one, corpus, cache, 600)
-    assert "another CRC" in message
-    same_arrays(found, wanted)
-    assert cached(one, corpus, cache, 600)[1] == []
-
-
-# ==============================================================================
-# 13. Object storage
-# ==============================================================================
-# Memory, a web server that a test can make fail, and, once, S3.
-
-SECRET = "s3cret"
-
-
-class RangeHandler(http.server.BaseHTTPRequestHandler):
-    """Serves the files of a folder, whole or a range of them."""
-
-    protocol_version = "HTTP/1.1"
-    wbufsize = 1 << 16  # head and body in one packet
-
-    def log_message(self, *details):
-        """Nothing."""
-
-    def do_GET(self):
-        name = self.path.partition("?")[0].rpartition("/")[2]
-        wanted = self.headers.get("Range", "")
-        self.server.requests.append((self.command, name, wanted))
-        path = pathlib.Path(self.server.folder, name)
-        fault = next(self.server.faults, None)
-        status, body = 404, b""
-        if isinstance(fault, int):
-            status = fault
-        elif path.is_file():
-            status, body = 200, path.read_bytes()
-        self.send_response(206 if wanted and status == 200 else status)
-        self.send_header("ETag", hashlib.md5(body).hexdigest())
-        self.send_header("Accept-Ranges", "bytes")
-        if wanted and body and fault != "whole":
-            first, last = map(int, re.findall(r"\d+", wanted))
-            body = body[first : last + 1]
-        if fault == "short":
-            body = body[1:]
-        if fault == "no length":
-            self.send_header("Connection", "close")
-        else:
-            self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    do_HEAD = do_GET
-
-
-class Storage:
-    """A place on object storage: the URL that readers know, and the one that files are put to."""
-
-    def __init__(self, root, target=None):
-        self.root = root
-        self._file_system, self._place = fsspec.core.url_to_fs(str(target or root))
-
-    def put(self, prefix):
-        """Copy a local pair -> the prefix of the copy, which has its name."""
-        name = os.path.basename(prefix)
-        for extension in ("bin", "idx"):
-            self._file_system.put_file(f"{prefix}.{extension}", f"{self._place}/{name}.{extension}")
-        return f"{self.root}/{name}"
-
-
-@pytest.fixture
-def no_pauses(tmp_path, monkeypatch):
-    """The pauses that were asked for, which do not come; copies of .idx files below tmp_path."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    pauses = []
-    monkeypatch.setattr(time, "sleep", pauses.append)
-    return pauses
-
-
-@pytest.fixture
-def bucket(no_pauses, monkeypatch):
-    """Object storage in this process, empty."""
-    file_system = fsspec.get_filesystem_class("memory")
-    monkeypatch.setattr(file_system, "store", {})
-    monkeypatch.setattr(file_system, "pseudo_dirs", [""])
-    return Storage("memory://bucket")
-
-
-@pytest.fixture
-def web(no_pauses, tmp_path):
-    """A web server that serves ranges, and writes nothing."""
-    pytest.importorskip("aiohttp")
-    folder = tmp_path / "web"
-    folder.mkdir()
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), RangeHandler)
-    server.daemon_threads = True
-    server.socket.listen(256)  # a batch opens many at once; those over the limit wait for seconds
-    server.folder = folder
-    server.requests = []
-    server.faults = iter([])  # of the next requests: a status, a word, or None
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    storage = Storage(f"http://127.0.0.1:{server.server_port}/bucket", folder)
-    storage.server = server
-    yield storage
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-@pytest.fixture
-def some_pair(one, tmp_path):
-    """A local pair of 60 documents, some of them empty -> (prefix, documents)."""
-    rng = np.random.default_rng(7)
-    docs = [rng.integers(1, 900, n) for n in rng.integers(0, 30, 60)]
-    return mk(one, tmp_path / "local" / "pair", docs, np.uint16), docs
-
-
-@pytest.fixture
-def numbers(one, web, tmp_path):
-    """A remote pair of one document, the tokens 100 .. 119 (uint16), on the web server."""
-    prefix = mk(one, tmp_path / "local" / "numbers", [range(100, 120)], np.uint16)
-    return one.IndexedDataset(web.put(prefix))
-
-
-# -- Reading -----------------------------------------------------------------------------------
-
-
-@linux
-def test_a_remote_pair_equals_the_local_one(one, web, some_pair, no_pauses):
-    """One by one or many at once; places may overlap, repeat and be empty.
-
-    Also in other threads, and in processes that fork and unpickle it.
-    """
-    prefix, docs = some_pair
-    with pytest.raises(FileNotFoundError, match=re.escape(f"{web.root}/pair.idx")):
-        one.IndexedDataset(f"{web.root}/pair")
-    assert not one.IndexedDataset.exists(f"{web.root}/pair")
-    ds = one.IndexedDataset(web.put(prefix), check=True)
-    assert one.IndexedDataset.exists(f"{web.root}/pair")
-    assert no_pauses == []
-    assert lists(ds[:]) == [doc.tolist() for doc in docs]
-    pieces = [(3, 2, 4), (59, 0, 2), (-1, 0, 2), (3, 1, 1), (3, 2, 4), (3, 0, 0)]
-    for (i, offset, length), found in zip(pieces, ds.get_many(pieces), strict=True):
-        same(found, docs[i][offset : offset + length].astype(np.uint16))
-        same(ds.get(i, offset, length), found)
-    assert ds.get_many([]) == ds[5:5] == []
-    with pytest.raises(IndexError):
-        ds.get_many([(1, 0, 0), (0, 0, len(docs[0]) + 1)])
-    for pool in (
-        concurrent.futures.ThreadPoolExecutor(4),
-        concurrent.futures.ProcessPoolExecutor(2, FORK),
-    ):
-        with pool:
-            assert lists(pool.map(ds.get, range(20))) == lists(docs[:20])
-
-
-@pytest.mark.slow
-def test_s3(one, no_pauses, some_pair, tmp_path, monkeypatch):
-    """A pair is read; a listing that fsspec keeps is not taken for the state of an object."""
-    s3fs = pytest.importorskip("s3fs", reason="pip install s3fs")
-    moto = pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "me")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    file_system = s3fs.S3FileSystem()
-    file_system.mkdir("bucket")
-    prefix, docs = some_pair
-    place = Storage("s3://bucket/data").put(prefix)
-    assert lists(one.IndexedDataset(place)[:]) == [doc.tolist() for doc in docs]
-    file_system.find("bucket")
-    of_another_process = s3fs.S3FileSystem(skip_instance_cache=True)
-    of_another_process.pipe_file("bucket/data/pair.idx", b"another index")
-    with pytest.raises(one.DatasetFormatError, match="file size.* 13"):
-        one.IndexedDataset(place)
-    for k in range(2):  # the second list has one more
-        of_another_process.pipe_file(f"bucket/{k}.jsonl", GOOD)
-        made = one.preprocess("s3://bucket/*.jsonl", tmp_path / "o")["text"]
-        assert len(one.IndexedDataset(made)) == k + 1
-    server.stop()
-
-
-def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
-    """All pieces of a batch, also of padding; of a blend one for each of its corpora."""
-    prefix, docs = some_pair
-    prefixes = [prefix, mk(mm, tmp_path / "local" / "second", docs[::-1], np.uint16)]
-    fields = {"path_to_cache": str(tmp_path / "cache"), "sequence_length": 16}
-    local = build(mm, [50, 0, 0], config(mm, (prefixes, [2, 3]), **fields))[0]
-    prefixes = [bucket.put(prefix) for prefix in prefixes]
-    remote = build(mm, [50, 0, 0], config(mm, (prefixes, [2, 3]), **fields))[0]
-    ds = remote.datasets[0]
-    memory = fsspec.get_filesystem_class("memory")
-    real = memory.cat_ranges
-    for read, argument, wanted in (
-        (ds.__getitem__, 5, 1),
-        (ds.__getitems__, [3, None, 11, 0], 1),
-        (ds.dataset.__getitem__, slice(1, 9), 1),
-        (functools.partial(batch_of, remote), [*range(40), None], 2),
-    ):
-        with mock.patch.object(memory, "cat_ranges", autospec=True, side_effect=real) as calls:
-            read(argument)
-        assert calls.call_count == wanted, (read, argument)
-    same_samples(batch_of(remote, [*range(40), None]), batch_of(local, [*range(40), None]))
-
-
-# -- Copies of .idx files ----------------------------------------------------------------------
-
-
-def test_nothing_is_written_to_object_storage(one, bucket, some_pair, tmp_path, monkeypatch):
-    """The default of path_to_cache, beside the pair, would be.
-
-    A relative folder for the copies is that of the start: also for a pickle, in another folder.
-    """
-    prefix = bucket.put(some_pair[0])
-    home = tmp_path / "home" / "megatron_min"  # see no_pauses
-    for path, place in ((None, home), ("idx", tmp_path / "idx")):
-        monkeypatch.chdir(tmp_path)
-        cfg = config(one, ([prefix], None), object_storage_cache_path=path)
-        first = build(one, [9, 0, 0], cfg)[0]
-        (tmp_path / "elsewhere").mkdir(exist_ok=True)
-        monkeypatch.chdir(tmp_path / "elsewhere")
-        pickle.loads(pickle.dumps(first))
-        assert os.listdir() == []
-        manifest = f"{first.unique_description_hash}-GPTDataset-train-manifest.json"
-        assert (place / "GPTDataset_indices" / manifest).exists()
-        assert {path.suffix for path in place.iterdir() if path.is_file()} == {".idx"}
-    url = "memory://host/folder"
-    cfg = config(one, ([prefix], None), path_to_cache=url)
-    for function, argument in ((one.ObjectStorageConfig, [url]), (build, [one, [9, 0, 0], cfg])):
-        with pytest.raises(ValueError, match="path_to_.*cache must be .* local"):
-            function(*argument)
-    with pytest.raises(FileNotFoundError, match="memory://host/folder"):
-        one.merge([prefix], f"{url}/merged")
-    file_system = fsspec.filesystem("memory")
-    assert file_system.find("") == ["/bucket/pair.bin", "/bucket/pair.idx"]
-
-
-def open_remote(one, place, folder):
-    """Open a pair whose .idx is copied into this folder."""
-    return one.IndexedDataset(place, object_storage_config=one.ObjectStorageConfig(folder))
-
-
-@contextlib.contextmanager
-def storage_that_tells(name):
-    """Memory, which tells the size of an object, and a digest by that name, if it is not None."""
-    memory = fsspec.get_filesystem_class("memory")
-    kept = {}
-
-    def info(self, path, **options):
-        path = self._strip_protocol(path)
-        if path not in kept:
-            content = self.store[path].getvalue()
-            kept[path] = {"type": "file", "size": len(content)}
-            if name is not None:
-                kept[path][name] = hashlib.md5(content).hexdigest()
-        return kept[path]
-
-    def invalidate_cache(self, path):
-        kept.pop(self._strip_protocol(path), None)
-
-    with mock.patch.multiple(memory, info=info, invalidate_cache=invalidate_cache):
-        yield
-
-
-@pytest.mark.parametrize(
-    "name", ["ETag", "blob_id", "sha", "LastModified", "modificationTime", None]
-)
-def test_an_index_is_copied_once_for_each_state(one, bucket, some_pair, tmp_path, name):
-    """And for each prefix, even where the storage says the same of both.
-
-    Case: hf:// tells a blob_id alone; another index of the same size was not noticed.  Where
-    nothing is told, the index is copied at each opening.  What fsspec keeps of an older answer is
-    not believed.
-    """
-    prefix, docs = some_pair
-    folder = tmp_path / "idx"
-    with storage_that_tells(name):
-        place = bucket.put(prefix)
-        pickled = pickle.dumps(open_remote(one, place, folder))
-        [copied] = folder.iterdir()
-        assert copied.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
-        before = stamps(folder)
-        open_remote(one, place, folder)
-        assert (stamps(folder) == before) == (name is not None)
-        changed = mk(one, tmp_path / "changed" / "pair", docs[::-1], np.uint16)  # as long
-        bucket.put(changed)
-        with pytest.raises(one.DatasetFormatError, match="replaced"):
-            pickle.loads(pickled)
-        assert lists(open_remote(one, place, folder)[:]) == lists(docs[::-1])
-        copies = len(os.listdir(folder))
-        assert copies == (1 if name is None else 2)
-        open_remote(one, Storage("memory://other").put(changed), folder)
-        assert len(os.listdir(folder)) == copies + 1
-
-
-def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_path):
-    """No copy stays; the next opening finds the new one."""
-    place = bucket.put(some_pair[0])
-    memory = fsspec.get_filesystem_class("memory")
-    cat_ranges = memory.cat_ranges
-
-    def read_then_change(self, *arguments, **options):
-        found = cat_ranges(self, *arguments, **options)
-        bucket.put(some_pair[0])
-        return found
-
-    with mock.patch.object(memory, "cat_ranges", read_then_change):
-        with pytest.raises(one.DatasetFormatError, match="pair.idx: .* copied"):
-            open_remote(one, place, tmp_path / "idx")
-    assert os.listdir(tmp_path / "idx") == []
-    open_remote(one, place, tmp_path / "idx")
-
-
-# -- Faults ------------------------------------------------------------------------------------
-
-
-def test_ranges_are_exact_and_only_what_failed_is_asked_for_again(web, numbers):
-    """The bytes that are asked for, each once, and none for what is empty.
-
-    A server without ranges sends the whole file: it is asked once.
-    """
-    for pieces, fault, wanted in (
-        ([(0, 2, 2), (0, 9, 1), (0, 2, 2), (0, 3, 0)], None, [["18-19", "4-7"]]),
-        ([], None, [[]]),
-        ([(0, 2, 0)], None, [[]]),
-        ([(0, 0, 1), (0, 5, 2)], "short", [["0-1", "0-1", "10-13"], ["0-1", "10-13", "10-13"]]),
-        ([(0, 0, 1), (0, 5, 2)], 500, [["0-1", "0-1", "10-13"], ["0-1", "10-13", "10-13"]]),
-    ):
-        web.server.requests.clear()
-        web.server.faults = iter([fault])
-        found = numbers.get_many(pieces)
-        assert lists(found) == [list(range(100 + i, 100 + i + n)) for _, i, n in pieces]
-        ranges = sorted(place.removeprefix("bytes=") for _, _, place in web.server.requests)
-        assert ranges in wanted
-    web.server.requests.clear()
-    web.server.faults = iter(["whole"])
-    with pytest.raises(
-        OSError, match=r"numbers\.bin: .* 40 bytes: the server does not know ranges"
-    ):
-        numbers.get(0, 2, 2)
-    assert len(web.server.requests) == 1
-
-
-def test_an_opening_is_tried_again(one, web, numbers, no_pauses):
-    """Whose requests fsspec calls "not found", whatever happens to them; but not in vain.
-
-    Without its size a pair could not be read in ranges.
-    """
-    web.server.faults = itertools.repeat(503, 3)
-    assert lists(one.IndexedDataset(numbers.path_prefix)) == [list(range(100, 120))]
-    assert len(no_pauses) > 0
-    no_pauses.clear()
-    for fault, kind in ((403, PermissionError), (404, FileNotFoundError), ("no length", OSError)):
-        web.server.faults = itertools.repeat(fault)
-        with pytest.raises(kind, match=r"numbers\.idx: ") as caught:
-            one.IndexedDataset(numbers.path_prefix)
-        assert caught.type is kind
-    assert no_pauses == []
-
-
-class HttpError(Exception):
-    """No OSError, as the errors of aiohttp, botocore, azure and gcsfs are none."""
-
-    def __init__(self, status):
-        super().__init__(f"HTTP {status}")
-        self.status = status
-
-
-@pytest.mark.parametrize(
-    "failure, kind, tries",
-    [
-        (HttpError(503), OSError, 5),
-        (HttpError(404), FileNotFoundError, 1),
-        (HttpError(410), FileNotFoundError, 1),
-        (HttpError(401), PermissionError, 1),
-        (HttpError(403), PermissionError, 1),
-        (FileNotFoundError("bucket/pair.bin"), FileNotFoundError, 1),
-        (PermissionError("Forbidden"), PermissionError, 1),
-        (ConnectionResetError("by the other side"), OSError, 5),
-    ],
-)
-def test_only_what_may_pass_is_tried_again(one, bucket, some_pair, no_pauses, failure, kind, tries):
-    """After pauses that grow.  The error says what it was, and of which object."""
-    ds = one.IndexedDataset(bucket.put(some_pair[0]))
-    memory = fsspec.get_filesystem_class("memory")
-    with mock.patch.object(memory, "cat_file", side_effect=failure) as reads:
-        with pytest.raises(kind, match=r"//bucket/pair\.bin: ") as caught:
-            ds[:1]
-    assert type(caught.value) is kind and caught.value.__cause__ is failure
-    assert f"{type(failure).__name__}: {failure}" in str(caught.value)
-    assert reads.call_count == len(no_pauses) + 1 == tries
-    assert no_pauses == sorted(set(no_pauses))
-
-
-def test_a_folder_is_no_object(one, bucket):
-    for ending in (".idx", ".bin"):
-        fsspec.filesystem("memory").pipe_file(f"/bucket/p{ending}/file", b"1")
-    assert not one.IndexedDataset.exists(f"{bucket.root}/p")
-
-
-def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
-    """And nothing else: who has copied the module has no extras, and the name is anybody's."""
-    monkeypatch.setitem(sys.modules, "gcsfs", None)  # no other test reads gs://
-    with pytest.raises(ImportError, match="gcsfs") as caught:
-        one.IndexedDataset("gs://bucket/pair")
-    assert "megatron" not in str(caught.value)
-
-
-# -- Passwords ---------------------------------------------------------------------------------
-
-
-def test_what_a_url_with_a_password_is(one):
-    refused = ["s3://key:pass/word@bucket/c", "s3://KEY:SECRET", "ftp://user:@host/c"]
-    refused += ["HTTPS://token@host/x", "http://user:12::x@host/x", "http://user:pw@[::1]:80/x"]
-    refused += ["s3://[KEY:SECRET]@bucket/c", "simplecache::s3://KEY:SECRET@bucket/c"]
-    refused += ["zip://a.jsonl::filecache::http://user@host/x.zip"]
-    taken = ["s3://bucket/a:b@c", "http://host:8080/a@b", "http://[2001:db8::1]:80/x", "data/a:b@c"]
-    taken += ["abfs://container@account.dfs.core.windows.net/x", "hdfs://user@host:8020/c"]
-    taken += ["zip://a.jsonl::filecache::s3://bucket/x.zip", "http://[::1]/x"]
-    assert [url for url in refused + taken if one._PASSWORD.search(url)] == refused
-
-
-def test_a_url_that_may_hold_a_secret_is_refused_at_every_door(one, some_pair, tmp_path, caplog):
-    """So none gets into a message, a file or its name, an object, or what is pickled of one.
-
-    Of a pair also one with a query, which may be a signature, and a chain, whose cache would answer
-    for an object that has changed.  Upstream: in clear in the description of a cache.
-    """
-    local, _ = some_pair
-    lines = jsonl(f"{local}.jsonl", ["1"])
-    builder = one.IndexedDatasetBuilder(f"{local}.new.bin")
-    password = f"memory://k:{SECRET}/{SECRET}@b/c"
-    calls = [(one.preprocess, [iter([lines, f"{password}*.jsonl"]), f"{local}.o"])]
-    for url in (password, f"memory://b/c?sig={SECRET}/{SECRET}", f"simplecache::memory://{SECRET}"):
-        per_split = {"blend_per_split": [None, ([local, url], [1, 2]), None], "tokenizer": Tok()}
-        calls += [
-            (config, [one, (local, url)]),  # no blend: the sentence that says so would show it
-            (functools.partial(one.GPTDatasetConfig, 1, 8, **per_split), []),
-            (one.IndexedDataset, [url]),
-            (one.IndexedDataset.exists, [url]),
-            (one.IndexedDatasetBuilder, [f"{url}.bin"]),
-            (builder.finalize, [f"{url}.idx"]),
-            (builder.add_index, [url]),
-            (one.preprocess, [lines, url]),
-            (one.merge, [iter([local, f"{url}_00000_of_00002"]), f"{local}.o"]),
-            (one.merge, [[local], url]),
-        ]
-    for function, arguments in calls:
-        with pytest.raises(ValueError, match="holds a password") as caught:
-            function(*arguments)
-        assert type(caught.value) is ValueError, arguments
-        assert SECRET not in str(caught.value), arguments
-        assert caught.value.__cause__ is caught.value.__context__ is None
-    with pytest.raises(ValueError, match="prefixes") as caught:
-        one.get_blend_from_list([local, password, "70"])
-    assert SECRET not in str(caught.value) + caplog.text
-    for path in tmp_path.rglob("*"):
-        assert SECRET not in str(path)
-        assert path.is_dir() or SECRET.encode() not in path.read_bytes()
-
-
-def test_a_chain_with_a_query_is_an_input(one, bucket, tmp_path):
-    fsspec.filesystem("memory").pipe_file("/bucket/a.jsonl?sig=1", GOOD * 3)
-    made = one.preprocess(f"simplecache::{bucket.root}/a.jsonl?sig=1", tmp_path / "o")["text"]
-    assert len(one.IndexedDataset(made)) == 3
-
-
-# ==============================================================================
-# 14. The loader and its state
+# 10. The loader and its state
 # ==============================================================================
 
 
@@ -4731,7 +3231,1507 @@ def test_what_is_no_state_is_refused(one):
 
 
 # ==============================================================================
-# 15. One error for every rank
+# 11. Gradients
+# ==============================================================================
+
+
+class Net(torch.nn.Module):
+    """Tied weights, a branch that few tokens take, parts frozen and unused, a second dtype."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.never = torch.nn.Linear(3, 3)
+        self.sometimes = torch.nn.Linear(5, 5)  # of token 0 alone
+        self.embedding = torch.nn.Embedding(50, 5)
+        self.inner = torch.nn.Linear(5, 7)
+        self.outer = torch.nn.Linear(7, 5, dtype=torch.float64)
+        self.frozen = torch.nn.Linear(5, 5).requires_grad_(False)
+        self.head = torch.nn.Linear(5, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        x = self.outer(torch.tanh(self.inner(x)).double()).float() + self.frozen(x)
+        if (ids == 0).any():
+            x = x + self.sometimes(x) * (ids == 0)[..., None]
+        return self.head(x)
+
+
+def step_data(seed=0):
+    """Tokens, labels, weights; token 0 is in one row, but nowhere in the data of seed 9."""
+    rng = np.random.default_rng([13, seed])
+    ids = torch.from_numpy(rng.integers(1, 11, (8, 6)))
+    if seed != 9:
+        ids[1, 2] = 0
+    return ids, torch.from_numpy(rng.integers(0, 11, (8, 6))), torch.ones(8, 6)
+
+
+def losses(net, ids, labels, weights):
+    """The loss of each token, times its weight."""
+    out = net(ids).flatten(0, 1)
+    each = torch.nn.functional.cross_entropy(out, labels.flatten(), reduction="none")
+    return each * weights.flatten()
+
+
+def gradients(net):
+    """{name: gradient}, zeros where there is none."""
+    found = {}
+    for name, param in net.named_parameters():
+        if param.requires_grad:
+            found[name] = torch.zeros_like(param) if param.grad is None else param.grad.clone()
+    return found
+
+
+def gradients_of_one(seeds):
+    """Those of one process that runs the steps' data: of the mean over all tokens."""
+    net = Net()
+    for seed in seeds:
+        (losses(net, *step_data(seed)).mean() / len(seeds)).backward()
+    return gradients(net)
+
+
+def close(found, wanted):
+    """Two lists of tensors are equal but for rounding."""
+    for mine, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+# -- The gradients of one process --------------------------------------------------------------
+
+
+def test_gradients_live_in_one_buffer(one):
+    """In reverse order of the parameters; buckets of at least bucket_size elements."""
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    ddp = one.DistributedDataParallel(net, bucket_size=4)
+    for number, param in enumerate(net.parameters()):
+        assert param.grad is param.main_grad
+        param.grad.fill_(number)
+    assert lists(ddp.grad_buffers) == [[3] * 1 + [2] * 3 + [1] * 3 + [0] * 6]
+    assert [len(shard) for shard in ddp.grad_shards] == [4, 9]
+    with pytest.raises(ValueError, match="bucket_size must be at least 1"):
+        one.DistributedDataParallel(torch.nn.Linear(1, 1), bucket_size=0)
+
+
+def one_layer(mm, **options):
+    """A model of two numbers and a frozen bias."""
+    net = torch.nn.Linear(2, 1)
+    net.bias.requires_grad_(False)
+    return mm.DistributedDataParallel(net, **options)
+
+
+def test_a_model_that_is_changed_after_it_was_wrapped_is_refused(one):
+    """Its gradients would be nowhere."""
+    models = [one_layer(one) for _ in range(3)]
+    replaced, unfrozen, converted = models
+    replaced.module.weight = torch.nn.Parameter(torch.ones(1, 2))
+    unfrozen.requires_grad_()
+    converted.double()
+    for ddp in models:
+        with pytest.raises(ValueError, match="was converted, replaced or unfrozen"):
+            ddp.zero_grad_buffer()
+
+
+def test_copies_of_a_model_have_gradients_of_their_own(one):
+    """What was pickled too, and a module that is wrapped anew.  They are sent when they come."""
+    options = {"overlap_grad_reduce": True}
+    original = one_layer(one, **options)
+    models = [copy.deepcopy(original), pickle.loads(pickle.dumps(original))]
+    module = original.module
+    original = weakref.ref(original)
+    assert original() is None
+    models.append(one.DistributedDataParallel(module, **options))
+    for number, ddp in enumerate(models):
+        with mock.patch.object(ddp, "_send_next_bucket", wraps=ddp._send_next_bucket) as send:
+            ddp(torch.tensor([[3.0, number]])).sum().backward()
+        assert send.call_count == 1
+    one.finalize_model_grads(models, num_tokens=2)  # of all parts of a model
+    for number, ddp in enumerate(models):
+        assert lists(ddp.grad_buffers) == [[1.5, number / 2]]
+        assert ddp.module.weight.grad.tolist() == [[1.5, number / 2]]
+
+
+def test_nccl_may_divide_by_the_ranks(one, group, monkeypatch):
+    """One process that stands for two ranks: what it would send, and how it is added."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", mock.Mock(return_value=2))
+    for backend, operation, values in (
+        ("nccl", torch.distributed.ReduceOp.AVG, [3, 4]),
+        ("gloo", torch.distributed.ReduceOp.SUM, [1.5, 2]),  # it cannot divide in every torch
+    ):
+        monkeypatch.setattr(torch.distributed, "get_backend", mock.Mock(return_value=backend))
+        ddp = one_layer(one, average_in_collective=True)
+        ddp(torch.tensor([[3.0, 4.0]])).sum().backward()
+        with mock.patch.object(torch.distributed, "all_reduce") as all_reduce:
+            ddp.finish_grad_sync()
+        assert all_reduce.call_args.args[1] == operation
+        assert lists(ddp.grad_buffers) == [values]
+
+
+def backward_of_ones(layers, value):
+    """The gradient of each weight becomes this much larger."""
+    for layer in layers:
+        (layer.weight * value).sum().backward()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_in_float32(one, overlap):
+    """In bfloat16, 256 + 1 is 256.  Only zero_grad_buffer() forgets what was summed."""
+    layers = torch.nn.ModuleList()
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        layers.append(torch.nn.Linear(1, 1, bias=False, dtype=dtype))
+    options = {"overlap_grad_reduce": overlap, "grad_reduce_in_fp32": True}
+    ddp = one.DistributedDataParallel(layers, **options)
+    for _ in range(2):
+        ddp.zero_grad_buffer()
+        with ddp.no_sync():
+            for value in [256] + 62 * [1]:
+                backward_of_ones(layers, value)
+        ddp.zero_grad()  # not of this class: the sums stay
+        ddp.scale_gradients(0.5)
+        backward_of_ones(layers, 1)
+        assert all(param.grad is None for param in ddp.parameters())
+        ddp.finish_grad_sync()
+        ddp.zero_grad()
+        ddp.scale_gradients(2)
+        assert lists(ddp.grad_buffers) == [4 * [320]]
+        for param in ddp.parameters():
+            assert (param.grad.dtype, param.grad.item()) == (param.dtype, 320)
+        with pytest.raises(RuntimeError, match=r"gradient of 0\.weight after finish.*zero_grad_bu"):
+            backward_of_ones(layers, 1)
+
+
+def test_a_gradient_that_comes_after_it_was_sent_is_refused(one):
+    """That of a second backward; a reentrant checkpoint, too, runs a backward of its own."""
+    ddp = one_layer(one, overlap_grad_reduce=True)
+    backward_of_ones([ddp.module], 1)
+    with pytest.raises(RuntimeError, match=r"weight after it was sent.*no_sync\(\).*reentrant"):
+        backward_of_ones([ddp.module], 1)
+
+
+# -- The micro-batches of a step ---------------------------------------------------------------
+
+
+def mean_step(data, model):
+    """A forward_step_func whose loss is a mean."""
+
+    def mean_loss(each):
+        return each.mean(), each.detach().mean().item()
+
+    return losses(model, *next(data)), mean_loss
+
+
+def sum_step(data, model):
+    """A forward_step_func whose loss is a sum, with the number of tokens that count."""
+    ids, labels, weights = next(data)
+
+    def sum_loss(each):
+        return each.sum(), weights.sum(), each.detach().mean().item()
+
+    return losses(model, ids, labels, weights), sum_loss
+
+
+def run_step(mm, step, data, model, forward_only=False):
+    """forward_backward_no_pipelining() over all of the data -> the reports."""
+    return mm.forward_backward_no_pipelining(
+        forward_step_func=step,
+        data_iterator=iter(data),
+        model=model,
+        num_microbatches=len(data),
+        forward_only=forward_only,
+        seq_length=6,  # upstream's schedule wants these
+        micro_batch_size=8,
+        decoder_seq_length=None,
+    )
+
+
+@pytest.mark.parametrize("step", [mean_step, sum_step])
+def test_a_step_has_the_gradients_of_the_mean_over_its_micro_batches(one, step):
+    """Of a plain model too.  forward_only leaves them; without a token that counts all are 0."""
+    data = [step_data(seed) for seed in range(3)]
+    uncounted = [(ids, labels, 0 * weights) for ids, labels, weights in data]
+    for net in (Net(), one.DistributedDataParallel(Net())):
+        wanted = [losses(net, *part).mean().item() for part in data]
+        for forward_only in (False, True):
+            with torch.set_grad_enabled(not forward_only):
+                reports = run_step(one, step, data, net, forward_only)
+            assert reports == pytest.approx(wanted)
+            found = gradients(getattr(net, "module", net))
+            close(found.values(), gradients_of_one(range(3)).values())
+        net.zero_grad()
+        run_step(one, step, uncounted, net)
+        assert not any(gradient.any() for gradient in gradients(net).values())
+
+
+class Averaged(torch.nn.parallel.DistributedDataParallel):
+    """One of torch's, without what it needs of a job."""
+
+    def __init__(self, module):
+        torch.nn.Module.__init__(self)
+        self.module = module
+
+
+def wrapped_by_torch(kind):
+    """A model whose gradients torch averages over the ranks."""
+    net = torch.nn.Linear(2, 2)
+    if kind == "Averaged":
+        return Averaged(net)
+    fsdp = importlib.import_module("torch.distributed.fsdp")
+    if kind == "FullyShardedDataParallel":
+        return quiet(fsdp.FullyShardedDataParallel, net, device_id=torch.device("cpu"))
+    return fsdp.fully_shard(net, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "Averaged",
+        pytest.param("FullyShardedDataParallel", marks=pytest.mark.slow),  # to import it takes 3 s
+        pytest.param("FSDPLinear", marks=pytest.mark.slow),
+    ],
+)
+def test_sums_over_the_tokens_of_one_rank_are_refused(one, group, monkeypatch, kind):
+    """Where torch averages over several ranks, the tokens of one would divide what is of all."""
+    model = wrapped_by_torch(kind)
+
+    def step(results, model):
+        return sum(param.sum() for param in model.parameters()), next(results)
+
+    def sums(loss):
+        return loss, 2, "sum"
+
+    def mean(loss):
+        return loss, "mean"
+
+    run_step(one, step, [sums], model)
+    monkeypatch.setattr(torch.distributed, "get_world_size", mock.Mock(return_value=2))
+    run_step(one, step, [mean], model)
+    run_step(one, step, [sums], model, forward_only=True)
+    run_step(one, step, [sums], torch.nn.Linear(2, 2))  # what a plain model needs, its user knows
+    with pytest.raises(ValueError, match=f"is a {kind} of torch.*tokens of this rank"):
+        run_step(one, step, [sums], model)
+
+
+def test_steps_that_cannot_be(one):
+    """Without pipelining there is one model: a second would be left out in silence."""
+    with pytest.raises(ValueError, match="num_microbatches"):
+        run_step(one, mean_step, [], Net())
+    with pytest.raises(ValueError, match="one model"):
+        run_step(one, mean_step, [step_data()], [Net(), Net()])
+
+
+# -- Gradients on ranks: any number of ranks gives those of one process ------------------------
+# The scenarios run as those of section 9, the first two of them with several of OPTIONS.
+
+CHOICES = {
+    "bucket_size": (1, 40, 10**9),
+    "overlap_grad_reduce": (False, True),
+    "use_distributed_optimizer": (False, True),
+    "grad_reduce_in_fp32": (False, True),
+}
+OPTIONS = [dict(zip(CHOICES, row, strict=True)) for row in itertools.product(*CHOICES.values())]
+
+
+def check_gradients(ddp, wanted):
+    """In grad, and in the buffers; with a distributed optimizer, in this rank's shards."""
+    assert ddp.size * sum(map(len, ddp.grad_shards)) == sum(map(len, ddp.grad_buffers))
+    parts = ddp.grad_shards if ddp.use_distributed_optimizer else ddp.grad_buffers
+    found = [part.clone() for part in parts]
+    params = {name: param for name, param in ddp.module.named_parameters() if param.requires_grad}
+    for param in params.values():
+        assert torch.equal(param.grad, param.main_grad.to(param.dtype))
+    for buffer in ddp.grad_buffers:
+        buffer.zero_()  # the padding
+    for name, param in params.items():
+        param.main_grad.copy_(wanted[name])
+    close(found, list(parts))
+
+
+def gradients_of_several_steps(job, options):
+    """The second has no branch; None or zero may be set; to finish twice changes nothing."""
+    ddp = job.mm.DistributedDataParallel(Net(), **options)
+    for seed, set_to_none in ((0, True), (9, None), (0, False), (0, True)):
+        losses(ddp, *job.share(step_data(seed))).mean().backward()
+        ddp.finish_grad_sync()
+        ddp.finish_grad_sync()
+        check_gradients(ddp, gradients_of_one([seed]))
+        if set_to_none is None or ddp.grad_reduce_in_fp32:
+            ddp.zero_grad_buffer()
+        else:
+            ddp.module.zero_grad(set_to_none)
+
+
+def gradients_of_uneven_tokens(job, options):
+    """Sums over tokens, divided by those of all ranks: the mean over all of them.
+
+    The first rank has no tokens, and runs no backward: it sends zeros, and nobody waits for it.
+    """
+    ids, labels, weights = step_data()
+    weights *= torch.from_numpy(np.random.default_rng(14).integers(0, 2, (8, 6)))
+    weights[: 8 // job.world] = 0
+    weights /= 512  # a number of tokens need not be whole
+    net = Net()
+    (losses(net, ids, labels, weights).sum() / weights.sum()).backward()
+    mine = job.share((ids, labels, weights))
+    count = mine[2].sum()
+    ddp = job.mm.DistributedDataParallel(Net(), **options)
+    for num_tokens in (count, count.item()):
+        ddp.zero_grad_buffer()
+        if job.rank > 0:
+            losses(ddp, *mine).sum().backward()
+        job.mm.finalize_model_grads([ddp], num_tokens)
+        check_gradients(ddp, gradients(net))
+
+
+def what_is_not_finite_is_named_with_its_parameter_and_rank(job):
+    """And what was named is not named again."""
+    last = job.world - 1
+    layers = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in range(3)])
+    ddp = job.mm.DistributedDataParallel(layers, check_for_nan_in_grad=True)
+    for number, value in enumerate((math.nan, math.inf, -math.inf)):
+        backward_of_ones(layers, 1)
+        if job.rank == last:
+            backward_of_ones([layers[number]], value)
+        teller = "" if job.rank == last else f"rank {last}: "
+        words = rf"^{teller}nan or inf in the gradients of 1 .*: {number}\.weight$"
+        with pytest.raises(ValueError, match=words):
+            ddp.finish_grad_sync()
+        layers.zero_grad()
+    backward_of_ones(layers, 1)
+    ddp.finish_grad_sync()
+
+
+def gradients_are_sent_during_backward(job):
+    """A bucket as soon as it is there and those before it, of the later layers, are sent."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 8))
+    ddp = job.mm.DistributedDataParallel(net, bucket_size=1, overlap_grad_reduce=True)
+    first, last = net
+    for layers, counts in (((last, first), (2, 4)), ((first, last), (0, 4))):
+        with counted("all_reduce") as all_reduce:
+            for layer, count in zip(layers, counts, strict=True):
+                layer(torch.ones(1, 4)).sum().backward()
+                assert all_reduce.call_count == count
+            ddp.finish_grad_sync()
+            assert all_reduce.call_count == 4
+    with mock.patch.object(torch.distributed, "all_reduce") as all_reduce:
+        last(torch.ones(1, 4)).sum().backward()
+        ddp.zero_grad_buffer()  # a sum that arrived later would be of the wrong step
+    assert all_reduce.return_value.wait.call_count == all_reduce.call_count == 2
+    last(torch.ones(1, 4)).sum().backward()
+    ddp.finish_grad_sync()
+    assert torch.equal(last.weight.grad, torch.ones(8, 4))
+
+
+def parameters_of_the_groups_first_rank_reach_all(job):
+    """Frozen ones too."""
+    pairs = job.mm.ParallelGroups(tensor=2).group("tp")
+    for group, first in ((None, 0), (pairs, job.rank // 2 * 2)):
+        ddp = job.mm.DistributedDataParallel(Net(), group)
+        for param in ddp.parameters():
+            param.data.fill_(job.rank + 1)
+        ddp.broadcast_params()
+        assert all((param == first + 1).all() for param in ddp.parameters())
+
+
+def gradients_of_parallel_batches(job, layout):
+    """Batches that get_batch cuts: over the dp-cp ranks, the gradients of one process."""
+    groups = job.mm.ParallelGroups(**layout)
+    rng = np.random.default_rng(15)
+    whole = hand_made_batch(rng, 8)
+    whole["loss_mask"] *= torch.from_numpy(rng.integers(0, 2, (8, LENGTH)))
+    net = Net()
+    run_step(job.mm, sum_step, [[whole[key] for key in FIVE[:3]]], net)
+    size = groups.size("dp")
+    rows = {key: value[groups.rank("dp") :: size] for key, value in whole.items()}
+    options = {"micro_batch_size": 8 // size, "sequence_length": LENGTH}
+    batch = job.mm.get_batch(iter([rows]), groups, **options)
+    data = list(zip(*[batch[key].split(1) for key in FIVE[:3]], strict=True))
+    ddp = job.mm.DistributedDataParallel(Net(), groups.group("dp-cp"), overlap_grad_reduce=True)
+    run_step(job.mm, sum_step, data, [ddp])
+    check_gradients(ddp, gradients(net))
+    ddp = one_layer(job.mm)  # over all ranks: the gradient of each tensor rank is in the sum
+    ddp.module.weight.grad.fill_(1)
+    job.mm.finalize_model_grads([ddp], 1, groups)
+    assert ddp.module.weight.grad.tolist() == [2 * [groups.size("tp")]]
+
+
+@two_or_four_ranks
+def test_gradients_on_ranks(tmp_path, world):
+    """With a third of the options on two ranks, with all of them on four."""
+    options = OPTIONS[::3] if world == 2 else OPTIONS
+    scenarios = [gradients_of_several_steps, gradients_of_uneven_tokens]
+    calls = list(itertools.product(scenarios, options))
+    calls.append([what_is_not_finite_is_named_with_its_parameter_and_rank])
+    calls.append([gradients_are_sent_during_backward])
+    calls.append([parameters_of_the_groups_first_rank_reach_all])
+    for layout in LAYOUTS[world]:
+        if "pipeline" not in layout:  # with it some ranks lack tokens or labels
+            calls.append([gradients_of_parallel_batches, layout])
+    run_on_ranks(world, tmp_path, calls)
+
+
+# ==============================================================================
+# 14. Whole files
+# ==============================================================================
+
+
+def test_a_pair_appears_where_it_was_begun(one, tmp_path, monkeypatch):
+    """Though the process changes its folder meanwhile."""
+    monkeypatch.chdir(tmp_path)
+    with one.IndexedDatasetBuilder("p.bin"):
+        monkeypatch.chdir("/")
+    assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx"]
+
+
+@linux
+@pytest.mark.parametrize("synced", [True, False])
+def test_the_error_of_a_full_disk_names_the_file(one, tmp_path, synced):
+    """It comes at the end, or while the file is written.  Nothing is left."""
+    for size in (1 << 17, 3 << 20):
+        names = r"cannot be written: File too large: '.*/p\.[0-9a-f]{16}\.tmp'"
+        with pytest.raises(OSError, match=names), files_of_64_kib():
+            with one._NewFile(tmp_path / "p", synced) as file:
+                file.write(bytes(size))
+    assert os.listdir(tmp_path) == []
+
+
+def make_pair(one, folder, generation):
+    """A pair and its record, of sizes that are the same in each of two generations."""
+    with one.IndexedDatasetBuilder(folder / "p.bin", np.uint8, multimodal=True) as builder:
+        lengths = [1, 3] if generation == 1 else [3, 1]
+        builder.add_document([generation] * 4, lengths, [generation, generation])
+    one._write_record(folder / "p", None, [[f"{generation}.jsonl", 1]])
+
+
+@pytest.fixture(params=["an old pair", "no old pair"])
+def old_and_new(request, one, tmp_path):
+    """The files before make_pair() makes the second generation, and after, {name: bytes}."""
+    found = []
+    for generation in (1, 2):
+        folder = tmp_path / f"{generation}"
+        folder.mkdir()
+        if generation == 2 or request.param == "an old pair":
+            make_pair(one, folder, generation)
+        found.append(files_of(folder))
+    return found
+
+
+def run_with(faults, one, tmp_path):
+    """Make the second generation in a new folder -> the folder, and the error or None."""
+    folder = pathlib.Path(tempfile.mkdtemp(dir=tmp_path))
+    shutil.copytree(tmp_path / "1", folder, dirs_exist_ok=True)
+    try:
+        with faults:
+            make_pair(one, folder, 2)
+    except (OSError, KeyboardInterrupt) as error:
+        error.__context__ = error.__cause__ = None  # these and the traceback hold what the job has
+        return folder, error.with_traceback(None)
+    return folder, None
+
+
+def what_is_left(files, old, new, note, clean=True):
+    """Which pair section 14 says is in these files: the old one, or the new one, and where.
+
+    clean  there is no other temporary file
+    """
+    temporary = {name for name in files if name.endswith(".tmp")}
+    names = ["p.bin", "p.idx"]
+    if "p.idx" not in files and (old or "p.bin" in files):
+        [names[1]] = [name for name in temporary if name.startswith("p.idx.")]
+        if names[1].replace("idx", "bin") in files:
+            names[0] = names[1].replace("idx", "bin")
+    assert not clean or temporary <= set(names), note
+    pair = [files.get(name) for name in names]
+    for made, kind in ((old, "old"), (new, f"new, {len(temporary & set(names))} to be renamed")):
+        if pair == [made.get("p.bin"), made.get("p.idx")]:
+            assert files.get("p.record.json") in (None, made.get("p.record.json")), note
+            return kind
+    raise AssertionError(note)
+
+
+class Calls:
+    """In a with block, the calls that make, sync, name, look for and remove files.
+
+    at     the number of the one that fails, from 1 on, or None
+    works  does it do its work before, as a rename over a network may that then fails?
+    names  of the calls so far
+    seen   the files before each call, {name: bytes}: what a kill -9 would leave
+    """
+
+    def __init__(self, one, tmp_path, at=None, works=False):
+        self.one = one
+        self.tmp_path = tmp_path
+        self.at = at
+        self.works = works
+        self.names = []
+        self.seen = []
+        self.patches = pytest.MonkeyPatch()
+
+    def __enter__(self):
+        gc.disable()  # what earlier tests left would close its files among the calls
+        for name in ("open", "close", "fsync", "replace", "unlink", "lstat"):
+            call = functools.partial(self.call, name, getattr(os, name))
+            self.patches.setattr(os, name, call)
+        call = functools.partial(self.call, "open", open)
+        self.patches.setattr(self.one, "open", call, raising=False)
+
+    def __exit__(self, *error):
+        self.patches.undo()
+        gc.enable()
+
+    def call(self, name, function, *arguments, **options):
+        self.names.append(name)
+        fails = len(self.names) == self.at
+        if self.at is None:
+            [folder] = set(self.tmp_path.glob("tmp*"))
+            self.seen.append(files_of(folder))
+        try:
+            if self.works or not fails:
+                return function(*arguments, **options)
+        finally:
+            if fails:
+                raise OSError(errno.EIO, "broken")
+
+
+def test_a_commit_that_is_killed_or_fails_at_any_call_on_files(one, tmp_path, old_and_new):
+    """What fails may have been made.  The error names the files that are to be renamed."""
+    old, new = old_and_new
+    usual = Calls(one, tmp_path)
+    folder, error = run_with(usual, one, tmp_path)
+    assert (error, files_of(folder)) == (None, new)
+    kinds = [what_is_left(files, old, new, "killed", clean=False) for files in usual.seen]
+    counts = (2, 1, 0) if old else (1, 0)
+    assert list(dict.fromkeys(kinds)) == ["old", *[f"new, {n} to be renamed" for n in counts]]
+    for at, works in itertools.product(range(1, len(usual.names) + 1), (False, True)):
+        note = (at, usual.names[at - 1], works)
+        folder, error = run_with(Calls(one, tmp_path, at, works), one, tmp_path)
+        files = files_of(folder)
+        what_is_left(files, old, new, note)
+        if error is None:  # it did not remove what was not there any more
+            assert (usual.names[at - 1], files) == ("unlink", new), note
+        else:
+            assert error.errno == errno.EIO, note
+            assert all(name in str(error) for name in files if name.endswith(".tmp")), note
+
+
+@contextlib.contextmanager
+def ctrl_c(one, kind, numbers, at):
+    """In a with block, Ctrl-C before one line of the module, or one instruction ("opcode") of it.
+
+    Those of this thread take the numbers, from 1 on.
+    """
+
+    def trace(frame, event, argument):
+        if frame.f_code.co_filename != one.__file__:
+            return None
+        frame.f_trace_opcodes = kind == "opcode"
+        if event == kind and next(numbers) == at:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("kind", ["line", pytest.param("opcode", marks=pytest.mark.slow)])
+def test_ctrl_c_at_any_moment(one, tmp_path, old_and_new, kind):
+    """Leaves the old pair, or the new one, and no other file."""
+    old, new = old_and_new
+    kinds = set()
+    for number in itertools.count(1):
+        steps = itertools.count(1)
+        faults = ctrl_c(one, kind, steps, number)
+        # In a thread of its own: Python 3.11 may forget there that an error is dealt with.
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            folder, error = pool.submit(run_with, faults, one, tmp_path).result()
+        files = files_of(folder)
+        kinds.add(what_is_left(files, old, new, number))
+        shutil.rmtree(folder)
+        if error is None:
+            break
+    assert files == new
+    assert next(steps) == number > 50
+    assert len(kinds) == (4 if old else 3)
+
+
+@pytest.mark.parametrize("call", ["open", "fsync"])
+def test_files_and_their_folder_are_on_the_disk(one, tmp_path, monkeypatch, call):
+    """Both files before they get their names.  Some systems cannot sync a folder, or open it."""
+    calls = []
+    original = {name: getattr(os, name) for name in ("open", "fsync", "replace")}
+
+    def noted(name, target, *arguments):
+        calls.append(name)
+        if name == call and os.path.isdir(target):
+            raise OSError(code, os.strerror(code))
+        return original[name](target, *arguments)
+
+    for name in original:
+        monkeypatch.setattr(os, name, functools.partial(noted, name))
+    for code in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
+        mk(one, tmp_path / f"{code}", [[1]])
+    for code in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+        with pytest.raises(OSError, match=rf"{code}\.bin and .*{code}\.idx") as caught:
+            mk(one, tmp_path / f"{code}", [[1]])
+        assert caught.value.errno == code
+    for number in (errno.ENOTSUP, errno.EIO):
+        assert one.IndexedDataset(tmp_path / f"{number}")[0].tolist() == [1]
+    usual = ["fsync", "fsync", "replace", "replace", "open"]
+    if call == "fsync":
+        usual.append("fsync")
+    assert calls == 6 * usual
+
+
+# ==============================================================================
+# 15. The index cache
+# ==============================================================================
+
+
+@pytest.fixture
+def wanted(one, pair):
+    """The three arrays of 50 samples of the pair."""
+    return arrays(gpt(one, pair, 50))
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """The folder of a cache, which is not there yet."""
+    return str(tmp_path / "cache")
+
+
+def heard(function, *arguments, **options):
+    """What a call returns, and the messages of its warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.simplefilter("ignore", ResourceWarning)  # of objects of other tests
+        found = function(*arguments, **options)
+    return found, [str(warning.message) for warning in caught]
+
+
+def start(mm, corpus, cache, n=50, **fields):
+    """A job that starts: its GPTDataset, and its warnings."""
+    return heard(gpt, mm, corpus, n, path_to_cache=cache, **fields)
+
+
+def cached(mm, corpus, cache, n=50, **fields):
+    """A job that starts: the arrays of its GPTDataset, and its warnings."""
+    ds, messages = start(mm, corpus, cache, n, **fields)
+    return arrays(ds), messages
+
+
+def stamps(folder):
+    """What tells a file from one that was written again: {name: (time, inode)}."""
+    found = {}
+    for path in pathlib.Path(folder).iterdir():
+        found[path.name] = (path.stat().st_mtime_ns, path.stat().st_ino)
+    return found
+
+
+# -- what is in the files ----------------------------------------------------------------------
+
+
+def test_a_cache_is_built_once_then_found(one, pair, wanted, cache, monkeypatch):
+    """Plain .npy files and no warning; a second job writes nothing."""
+    build = mock.Mock(wraps=one.build_sample_idx)
+    monkeypatch.setattr(one, "build_sample_idx", build)
+    fields = {"fast_cache_load": True, "defer_npy_index_mmap": True}  # without effect
+    saved, of_first = start(one, pair, cache, **fields)
+    before = stamps(cache)
+    assert files_of(cache) == files_of(f"{pair}/cache/GPTDataset_indices")  # without path_to_cache
+    found, of_second = start(one, pair, cache, **fields)
+    assert of_first + of_second == []
+    for ds in (saved, found):
+        same_arrays(arrays(ds), wanted)
+        with pytest.raises(ValueError, match="read-only"):
+            ds.shuffle_index[0] = 1
+    for name, values in zip(one.GPTDataset.index_names, wanted, strict=True):
+        same(np.load(file_of(cache, f"-{name}.npy")), values)
+    assert build.call_count == 1
+    assert stamps(cache) == before
+
+
+def test_other_samples_have_another_key(one, pair, cache):
+    """Also those of flags that upstream's key leaves out."""
+    kinds = [
+        {"split": "train"},
+        {"split": "valid"},
+        {"split": "train", "add_extra_token_to_sequence": False},
+        {"split": "valid", "drop_last_partial_validation_sequence": False},
+        {"stable_order": True},
+    ]
+    for number, fields in enumerate(kinds):
+        assert start(one, pair, cache, **fields)[1] == []
+        assert len(os.listdir(cache)) == 5 * (number + 1), fields
+
+
+def test_other_documents_make_a_cache_stale(one, pair, cache):
+    """They are not in the key, as in upstream, where they share arrays; a range is as a list."""
+    cached(one, pair, cache, 9)
+    for documents in ([0, 1], [0, 2, 3], [0, 2, 1, 3], range(3, 0, -1)):
+        as_array = np.array(documents, np.int32)
+        found, [message] = cached(one, pair, cache, 9, documents=as_array)
+        assert "made from {'documents'" in message
+        same_arrays(found, cached(one, pair, f"{cache} {documents}", 9, documents=as_array)[0])
+        assert cached(one, pair, cache, 9, documents=documents)[1] == []
+
+
+# -- what a start finds ------------------------------------------------------------------------
+
+
+class LeavesATrace:
+    """What unpickles it makes the file "ran"."""
+
+    def __reduce__(self):
+        return open, ("ran", "w")
+
+
+def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache):
+    """To the same bytes, with one warning, which says why; the next job finds the cache whole.
+
+    No manifest is no reason to warn: so are upstream's caches, and those being written.
+    """
+    start(one, pair, cache)
+    before = files_of(cache)
+    text = file_of(cache, "manifest.json").read_bytes()
+    manifest = json.loads(text)
+    other_facts = manifest | {"facts": [1] * len(manifest["facts"])}
+    older = manifest | {"format": manifest["format"] - 1}
+    array = file_of(cache, "sample_index.npy").read_bytes()
+    for file, content, words in (
+        ("manifest.json", None, []),
+        ("manifest.json", json.dumps(older).encode(), []),
+        ("manifest.json", text[:-1], ["JSON"]),
+        ("manifest.json", b"[]", ["list"]),
+        ("manifest.json", json.dumps(other_facts).encode(), ["damaged"]),
+        ("sample_index.npy", array[:-5], ["sample_index.npy"]),
+        ("sample_index.npy", array[:-8] + bytes(8), ["sample_index.npy has another CRC"]),
+        ("sample_index.npy", array.replace(b"<i4", b">i4"), ["sample_index.npy has another CRC"]),
+        ("sample_index.npy", pickle.dumps(LeavesATrace()).ljust(len(array)), ["another CRC"]),
+        ("document_index.npy", None, ["document_index.npy"]),
+    ):
+        path = file_of(cache, file)
+        path.unlink()
+        if content is not None:
+            path.write_bytes(content)
+        found, messages = cached(one, pair, cache)
+        for word, message in zip(words, messages, strict=True):
+            assert re.search(f"is rebuilt: .*{word}", message)
+        same_arrays(found, wanted)
+        assert files_of(cache) == before, file
+        found, messages = cached(one, pair, cache)
+        assert messages == [], file
+        same_arrays(found, wanted)
+    assert not os.path.exists("ran")
+
+
+def test_a_damaged_index_is_found_by_a_start_that_finds_its_cache(one, tmp_path):
+    """No sample shows where a document ends; but an .idx of another time is checked as a whole."""
+    prefix = mk(one, tmp_path / "p", [[1] * 9] * 9)
+    gpt(one, prefix, 5)
+    patch(f"{prefix}.idx", 34 + 12 * 9 + 8, b"\x07")
+    os.utime(f"{prefix}.idx", (2**31, 2**31))  # later than now, whatever the clock of the disk
+    with pytest.raises(one.DatasetFormatError, match=r"document_indices\[2\]"):
+        quiet(gpt, one, prefix, 5)
+
+
+def is_mapped(folder):
+    """Has this process mapped a file of the folder?"""
+    return str(folder) in pathlib.Path("/proc/self/maps").read_text()
+
+
+@linux
+@pytest.mark.parametrize("size, n", [(20_000, 700), (200_000, 6000), (1_100_000, 35_000)])
+def test_an_array_is_read_up_to_64_kib_and_checked_up_to_1_mib(
+    one, tmp_path, cache, monkeypatch, size, n
+):
+    """Of a larger one the ends are checked, as the last 4,096 bytes here.
+
+    It is on the disk before it has its name: no loss of power leaves holes in it.
+    """
+    corpus = mk(one, tmp_path / "p", np.ones((3000, 1), np.int32))
+    synced = []
+
+    def sync(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    start(one, corpus, cache, n)
+    path = file_of(cache, "document_index.npy")
+    before = path.read_bytes()
+    assert size < len(before) < 1.3 * size
+    assert len(synced) == ("document_index" in "".join(synced)) == (size > 1 << 20)
+    for place in (4096, len(before) - 4100, 4090, len(before) - 4096, len(before) - 4):
+        is_seen = size < 1 << 20 or not 4096 <= place < len(before) - 4096
+        path.write_bytes(before)
+        patch(path, place, b"\xff\xff\xff\xff")
+        ds, messages = start(one, corpus, cache, n)
+        assert len(messages) == is_seen
+        assert is_mapped(path) == (size > 1 << 16)
+        if is_seen:
+            assert path.read_bytes() == before
+            same(ds.document_index, np.load(path))
+        del ds
+        assert not is_mapped(path)
+
+
+def test_a_touched_pair_and_a_copy_find_the_cache(one, pair, wanted, cache, tmp_path, monkeypatch):
+    """Nodes with a copy each and one path_to_cache do not overwrite each other's files.
+
+    A relative path_to_cache is that of the start: also for a pickle, in another folder.
+    """
+    monkeypatch.chdir(tmp_path)
+    ds, _ = start(one, "pair", "cache")
+    blend = one.BlendedDataset([ds, ds], [1, 1], 9, ds.config)
+    before = stamps(cache)
+    (tmp_path / "node 1").mkdir()
+    monkeypatch.chdir(tmp_path / "node 1")
+    for dataset in (ds, pickle.loads(pickle.dumps(ds))):
+        same_arrays(arrays(dataset), wanted)
+        assert len(dataset[3]["tokens"]) == 8
+    assert len(pickle.loads(pickle.dumps(blend)).dataset_index) == 9
+    assert os.listdir() == []
+    for kind in ("bin", "idx"):
+        shutil.copyfile(f"{pair}.{kind}", tmp_path / "node 1" / f"pair.{kind}")
+        os.utime(f"{pair}.{kind}", (1, 1))
+    for folder in (tmp_path, tmp_path / "node 1"):
+        monkeypatch.chdir(folder)
+        assert start(one, "pair", cache)[1] == []
+    assert stamps(cache) == before
+
+
+def test_regenerated_data_make_a_cache_stale(one, tmp_path, cache):
+    """Upstream: the key is the path and the config, so the old indices are used.
+
+    Nor is a cache taken for one of the new data that is made of the old, which are open still.
+    """
+    old = random_docs(np.random.default_rng(5), most=40) * 3
+    for docs, word in (([[1, 2, 3]] * 20, "documents"), (old[::-1], "the pair was")):
+        corpus = mk(one, tmp_path / word, old)
+        os.utime(f"{corpus}.idx", (1, 1))
+        opened, _ = start(one, corpus, cache)
+        mk(one, corpus, docs)
+        os.utime(f"{corpus}.idx", (1, 1))  # as what unpacks it may do: size and time are the same
+        wanted, _ = cached(one, corpus, f"{cache} of the new")
+        for is_made_late in (False, True):
+            if is_made_late:
+                shutil.rmtree(cache)
+                documents = np.arange(len(old), dtype=np.int32)
+                split = one.Split.train
+                one.GPTDataset(opened.dataset, corpus, documents, 50, split, opened.config)
+            found, [message] = cached(one, corpus, cache)
+            assert word in message
+            same_arrays(found, wanted)
+            assert cached(one, corpus, cache)[1] == []
+
+
+def test_other_lengths_of_a_reader_of_ones_own_make_a_cache_stale(one, cache):
+    """It has no fingerprint, and its path and its documents are the same."""
+    wanted = []
+    for lengths, words in (([9, 7], []), ([9, 7], []), ([7, 9], ["lengths_crc32"])):
+        reader = types.SimpleNamespace(sequence_lengths=np.array(lengths, np.int32))
+        of_job = range(2), 4, one.Split.train, config(one, path_to_cache=cache)
+        ds, messages = heard(one.GPTDataset, reader, None, *of_job)
+        for word, message in zip(words, messages, strict=True):
+            assert word in message
+        wanted.append(arrays(ds))
+    same_arrays(wanted[0], wanted[1])
+    assert not np.array_equal(wanted[0][1], wanted[2][1])
+
+
+@linux
+def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache):
+    """Who unpickles it finds them, or builds and saves them.  Upstream: all travel to each worker.
+
+    An array that a user has set travels.  A dataset that nobody uses any more lets go of its files
+    at once.
+    """
+    corpus = mk(one, tmp_path / "p", [[1] * 8] * 3000)
+    cfg = config(one, ([corpus, corpus], [1, 2]), path_to_cache=cache)
+    ks = [0, 77, -1, None]
+    built = build(one, [13_000, 0, 0], cfg)[0]
+    wanted = batch_of(built, ks)
+    text = pickle.dumps(built)
+    assert len(text) < 10_000 < built.datasets[0].indices.nbytes
+    assert is_mapped(cache)
+    part = built.datasets[1]
+    part.shuffle_index = part.shuffle_index[::-1].copy()
+    same_arrays(arrays(pickle.loads(pickle.dumps(part))), arrays(part))
+    del built, part
+    assert not is_mapped(cache)
+    before = files_of(cache)
+    for _ in range(2):
+        again, messages = heard(pickle.loads, text)
+        assert messages == []
+        same_samples(batch_of(again, ks), wanted)
+        assert files_of(cache) == before
+        shutil.rmtree(cache)
+
+
+# -- errors of the build, of the disk and of the system ----------------------------------------
+
+
+def test_an_error_of_the_build_is_no_fault_of_the_cache(one, pair, cache, monkeypatch):
+    """It is raised, after one call, and nothing is written."""
+    start(one, pair, cache)
+    os.truncate(file_of(cache, "sample_index.npy"), 100)
+    before = files_of(cache)
+    failing = mock.Mock(side_effect=OSError("the build"))
+    monkeypatch.setattr(one, "build_sample_idx", failing)
+    with pytest.raises(OSError, match="^the build$"):
+        quiet(start, one, pair, cache)
+    assert failing.call_count == 1
+    assert files_of(cache) == before
+
+
+def test_in_a_folder_that_cannot_be_made_the_arrays_stay_in_memory(one, pair, wanted, cache):
+    """Below a regular file not even root can make a folder, so there is a warning."""
+    pathlib.Path(cache).write_text("")
+    found, [message] = cached(one, pair, f"{cache}/below")
+    assert "cannot be written" in message
+    same_arrays(found, wanted)
+
+
+@pytest.mark.parametrize("num_renames", range(5))
+def test_a_job_that_dies_or_whose_disk_is_full_in_the_middle(
+    one, pair, cache, monkeypatch, num_renames
+):
+    """Nothing that it leaves is believed, nor the cache of other data that was there before.
+
+    Where the disk is full, the arrays stay in memory, and are pickled whole.
+    """
+    cached(one, pair, cache)
+    mk(one, pair, [[1] * 20] * 7)
+    wanted, _ = cached(one, pair, f"{cache} of the new")
+    rename = os.replace
+    number = itertools.count()
+
+    def rename_or_fail(source, target):
+        if next(number) == num_renames:
+            shutil.copytree(cache, f"{cache} of the dead")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", rename_or_fail)
+        ds, [*_, message] = start(one, pair, cache, 50)
+    assert "No space left" in message
+    for dataset in (ds, pickle.loads(pickle.dumps(ds))):
+        same_arrays(arrays(dataset), wanted)
+    assert not any(name.endswith((".tmp", "manifest.json")) for name in os.listdir(cache))
+    for folder in (cache, f"{cache} of the dead"):
+        same_arrays(cached(one, pair, folder)[0], wanted)
+        assert cached(one, pair, folder)[1] == []
+
+
+def test_another_job_writes_the_cache_while_it_is_found(one, pair, cache, monkeypatch):
+    """Where its arrays have the sizes, and the CRCs, of the old ones, a mix would not be seen."""
+    monkeypatch.setattr(one, "_crc32_of_file", mock.Mock(return_value=0))
+    wanted, _ = cached(one, pair, cache)
+    open_array = one._open_array
+
+    def open_one_and_write(path, noted):
+        monkeypatch.setattr(one, "_open_array", open_array)
+        values = open_array(path, noted)
+        start(one, pair, cache, documents=[3, 2, 1, 0])
+        return values
+
+    monkeypatch.setattr(one, "_open_array", open_one_and_write)
+    found, [message] = cached(one, pair, cache)
+    assert "another job" in message
+    same_arrays(found, wanted)
+
+
+@pytest.mark.parametrize("num_renames", [2, 3])
+def test_two_jobs_write_a_cache_at_one_moment(one, tmp_path, cache, monkeypatch, num_renames):
+    """An array of the one beside the manifest of the other is found at the next start."""
+    monkeypatch.setattr(one, "_CHECKED_BYTES", 1 << 12)
+    corpus = mk(one, tmp_path / "p", [[1] * n for n in np.resize([1, 2, 3], 3000)])
+    wanted, _ = cached(one, corpus, f"{cache} of one job", 600)
+    rename = os.replace
+    renames = itertools.count(1)
+
+    def rename_before_another_job(source, target):
+        rename(source, target)
+        if next(renames) == num_renames:
+            start(one, corpus, cache, 600, documents=np.arange(3000)[::-1])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", rename_before_another_job)
+        same_arrays(cached(one, corpus, cache, 600)[0], wanted)
+    found, [message] = cached(one, corpus, cache, 600)
+    assert "another CRC" in message
+    same_arrays(found, wanted)
+    assert cached(one, corpus, cache, 600)[1] == []
+
+
+# ==============================================================================
+# 16. Object storage
+# ==============================================================================
+# Memory, a web server that a test can make fail, and, once, S3.
+
+SECRET = "s3cret"
+
+
+class RangeHandler(http.server.BaseHTTPRequestHandler):
+    """Serves the files of a folder, whole or a range of them."""
+
+    protocol_version = "HTTP/1.1"
+    wbufsize = 1 << 16  # head and body in one packet
+
+    def log_message(self, *details):
+        """Nothing."""
+
+    def do_GET(self):
+        name = self.path.partition("?")[0].rpartition("/")[2]
+        wanted = self.headers.get("Range", "")
+        self.server.requests.append((self.command, name, wanted))
+        path = pathlib.Path(self.server.folder, name)
+        fault = next(self.server.faults, None)
+        status, body = 404, b""
+        if isinstance(fault, int):
+            status = fault
+        elif path.is_file():
+            status, body = 200, path.read_bytes()
+        self.send_response(206 if wanted and status == 200 else status)
+        self.send_header("ETag", hashlib.md5(body).hexdigest())
+        self.send_header("Accept-Ranges", "bytes")
+        if wanted and body and fault != "whole":
+            first, last = map(int, re.findall(r"\d+", wanted))
+            body = body[first : last + 1]
+        if fault == "short":
+            body = body[1:]
+        if fault == "no length":
+            self.send_header("Connection", "close")
+        else:
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+
+class Storage:
+    """A place on object storage: the URL that readers know, and the one that files are put to."""
+
+    def __init__(self, root, target=None):
+        self.root = root
+        self._file_system, self._place = fsspec.core.url_to_fs(str(target or root))
+
+    def put(self, prefix):
+        """Copy a local pair -> the prefix of the copy, which has its name."""
+        name = os.path.basename(prefix)
+        for extension in ("bin", "idx"):
+            self._file_system.put_file(f"{prefix}.{extension}", f"{self._place}/{name}.{extension}")
+        return f"{self.root}/{name}"
+
+
+@pytest.fixture
+def no_pauses(tmp_path, monkeypatch):
+    """The pauses that were asked for, which do not come; copies of .idx files below tmp_path."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    pauses = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    return pauses
+
+
+@pytest.fixture
+def bucket(no_pauses, monkeypatch):
+    """Object storage in this process, empty."""
+    file_system = fsspec.get_filesystem_class("memory")
+    monkeypatch.setattr(file_system, "store", {})
+    monkeypatch.setattr(file_system, "pseudo_dirs", [""])
+    return Storage("memory://bucket")
+
+
+@pytest.fixture
+def web(no_pauses, tmp_path):
+    """A web server that serves ranges, and writes nothing."""
+    pytest.importorskip("aiohttp")
+    folder = tmp_path / "web"
+    folder.mkdir()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), RangeHandler)
+    server.daemon_threads = True
+    server.socket.listen(256)  # a batch opens many at once; those over the limit wait for seconds
+    server.folder = folder
+    server.requests = []
+    server.faults = iter([])  # of the next requests: a status, a word, or None
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    storage = Storage(f"http://127.0.0.1:{server.server_port}/bucket", folder)
+    storage.server = server
+    yield storage
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def some_pair(one, tmp_path):
+    """A local pair of 60 documents, some of them empty -> (prefix, documents)."""
+    rng = np.random.default_rng(7)
+    docs = [rng.integers(1, 900, n) for n in rng.integers(0, 30, 60)]
+    return mk(one, tmp_path / "local" / "pair", docs, np.uint16), docs
+
+
+@pytest.fixture
+def numbers(one, web, tmp_path):
+    """A remote pair of one document, the tokens 100 .. 119 (uint16), on the web server."""
+    prefix = mk(one, tmp_path / "local" / "numbers", [range(100, 120)], np.uint16)
+    return one.IndexedDataset(web.put(prefix))
+
+
+# -- Reading -----------------------------------------------------------------------------------
+
+
+@linux
+def test_a_remote_pair_equals_the_local_one(one, web, some_pair, no_pauses):
+    """One by one or many at once; places may overlap, repeat and be empty.
+
+    Also in other threads, and in processes that fork and unpickle it.
+    """
+    prefix, docs = some_pair
+    with pytest.raises(FileNotFoundError, match=re.escape(f"{web.root}/pair.idx")):
+        one.IndexedDataset(f"{web.root}/pair")
+    assert not one.IndexedDataset.exists(f"{web.root}/pair")
+    ds = one.IndexedDataset(web.put(prefix), check=True)
+    assert one.IndexedDataset.exists(f"{web.root}/pair")
+    assert no_pauses == []
+    assert lists(ds[:]) == [doc.tolist() for doc in docs]
+    pieces = [(3, 2, 4), (59, 0, 2), (-1, 0, 2), (3, 1, 1), (3, 2, 4), (3, 0, 0)]
+    for (i, offset, length), found in zip(pieces, ds.get_many(pieces), strict=True):
+        same(found, docs[i][offset : offset + length].astype(np.uint16))
+        same(ds.get(i, offset, length), found)
+    assert ds.get_many([]) == ds[5:5] == []
+    with pytest.raises(IndexError):
+        ds.get_many([(1, 0, 0), (0, 0, len(docs[0]) + 1)])
+    for pool in (
+        concurrent.futures.ThreadPoolExecutor(4),
+        concurrent.futures.ProcessPoolExecutor(2, FORK),
+    ):
+        with pool:
+            assert lists(pool.map(ds.get, range(20))) == lists(docs[:20])
+
+
+@pytest.mark.slow
+def test_s3(one, no_pauses, some_pair, tmp_path, monkeypatch):
+    """A pair is read; a listing that fsspec keeps is not taken for the state of an object."""
+    s3fs = pytest.importorskip("s3fs", reason="pip install s3fs")
+    moto = pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "me")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    file_system = s3fs.S3FileSystem()
+    file_system.mkdir("bucket")
+    prefix, docs = some_pair
+    place = Storage("s3://bucket/data").put(prefix)
+    assert lists(one.IndexedDataset(place)[:]) == [doc.tolist() for doc in docs]
+    file_system.find("bucket")
+    of_another_process = s3fs.S3FileSystem(skip_instance_cache=True)
+    of_another_process.pipe_file("bucket/data/pair.idx", b"another index")
+    with pytest.raises(one.DatasetFormatError, match="file size.* 13"):
+        one.IndexedDataset(place)
+    for k in range(2):  # the second list has one more
+        of_another_process.pipe_file(f"bucket/{k}.jsonl", GOOD)
+        made = one.preprocess("s3://bucket/*.jsonl", tmp_path / "o")["text"]
+        assert len(one.IndexedDataset(made)) == k + 1
+    server.stop()
+
+
+def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
+    """All pieces of a batch, also of padding; of a blend one for each of its corpora."""
+    prefix, docs = some_pair
+    prefixes = [prefix, mk(mm, tmp_path / "local" / "second", docs[::-1], np.uint16)]
+    fields = {"path_to_cache": str(tmp_path / "cache"), "sequence_length": 16}
+    local = build(mm, [50, 0, 0], config(mm, (prefixes, [2, 3]), **fields))[0]
+    prefixes = [bucket.put(prefix) for prefix in prefixes]
+    remote = build(mm, [50, 0, 0], config(mm, (prefixes, [2, 3]), **fields))[0]
+    ds = remote.datasets[0]
+    memory = fsspec.get_filesystem_class("memory")
+    real = memory.cat_ranges
+    for read, argument, wanted in (
+        (ds.__getitem__, 5, 1),
+        (ds.__getitems__, [3, None, 11, 0], 1),
+        (ds.dataset.__getitem__, slice(1, 9), 1),
+        (functools.partial(batch_of, remote), [*range(40), None], 2),
+    ):
+        with mock.patch.object(memory, "cat_ranges", autospec=True, side_effect=real) as calls:
+            read(argument)
+        assert calls.call_count == wanted, (read, argument)
+    same_samples(batch_of(remote, [*range(40), None]), batch_of(local, [*range(40), None]))
+
+
+# -- Copies of .idx files ----------------------------------------------------------------------
+
+
+def test_nothing_is_written_to_object_storage(one, bucket, some_pair, tmp_path, monkeypatch):
+    """The default of path_to_cache, beside the pair, would be.
+
+    A relative folder for the copies is that of the start: also for a pickle, in another folder.
+    """
+    prefix = bucket.put(some_pair[0])
+    home = tmp_path / "home" / "megatron_min"  # see no_pauses
+    for path, place in ((None, home), ("idx", tmp_path / "idx")):
+        monkeypatch.chdir(tmp_path)
+        cfg = config(one, ([prefix], None), object_storage_cache_path=path)
+        first = build(one, [9, 0, 0], cfg)[0]
+        (tmp_path / "elsewhere").mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        pickle.loads(pickle.dumps(first))
+        assert os.listdir() == []
+        manifest = f"{first.unique_description_hash}-GPTDataset-train-manifest.json"
+        assert (place / "GPTDataset_indices" / manifest).exists()
+        assert {path.suffix for path in place.iterdir() if path.is_file()} == {".idx"}
+    url = "memory://host/folder"
+    cfg = config(one, ([prefix], None), path_to_cache=url)
+    for function, argument in ((one.ObjectStorageConfig, [url]), (build, [one, [9, 0, 0], cfg])):
+        with pytest.raises(ValueError, match="path_to_.*cache must be .* local"):
+            function(*argument)
+    with pytest.raises(FileNotFoundError, match="memory://host/folder"):
+        one.merge([prefix], f"{url}/merged")
+    file_system = fsspec.filesystem("memory")
+    assert file_system.find("") == ["/bucket/pair.bin", "/bucket/pair.idx"]
+
+
+def open_remote(one, place, folder):
+    """Open a pair whose .idx is copied into this folder."""
+    return one.IndexedDataset(place, object_storage_config=one.ObjectStorageConfig(folder))
+
+
+@contextlib.contextmanager
+def storage_that_tells(name):
+    """Memory, which tells the size of an object, and a digest by that name, if it is not None."""
+    memory = fsspec.get_filesystem_class("memory")
+    kept = {}
+
+    def info(self, path, **options):
+        path = self._strip_protocol(path)
+        if path not in kept:
+            content = self.store[path].getvalue()
+            kept[path] = {"type": "file", "size": len(content)}
+            if name is not None:
+                kept[path][name] = hashlib.md5(content).hexdigest()
+        return kept[path]
+
+    def invalidate_cache(self, path):
+        kept.pop(self._strip_protocol(path), None)
+
+    with mock.patch.multiple(memory, info=info, invalidate_cache=invalidate_cache):
+        yield
+
+
+@pytest.mark.parametrize(
+    "name", ["ETag", "blob_id", "sha", "LastModified", "modificationTime", None]
+)
+def test_an_index_is_copied_once_for_each_state(one, bucket, some_pair, tmp_path, name):
+    """And for each prefix, even where the storage says the same of both.
+
+    Case: hf:// tells a blob_id alone; another index of the same size was not noticed.  Where
+    nothing is told, the index is copied at each opening.  What fsspec keeps of an older answer is
+    not believed.
+    """
+    prefix, docs = some_pair
+    folder = tmp_path / "idx"
+    with storage_that_tells(name):
+        place = bucket.put(prefix)
+        pickled = pickle.dumps(open_remote(one, place, folder))
+        [copied] = folder.iterdir()
+        assert copied.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
+        before = stamps(folder)
+        open_remote(one, place, folder)
+        assert (stamps(folder) == before) == (name is not None)
+        changed = mk(one, tmp_path / "changed" / "pair", docs[::-1], np.uint16)  # as long
+        bucket.put(changed)
+        with pytest.raises(one.DatasetFormatError, match="replaced"):
+            pickle.loads(pickled)
+        assert lists(open_remote(one, place, folder)[:]) == lists(docs[::-1])
+        copies = len(os.listdir(folder))
+        assert copies == (1 if name is None else 2)
+        open_remote(one, Storage("memory://other").put(changed), folder)
+        assert len(os.listdir(folder)) == copies + 1
+
+
+def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_path):
+    """No copy stays; the next opening finds the new one."""
+    place = bucket.put(some_pair[0])
+    memory = fsspec.get_filesystem_class("memory")
+    cat_ranges = memory.cat_ranges
+
+    def read_then_change(self, *arguments, **options):
+        found = cat_ranges(self, *arguments, **options)
+        bucket.put(some_pair[0])
+        return found
+
+    with mock.patch.object(memory, "cat_ranges", read_then_change):
+        with pytest.raises(one.DatasetFormatError, match="pair.idx: .* copied"):
+            open_remote(one, place, tmp_path / "idx")
+    assert os.listdir(tmp_path / "idx") == []
+    open_remote(one, place, tmp_path / "idx")
+
+
+# -- Faults ------------------------------------------------------------------------------------
+
+
+def test_ranges_are_exact_and_only_what_failed_is_asked_for_again(web, numbers):
+    """The bytes that are asked for, each once, and none for what is empty.
+
+    A server without ranges sends the whole file: it is asked once.
+    """
+    for pieces, fault, wanted in (
+        ([(0, 2, 2), (0, 9, 1), (0, 2, 2), (0, 3, 0)], None, [["18-19", "4-7"]]),
+        ([], None, [[]]),
+        ([(0, 2, 0)], None, [[]]),
+        ([(0, 0, 1), (0, 5, 2)], "short", [["0-1", "0-1", "10-13"], ["0-1", "10-13", "10-13"]]),
+        ([(0, 0, 1), (0, 5, 2)], 500, [["0-1", "0-1", "10-13"], ["0-1", "10-13", "10-13"]]),
+    ):
+        web.server.requests.clear()
+        web.server.faults = iter([fault])
+        found = numbers.get_many(pieces)
+        assert lists(found) == [list(range(100 + i, 100 + i + n)) for _, i, n in pieces]
+        ranges = sorted(place.removeprefix("bytes=") for _, _, place in web.server.requests)
+        assert ranges in wanted
+    web.server.requests.clear()
+    web.server.faults = iter(["whole"])
+    with pytest.raises(
+        OSError, match=r"numbers\.bin: .* 40 bytes: the server does not know ranges"
+    ):
+        numbers.get(0, 2, 2)
+    assert len(web.server.requests) == 1
+
+
+def test_an_opening_is_tried_again(one, web, numbers, no_pauses):
+    """Whose requests fsspec calls "not found", whatever happens to them; but not in vain.
+
+    Without its size a pair could not be read in ranges.
+    """
+    web.server.faults = itertools.repeat(503, 3)
+    assert lists(one.IndexedDataset(numbers.path_prefix)) == [list(range(100, 120))]
+    assert len(no_pauses) > 0
+    no_pauses.clear()
+    for fault, kind in ((403, PermissionError), (404, FileNotFoundError), ("no length", OSError)):
+        web.server.faults = itertools.repeat(fault)
+        with pytest.raises(kind, match=r"numbers\.idx: ") as caught:
+            one.IndexedDataset(numbers.path_prefix)
+        assert caught.type is kind
+    assert no_pauses == []
+
+
+class HttpError(Exception):
+    """No OSError, as the errors of aiohttp, botocore, azure and gcsfs are none."""
+
+    def __init__(self, status):
+        super().__init__(f"HTTP {status}")
+        self.status = status
+
+
+@pytest.mark.parametrize(
+    "failure, kind, tries",
+    [
+        (HttpError(503), OSError, 5),
+        (HttpError(404), FileNotFoundError, 1),
+        (HttpError(410), FileNotFoundError, 1),
+        (HttpError(401), PermissionError, 1),
+        (HttpError(403), PermissionError, 1),
+        (FileNotFoundError("bucket/pair.bin"), FileNotFoundError, 1),
+        (PermissionError("Forbidden"), PermissionError, 1),
+        (ConnectionResetError("by the other side"), OSError, 5),
+    ],
+)
+def test_only_what_may_pass_is_tried_again(one, bucket, some_pair, no_pauses, failure, kind, tries):
+    """After pauses that grow.  The error says what it was, and of which object."""
+    ds = one.IndexedDataset(bucket.put(some_pair[0]))
+    memory = fsspec.get_filesystem_class("memory")
+    with mock.patch.object(memory, "cat_file", side_effect=failure) as reads:
+        with pytest.raises(kind, match=r"//bucket/pair\.bin: ") as caught:
+            ds[:1]
+    assert type(caught.value) is kind and caught.value.__cause__ is failure
+    assert f"{type(failure).__name__}: {failure}" in str(caught.value)
+    assert reads.call_count == len(no_pauses) + 1 == tries
+    assert no_pauses == sorted(set(no_pauses))
+
+
+def test_a_folder_is_no_object(one, bucket):
+    for ending in (".idx", ".bin"):
+        fsspec.filesystem("memory").pipe_file(f"/bucket/p{ending}/file", b"1")
+    assert not one.IndexedDataset.exists(f"{bucket.root}/p")
+
+
+def test_a_missing_package_for_a_storage_is_named(one, monkeypatch):
+    """And nothing else: who has copied the module has no extras, and the name is anybody's."""
+    monkeypatch.setitem(sys.modules, "gcsfs", None)  # no other test reads gs://
+    with pytest.raises(ImportError, match="gcsfs") as caught:
+        one.IndexedDataset("gs://bucket/pair")
+    assert "megatron" not in str(caught.value)
+
+
+# -- Passwords ---------------------------------------------------------------------------------
+
+
+def test_what_a_url_with_a_password_is(one):
+    refused = ["s3://key:pass/word@bucket/c", "s3://KEY:SECRET", "ftp://user:@host/c"]
+    refused += ["HTTPS://token@host/x", "http://user:12::x@host/x", "http://user:pw@[::1]:80/x"]
+    refused += ["s3://[KEY:SECRET]@bucket/c", "simplecache::s3://KEY:SECRET@bucket/c"]
+    refused += ["zip://a.jsonl::filecache::http://user@host/x.zip"]
+    taken = ["s3://bucket/a:b@c", "http://host:8080/a@b", "http://[2001:db8::1]:80/x", "data/a:b@c"]
+    taken += ["abfs://container@account.dfs.core.windows.net/x", "hdfs://user@host:8020/c"]
+    taken += ["zip://a.jsonl::filecache::s3://bucket/x.zip", "http://[::1]/x"]
+    assert [url for url in refused + taken if one._PASSWORD.search(url)] == refused
+
+
+def test_a_url_that_may_hold_a_secret_is_refused_at_every_door(one, some_pair, tmp_path, caplog):
+    """So none gets into a message, a file or its name, an object, or what is pickled of one.
+
+    Of a pair also one with a query, which may be a signature, and a chain, whose cache would answer
+    for an object that has changed.  Upstream: in clear in the description of a cache.
+    """
+    local, _ = some_pair
+    lines = jsonl(f"{local}.jsonl", ["1"])
+    builder = one.IndexedDatasetBuilder(f"{local}.new.bin")
+    password = f"memory://k:{SECRET}/{SECRET}@b/c"
+    calls = [(one.preprocess, [iter([lines, f"{password}*.jsonl"]), f"{local}.o"])]
+    for url in (password, f"memory://b/c?sig={SECRET}/{SECRET}", f"simplecache::memory://{SECRET}"):
+        per_split = {"blend_per_split": [None, ([local, url], [1, 2]), None], "tokenizer": Tok()}
+        calls += [
+            (config, [one, (local, url)]),  # no blend: the sentence that says so would show it
+            (functools.partial(one.GPTDatasetConfig, 1, 8, **per_split), []),
+            (one.IndexedDataset, [url]),
+            (one.IndexedDataset.exists, [url]),
+            (one.IndexedDatasetBuilder, [f"{url}.bin"]),
+            (builder.finalize, [f"{url}.idx"]),
+            (builder.add_index, [url]),
+            (one.preprocess, [lines, url]),
+            (one.merge, [iter([local, f"{url}_00000_of_00002"]), f"{local}.o"]),
+            (one.merge, [[local], url]),
+        ]
+    for function, arguments in calls:
+        with pytest.raises(ValueError, match="holds a password") as caught:
+            function(*arguments)
+        assert type(caught.value) is ValueError, arguments
+        assert SECRET not in str(caught.value), arguments
+        assert caught.value.__cause__ is caught.value.__context__ is None
+    with pytest.raises(ValueError, match="prefixes") as caught:
+        one.get_blend_from_list([local, password, "70"])
+    assert SECRET not in str(caught.value) + caplog.text
+    for path in tmp_path.rglob("*"):
+        assert SECRET not in str(path)
+        assert path.is_dir() or SECRET.encode() not in path.read_bytes()
+
+
+def test_a_chain_with_a_query_is_an_input(one, bucket, tmp_path):
+    fsspec.filesystem("memory").pipe_file("/bucket/a.jsonl?sig=1", GOOD * 3)
+    made = one.preprocess(f"simplecache::{bucket.root}/a.jsonl?sig=1", tmp_path / "o")["text"]
+    assert len(one.IndexedDataset(made)) == 3
+
+
+# ==============================================================================
+# 17. One error for every rank
 # ==============================================================================
 
 
@@ -4914,7 +4914,7 @@ def test_errors_on_ranks(tmp_path, world):
 
 
 # ==============================================================================
-# 16. The C kernels
+# 18. The C kernels
 # ==============================================================================
 # What the kernels compute is tested in sections 4 to 6, too; here is what needs their arguments.
 
@@ -5378,7 +5378,7 @@ def test_setup_does_without_the_command_for_wheels(tmp_path):
 
 
 # ==============================================================================
-# 17. Tokenizers
+# 19. Tokenizers
 # ==============================================================================
 
 
@@ -5579,7 +5579,7 @@ def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path):
 
 
 # ==============================================================================
-# 18. Preprocessing
+# 20. Preprocessing
 # ==============================================================================
 
 
@@ -6313,7 +6313,7 @@ def test_a_disk_that_is_full(one, tmp_path):
 
 
 # ==============================================================================
-# 19. Fine-tuning data
+# 21. Fine-tuning data
 # ==============================================================================
 
 
@@ -6589,7 +6589,7 @@ def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
 
 
 # ==============================================================================
-# 20. Audit
+# 22. Audit
 # ==============================================================================
 
 
@@ -6701,7 +6701,7 @@ def test_mock_data_have_no_file(one):
 
 
 # ==============================================================================
-# 21. The command line
+# 23. The command line
 # ==============================================================================
 
 
