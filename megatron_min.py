@@ -3020,48 +3020,62 @@ def _allow_open_files():
 # Question answered here: which samples does rank r get at step t, and after a stop?
 #
 # A sampler runs on each data-parallel rank and yields the indices of the samples in that rank's
-# micro-batches; batches_of() makes the batches.  The micro-batches that all ranks read at the same
-# time are called a round here.  A training step, which changes the model once, takes one round or
-# several: M = global batch size / (micro_batch_size * data_parallel_size), which section 11 calls
-# num_microbatches.  So where M is constant, step t reads the rounds t*M .. t*M + M - 1.
+# micro-batches; batches_of() makes the batches.
 #
-# All ranks have one order of samples, and it is dealt to them round by round.  The sampler "single"
-# deals it in runs, the sampler "cyclic" sample by sample.  With micro_batch_size 2 and
-# data_parallel_size 2:
+#   round   a micro-batch of each rank: micro_batch_size * data_parallel_size samples
+#   step    what changes the model once: M rounds, where M = global batch size / samples of a round.
+#           (Section 11 calls it num_microbatches.)  Step t reads the rounds t*M .. t*M + M - 1
+#   turn    once through all samples of the dataset, in whole rounds
 #
-#   round                  0              1              2
-#   order of "single"      0  1  2  3     4  5  6  7     8 ...
-#   rank                   0  0  1  1     0  0  1  1     0
+# All ranks have one order of samples, and it is dealt to them round by round: "single" deals it in
+# runs, "cyclic" sample by sample.  With micro_batch_size 2, data_parallel_size 2 and 8 samples:
 #
-#   order of "cyclic",     4  0  7  3     2  5  1  6                of 8 samples, each turn in a
-#                                                                   new order
-#   rank                   0  1  0  1     0  1  0  1
+#   round                   0              1
+#   order of "single"       0  1  2  3     4  5  6  7       the same in each turn
+#   rank                    0  0  1  1     0  0  1  1
 #
-# A turn is once through all samples of the dataset; a rest that fills no whole round is left out,
-# unless "single" has drop_last=False.  (An epoch, of section 4, is once through its documents, and
-# a dataset may hold several.)  In "cyclic" with data_sharding each rank shuffles a part of its own,
-# so that it always reads the same samples: of eight, rank 0 reads 0 .. 3 and rank 1 reads 4 .. 7.
+#   order of "cyclic"       4  0  7  3     2  5  1  6       a new one in each turn
+#   rank                    0  1  0  1     0  1  0  1
 #
-# One iteration over a sampler is called a pass.  It goes from a given place to the end of the turn,
-# so the first pass after a stop may be only the rest of a turn.
+# And after a stop?  One number, consumed_samples, says how many samples all ranks together have
+# used: of "single" in this turn, of "cyclic" in all turns.  A sampler that is made with this number
+# yields the rest of the turn.  The new job may have another number of workers, and:
 #
-# One number, consumed_samples, says how many samples all ranks together have used: with "single"
-# in this turn, as each turn is like the first; with "cyclic" in all turns.  A job goes on at such a
-# number, with other ranks, micro-batches and workers wherever the order does not depend on them
-# (section 10, which also checks that the samples are those of before).
+#   sampler             order of a turn                    what may be another after a stop
+#   single,             0, 1, 2, ...                       ranks, micro-batch size
+#   full_validation
+#   cyclic, unsharded   one shuffle of all samples         ranks, micro-batch size: if (a) and (b)
+#   cyclic, sharded     each rank shuffles a part of       micro-batch size: if (a) and (b)
+#   (data_sharding)     its own: of 8, rank 1 has 4 .. 7
+#
+#   (a) consumed_samples is a whole number of the new rounds
+#   (b) the number of the turn, the samples done in it, and those shuffled in it are as before
+#
+# Samples that are left over, as they fill no whole round:
+#
+#   single              left out of each turn
+#   single with         in a last, short round.  It is shared out among the ranks, and None, which
+#   drop_last=False,    stands for a sample that does not count (section 5), fills up their
+#   full_validation     micro-batches
+#   cyclic, unsharded   before the shuffle what fills no whole micro-batch, after it what fills no
+#                       whole round: these are others in each turn
+#   cyclic, sharded     left out before the shuffle: in no turn
+#
+# Section 10 saves consumed_samples, and checks that the samples are those of before.
 
 
 class _Sampler:
     """What the samplers share.
 
     kind                  the sampler's name in a saved state
-    consumed_samples      an input: where the next pass starts, as said above; with "cyclic" after
-                          whole rounds.  The count of a run is kept by the loader (section 10)
+    consumed_samples      as given
+    next_start            where the next iteration begins, counted as consumed_samples.  (How many
+                          samples a run has used is counted by the loader, section 10)
     samples_per_round     micro_batch_size * data_parallel_size
     active_total_samples  the samples of whole rounds
 
-    len() counts the batches of a whole turn, wherever the next pass starts (upstream: samples).
-    ValueError for sizes that cannot be, and for a place where no pass can start.
+    len() counts the batches of a whole turn, wherever the next iteration begins (upstream:
+    samples).
     """
 
     kind: str
@@ -3075,55 +3089,32 @@ class _Sampler:
         data_parallel_size: int,
         drop_last: bool = True,
     ) -> None:
-        sizes = {
-            "total_samples": total_samples,
-            "micro_batch_size": micro_batch_size,
-            "data_parallel_size": data_parallel_size,
-        }
-        for name, size in sizes.items():
-            if not isinstance(size, numbers.Real) or size < 1 or size % 1:
-                raise ValueError(f"{name} must be >= 1 and whole, got {size!r}")
-        if not 0 <= data_parallel_rank < data_parallel_size:
-            raise ValueError(
-                f"data_parallel_rank must be 0 to {data_parallel_size - 1}, "
-                f"got {data_parallel_rank}"
-            )
+        _refuse_sizes_of_sampler(
+            total_samples, micro_batch_size, data_parallel_rank, data_parallel_size
+        )
         self.total_samples = int(total_samples)
-        self.consumed_samples = int(consumed_samples)
         self.micro_batch_size = int(micro_batch_size)
         self.data_parallel_rank = data_parallel_rank
         self.data_parallel_size = int(data_parallel_size)
         self.drop_last = drop_last
         self.samples_per_round = self.micro_batch_size * self.data_parallel_size
+        self.micro_batch_times_data_parallel_size = self.samples_per_round  # upstream's name
         self.active_total_samples = self.total_samples - self.total_samples % self.samples_per_round
-        self.check_start(consumed_samples)
+        _refuse_start(self, consumed_samples)
+        self.consumed_samples = int(consumed_samples)
+        self.next_start = self.consumed_samples
 
     def __len__(self) -> int:
         if self.drop_last:
             return self.active_total_samples // self.samples_per_round
         return _ceil_div(self.total_samples, self.samples_per_round)
 
-    def check_start(self, consumed_samples: int) -> None:
-        """ValueError unless a pass can start there: anywhere from the first sample to the end."""
-        if not 0 <= consumed_samples <= self.total_samples or consumed_samples % 1:
-            raise ValueError(
-                f"consumed_samples must be 0 to total_samples ({self.total_samples}) and whole, "
-                f"got {consumed_samples}"
-            )
-
-    @property
-    def micro_batch_times_data_parallel_size(self) -> int:
-        """Upstream's name of samples_per_round."""
-        return self.samples_per_round
-
 
 class MegatronPretrainingSampler(_Sampler):
     """Samples in order, from consumed_samples on.  Upstream: MegatronPretrainingSampler.
 
-    Yields lists of micro_batch_size indices; rank r gets the r-th part of each round.  With
-    drop_last=False the samples of the last, short round are shared out, and None (padding) stands
-    for those that are missing, so that every rank yields the same number of batches.  A second pass
-    starts at 0.
+    Yields lists of micro_batch_size indices; rank r gets the r-th part of each round.  Every rank
+    yields the same number of batches.  A second iteration starts at 0.
 
     >>> list(MegatronPretrainingSampler(6, 0, 1, data_parallel_rank=1, data_parallel_size=2))
     [[1], [3], [5]]
@@ -3132,19 +3123,14 @@ class MegatronPretrainingSampler(_Sampler):
     kind = "single"
 
     def __iter__(self) -> typing.Iterator[list[int | None]]:
-        begin = self.consumed_samples
-        self.consumed_samples = 0  # where the pass after this one starts
-        rank = self.data_parallel_rank
-        ranks = self.data_parallel_size
+        begin = self.next_start
+        self.next_start = 0
+        own_first, own_end = self.get_start_end_idx()
         for first in range(begin, self.total_samples, self.samples_per_round):
-            count = min(self.samples_per_round, self.total_samples - first)
-            if count < self.samples_per_round and self.drop_last:
-                return
-            # a short round is cut as evenly as can be: two ranks differ by one sample at most
-            own_first = first + _ceil_div(rank * count, ranks)
-            own_end = first + _ceil_div((rank + 1) * count, ranks)
-            padding = [None] * (self.micro_batch_size - (own_end - own_first))
-            yield [*range(own_first, own_end), *padding]
+            if first + self.samples_per_round <= self.total_samples:
+                yield list(range(first + own_first, first + own_end))
+            elif not self.drop_last:
+                yield self._part_of_short_round(first)
 
     def get_start_end_idx(self) -> tuple[int, int]:
         """Return which samples of a whole round are this rank's: (first, end).  Upstream's name.
@@ -3154,6 +3140,17 @@ class MegatronPretrainingSampler(_Sampler):
         """
         first = self.data_parallel_rank * self.micro_batch_size
         return first, first + self.micro_batch_size
+
+    def _part_of_short_round(self, first):
+        """This rank's part of the samples from first to the last, filled up with None.
+
+        They are cut as evenly as can be: two ranks differ by one sample at most.
+        """
+        count = self.total_samples - first
+        own_first = first + _ceil_div(self.data_parallel_rank * count, self.data_parallel_size)
+        own_end = first + _ceil_div((self.data_parallel_rank + 1) * count, self.data_parallel_size)
+        padding = [None] * (self.micro_batch_size - (own_end - own_first))
+        return [*range(own_first, own_end), *padding]
 
 
 class MegatronFullValidationSampler(MegatronPretrainingSampler):
@@ -3187,10 +3184,8 @@ class MegatronPretrainingRandomSampler(_Sampler):
     data_sharding  True: each rank shuffles a part of its own; False: one order, dealt to the ranks
     seed           the order of turn t is drawn with seed + t (seed 0 is upstream's order)
 
-    Unsharded, the samples beyond the last whole micro-batch are in no turn (upstream's rule), and
-    the end of the shuffled order that fills no whole round is left out of this turn (upstream reads
-    some of it, and ranks get into different turns).  Sharded, the samples beyond the last whole
-    round are in no turn.  A pass goes on at consumed_samples, which every batch advances.
+    Every rank yields the same number of batches.  (Upstream's do not where it is unsharded, and
+    then get into different turns.)  An iteration goes on where the last one was left.
 
     >>> list(MegatronPretrainingRandomSampler(None, 8, 0, 1, 0, 1, data_sharding=True))
     [[4], [0], [7], [3], [2], [5], [1], [6]]
@@ -3209,9 +3204,6 @@ class MegatronPretrainingRandomSampler(_Sampler):
         data_sharding: bool,
         seed: int = 0,
     ) -> None:
-        self.dataset = dataset
-        self.data_sharding = bool(data_sharding)  # of numpy's, JSON has none
-        self.seed = int(seed)
         super().__init__(
             total_samples,
             consumed_samples,
@@ -3219,26 +3211,16 @@ class MegatronPretrainingRandomSampler(_Sampler):
             data_parallel_rank,
             data_parallel_size,
         )
-
-    def check_start(self, consumed_samples: int) -> None:
-        """ValueError unless a pass can start there: after a whole number of rounds."""
-        per_round = self.samples_per_round
-        if not self.active_total_samples:
-            raise ValueError(
-                f"total_samples ({self.total_samples}) must fill a round of {per_round} samples"
-            )
-        if consumed_samples < 0 or consumed_samples % per_round:
-            raise ValueError(
-                f"consumed_samples must be a multiple of the round of {per_round} samples, "
-                f"got {consumed_samples}"
-            )
+        self.dataset = dataset
+        self.data_sharding = bool(data_sharding)  # not numpy's: a state in JSON has it
+        self.seed = int(seed)
 
     def __iter__(self) -> typing.Iterator[list[int]]:
-        turn, done = divmod(self.consumed_samples, self.active_total_samples)
+        turn, done = divmod(self.next_start, self.active_total_samples)
         order = self._order_of_rank(turn)
         # the samples done are of all ranks, the order is of one
         for first in range(done // self.data_parallel_size, len(order), self.micro_batch_size):
-            self.consumed_samples += self.samples_per_round
+            self.next_start += self.samples_per_round
             yield order[first : first + self.micro_batch_size].tolist()
 
     def _order_of_rank(self, turn):
@@ -3254,10 +3236,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
         return order[rank : self.active_total_samples : ranks]
 
     def samples_shuffled(self) -> int:
-        """Return how many samples enter the shuffle, of all ranks; whole rounds of them leave it.
-
-        Sharded these are the samples of whole rounds, unsharded those of whole micro-batches.
-        """
+        """Return how many samples enter the shuffle of a turn, of all ranks."""
         if self.data_sharding:
             return self.active_total_samples
         return self.total_samples - self.total_samples % self.micro_batch_size
@@ -3367,12 +3346,8 @@ class ParallelGroups:
 
         Each rank is in one of these lists.  ValueError for an unknown axis, or a size below 1.
         """
+        _refuse_kind_of_group(kind, tensor, context, data, pipeline)
         axes = kind.split("-")
-        if not set(axes) <= {"tp", "cp", "dp", "pp"}:
-            raise ValueError(f"kind {kind!r}: wanted tp, cp, dp or pp, or several joined by '-'")
-        if min(tensor, context, data, pipeline) < 1:
-            sizes = f"tensor={tensor}, context={context}, data={data}, pipeline={pipeline}"
-            raise ValueError(f"sizes must be at least 1, got {sizes}")
         groups = {}
         for rank in range(tensor * context * data * pipeline):
             rest, tp = divmod(rank, tensor)
@@ -3387,19 +3362,8 @@ class ParallelGroups:
         world = 1
         if _is_distributed():
             world = torch.distributed.get_world_size()
-        elif os.environ.get("WORLD_SIZE", "1") != "1":
-            raise ValueError(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and torch.distributed is not "
-                "initialized, so every rank would read the same samples: call "
-                "torch.distributed.init_process_group() first"
-            )
-        others = tensor * context * pipeline
-        if min(tensor, context, pipeline) < 1 or world % others != 0:
-            raise ValueError(
-                f"{world} ranks cannot be cut into tensor {tensor} x context {context} x "
-                f"pipeline {pipeline}: the product must be a divisor of the number of ranks"
-            )
-        data = world // others
+        _refuse_world(world, tensor, context, pipeline)
+        data = world // (tensor * context * pipeline)
         self.sizes = {"tensor": tensor, "context": context, "data": data, "pipeline": pipeline}
         self._ranks = {}  # {kind: the ranks of this rank's group}
         self._groups = dict.fromkeys(self._KINDS)  # {kind: the process group of this rank}
@@ -3561,48 +3525,8 @@ def _read_batch(data_iterator, layout, create_attention_mask):
     if data_iterator is None:
         raise ValueError("this rank reads for its group: give a data_iterator, not None")
     batch = next(data_iterator)
-    if not isinstance(batch, dict):
-        raise ValueError(f"wanted a batch as a dict of tensors, got {type(batch).__name__}")
-    packed = "cu_seqlens" in layout
-    if packed != (batch.get("cu_seqlens") is not None):
-        raise ValueError(
-            f"packed={packed} does not fit this batch: give packed=True where batches have "
-            "cu_seqlens, as those of inter_document_masking and of SFTDataset, and only there"
-        )
-    if not create_attention_mask:
-        _refuse_mask_of_documents(batch.get("attention_mask"))
-    tensors = {}
-    for key, (shape, dtype) in layout.items():
-        found = None
-        if isinstance(batch.get(key), torch.Tensor):
-            found = tuple(batch[key].shape)
-        if found != shape:
-            raise ValueError(
-                f"batch[{key!r}]: wanted shape {shape}, got {found}: give the config, the loader "
-                "and get_batch the same sequence_length, micro_batch_size, create_attention_mask"
-            )
-        if batch[key].is_floating_point() and not dtype.is_floating_point:
-            raise ValueError(f"batch[{key!r}]: wanted {dtype}, got {batch[key].dtype}")
-        tensors[key] = batch[key].to("cpu", dtype)
-    return tensors
-
-
-def _refuse_mask_of_documents(mask):
-    """ValueError for a mask, (B, 1, S, S), that must not be left out: it keeps documents apart.
-
-    Then the last token of a row may not attend to the first.
-    """
-    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
-        return
-    if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != mask.shape[3]:
-        return
-    hidden_from_last = mask[:, 0, -1]
-    if (hidden_from_last[:, 0] & ~hidden_from_last[:, -1]).any():
-        raise ValueError(
-            "batch['attention_mask'] keeps documents apart, and would be left out, so that tokens "
-            "attend to other documents: give get_batch create_attention_mask=True, or batches "
-            "without this mask"
-        )
+    _refuse_batch(batch, layout, create_attention_mask)
+    return {key: batch[key].to("cpu", dtype) for key, (_, dtype) in layout.items()}
 
 
 def _share_batch(data_iterator, layout, create_attention_mask, groups, device):
@@ -3677,64 +3601,41 @@ def get_batch_on_this_cp_rank(
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"wanted a cp_rank from 0 to cp_size - 1, got {cp_rank} of {cp_size}")
     part = dict(batch)
-    if cp_size == 1:
+    length = _length_of_rows(batch)
+    if cp_size == 1 or length is None:
         return part
     cu_seqlens = batch.get("cu_seqlens")
-    tensors = [batch[key] for key in _BATCH_KEYS if batch.get(key) is not None]
-    if tensors:
-        length = tensors[0].shape[-1]
-    elif cu_seqlens is not None:  # of a stage between: it refuses what the others cannot cut
-        length = cu_seqlens.shape[-1] - 1
-    else:
-        return part
-    cuts_documents = cu_seqlens is not None and not use_per_sequence_balancing
-    if cuts_documents:
-        bounds_of_rows = _bounds_of_documents(cu_seqlens.tolist(), length, cp_size)
-    elif length % (2 * cp_size) == 0:
+    if cu_seqlens is None or use_per_sequence_balancing:
+        _refuse_uneven_row(length, cp_size)
         bounds_of_rows = [[0, length]]  # the same in all rows
     else:
-        raise ValueError(
-            f"a row of {length} tokens cannot be cut for cp_size {cp_size}: "
-            f"its length must be a multiple of {2 * cp_size}"
-        )
+        starts_of_rows = cu_seqlens.tolist()
+        _refuse_uneven_documents(starts_of_rows, length, cp_size)
+        # behind the last document, cu_seqlens repeats the length
+        bounds_of_rows = [sorted({0, *starts, length}) for starts in starts_of_rows]
     chunks_of_rows = [_chunks_of_row(bounds, cp_rank, cp_size) for bounds in bounds_of_rows]
     for key, value in batch.items():
         dim = 2 if key == "attention_mask" else 1
-        if key == "cu_seqlens" or not isinstance(value, torch.Tensor):
-            continue
-        if value.ndim <= dim or value.shape[dim] != length:  # it has no axis of the tokens
-            continue
-        if cuts_documents:
-            rows = []
-            for row, chunks in zip(value, chunks_of_rows, strict=True):
-                rows.append(_take_chunks(row, dim - 1, chunks))  # a row has one axis less
-            part[key] = torch.stack(rows)
-        else:
-            part[key] = _take_chunks(value, dim, chunks_of_rows[0])
+        if key != "cu_seqlens" and _size_along(value, dim) == length:
+            part[key] = _take_chunks(value, dim, chunks_of_rows)
     return part
 
 
-def _bounds_of_documents(cu_seqlens, length, cp_size):
-    """For each row where its documents begin and end; ValueError unless each can be cut."""
-    bounds_of_rows = []
-    for row, starts in enumerate(cu_seqlens):
-        bounds = [0, *starts, length]
-        if bounds != sorted(bounds):
-            raise ValueError(
-                f"cu_seqlens of row {row}: wanted numbers 0 .. {length} that never decrease, "
-                f"got {np.array(starts)}"
-            )
-        bounds = sorted(set(bounds))  # the unused entries of cu_seqlens repeat the length
-        for document, (begin, end) in enumerate(itertools.pairwise(bounds)):
-            tokens = end - begin
-            if tokens % (2 * cp_size) != 0:
-                raise ValueError(
-                    f"document {document} of row {row} has {tokens} tokens ({begin} to {end}): "
-                    f"cp_size {cp_size} wants a multiple of {2 * cp_size} in every document; "
-                    "use_per_sequence_balancing=True cuts the whole row instead"
-                )
-        bounds_of_rows.append(bounds)
-    return bounds_of_rows
+def _length_of_rows(batch):
+    """S of a batch: of its tensors, or of cu_seqlens in a stage between; None without both."""
+    for key in _BATCH_KEYS:
+        if batch.get(key) is not None:
+            return batch[key].shape[-1]
+    if batch.get("cu_seqlens") is not None:
+        return batch["cu_seqlens"].shape[-1] - 1
+    return None
+
+
+def _size_along(value, dim):
+    """How long a tensor is along an axis; None where it has no such axis, or is no tensor."""
+    if not isinstance(value, torch.Tensor) or value.ndim <= dim:
+        return None
+    return value.shape[dim]
 
 
 def _chunks_of_row(bounds, cp_rank, cp_size):
@@ -3752,10 +3653,13 @@ def _chunks_of_row(bounds, cp_rank, cp_size):
     return chunks
 
 
-def _take_chunks(tensor, dim, chunks):
-    """The chunks of a tensor along an axis, joined."""
-    parts = [tensor.narrow(dim, begin, size) for begin, size in chunks]
-    return torch.cat(parts, dim)
+def _take_chunks(tensor, dim, chunks_of_rows):
+    """The chunks of a tensor along an axis, joined: of each row its own, or the same of all."""
+    parts = []
+    for rows, chunks in zip(tensor.chunk(len(chunks_of_rows)), chunks_of_rows, strict=True):
+        pieces = [rows.narrow(dim, begin, size) for begin, size in chunks]
+        parts.append(torch.cat(pieces, dim))
+    return torch.cat(parts)
 
 
 # ==============================================================================
@@ -3919,9 +3823,9 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         if sampler.kind == "cyclic":
             # This sampler advances its own number as it runs ahead of the loop: set it back to the
             # last batch that the loop was given.  The others set theirs to 0 for a further pass.
-            sampler.consumed_samples = self.consumed_samples
+            sampler.next_start = self.consumed_samples
             limit = math.inf  # it counts on over all turns
-        consumed = sampler.consumed_samples
+        consumed = sampler.next_start
         self._warn_if_left(consumed)
         this_iterator = object()
         self._newest = this_iterator
@@ -4046,7 +3950,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                 "wanted a state of PretrainingDataLoader: version, consumed_samples (whole "
                 f"numbers) and past (dicts, as JSON), got {str(state_dict)[:200]}"
             ) from None
-        self.batch_sampler.check_start(consumed)
+        _refuse_start(self.batch_sampler, consumed)
         if strict:
             if version != _STATE_VERSION:
                 raise ValueError(
@@ -4068,7 +3972,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         self._newest = None
         self._since_state = 0
         self.consumed_samples = consumed
-        self.batch_sampler.consumed_samples = consumed
+        self.batch_sampler.next_start = consumed
 
     def _past_of(self, consumed_samples):
         """The JSON of what decided the consumed samples; "{}" if there is none."""
@@ -4523,7 +4427,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     def _on_gradient(self, param):
         """Take the gradient that backward has added; send the buckets that are complete now."""
-        self._refuse_late_gradient(param)
+        _refuse_late_gradient(self, param)
         self._put_into_buffer(param)
         self._is_averaged = False
         if self._in_sync and self.overlap_grad_reduce:
@@ -4624,7 +4528,7 @@ class DistributedDataParallel(torch.nn.Module):
         A rank whose batch gives no gradient at all then sends zeros, so that nobody waits for it.
         ValueError where a parameter was converted, replaced or unfrozen after the wrapping.
         """
-        self._refuse_changed_parameters()
+        _refuse_changed_parameters(self)
         for param, place in self._places.items():
             param.main_grad = place.view(param.shape)
             param.grad = None
@@ -4651,34 +4555,6 @@ class DistributedDataParallel(torch.nn.Module):
             return
         for param in self.module.parameters():
             torch.distributed.broadcast(param.data, group=self.group, group_src=0)
-
-    def _refuse_late_gradient(self, param):
-        """RuntimeError for a gradient that would be in no average."""
-        if self._bucket_of[param] < self._num_sent:
-            raise RuntimeError(
-                f"gradient of {self._names[param]} after it was sent: put all backwards of a step "
-                "but the last under no_sync(); if there was one backward, its layer is in several "
-                "reentrant checkpoints: give them use_reentrant=False, or do not overlap"
-            )
-        if self._is_averaged and self.grad_reduce_in_fp32:
-            raise RuntimeError(
-                f"gradient of {self._names[param]} after finish_grad_sync(): with "
-                "grad_reduce_in_fp32 call zero_grad_buffer() before each step"
-            )
-
-    def _refuse_changed_parameters(self):
-        """ValueError for a parameter whose gradient has no place in the buffers any more."""
-        for name, param in self.module.named_parameters():
-            place = self._places.get(param)  # None: frozen, or another object than was wrapped
-            if place is None:
-                is_changed = param.requires_grad
-            else:
-                is_changed = (place.dtype, place.device) != self._kind_of_gradient(param)
-            if is_changed:
-                raise ValueError(
-                    f"{name} was converted, replaced or unfrozen after the model was wrapped, so "
-                    "its gradient would not be averaged: do that first, then wrap the model"
-                )
 
     def __setstate__(self, state: dict) -> None:
         """Give a copy, or what was unpickled, buffers and hooks: torch copies no hooks."""
@@ -4800,13 +4676,9 @@ def forward_backward_no_pipelining(
     >>> [row_of_b[ord(letter)].item() * 8 * 256 for letter in "abc"]  # 3, 3 - 2 * 256, 3 - 256
     [3.0, -509.0, -253.0]
     """
-    if not isinstance(model, (list, tuple)):
-        model = [model]
-    if len(model) != 1:
-        raise ValueError(f"without pipelining there is one model, got a list of {len(model)}")
-    if num_microbatches < 1:
-        raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
-    [model] = model
+    _refuse_step(model, num_microbatches)
+    if isinstance(model, (list, tuple)):
+        [model] = model
     reports = []
     token_counts = []
     for number in range(num_microbatches):
@@ -4839,21 +4711,6 @@ def forward_backward_no_pipelining(
             if param.grad is not None:
                 param.grad /= num_tokens
     return reports
-
-
-def _refuse_sums_of_one_rank(model):
-    """ValueError where torch averages a model's gradients over ranks, before they are divided."""
-    if not _is_distributed() or torch.distributed.get_world_size() == 1:
-        return
-    # Told by name: torch.distributed.fsdp is slow to import, and most jobs do without it.
-    names = {kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("torch.")}
-    if names & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}:
-        raise ValueError(
-            f"the model is a {type(model).__name__} of torch, which averages over the ranks, and "
-            "the loss is a sum, which would be divided by the tokens of this rank alone: have "
-            "loss_func return a mean, (loss, report), or wrap the model in the "
-            "DistributedDataParallel of this module"
-        )
 
 
 # ==============================================================================
@@ -4963,22 +4820,11 @@ def get_train_valid_test_num_samples(
     ...                                  eval_iters=2)
     (800, 48, 16)
     """
-    if train_iters is None and train_samples is None:
-        raise ValueError("wanted train_iters or train_samples, or both, got none of them")
-    if min(global_batch_size, eval_interval) < 1:
-        raise ValueError(
-            "wanted global_batch_size and eval_interval >= 1, got "
-            f"{global_batch_size} and {eval_interval}"
-        )
+    _refuse_sizes_of_run(global_batch_size, eval_interval, eval_iters, train_iters, train_samples)
     if train_samples is None:
         train_samples = train_iters * global_batch_size
     if train_iters is None:
         train_iters = train_samples // global_batch_size
-    if min(train_iters, train_samples, eval_iters) < 0:
-        raise ValueError(
-            "wanted train_iters, train_samples and eval_iters >= 0, got "
-            f"{train_iters}, {train_samples} and {eval_iters}"
-        )
     evaluations = 1
     if not skip_train:
         evaluations += train_iters // eval_interval
@@ -5018,23 +4864,12 @@ class NumMicroBatches:
         ramp = rampup_batch_size
         if not ramp:
             ramp = (global_batch_size, 1, 0)  # one size from the start
-        if len(ramp) != 3 or min(ramp[:2]) < 1 or ramp[2] < 0:
-            raise ValueError(
-                f"rampup_batch_size is (start >= 1, increment >= 1, samples >= 0), got {ramp}"
-            )
+        self.samples_per_round = micro_batch_size * data_parallel_size
+        _refuse_ramp(ramp, global_batch_size, self.samples_per_round)
         start, increment, samples = ramp
         self.global_batch_size = global_batch_size
-        self.unit = micro_batch_size * data_parallel_size
         self.samples = samples
         self.sizes = range(start, global_batch_size + 1, increment)
-        if global_batch_size not in self.sizes:
-            raise ValueError(f"ramp-up {ramp}: wanted equal steps up to {global_batch_size}")
-        for size in self.sizes:
-            if self.unit < 1 or size % self.unit:
-                raise ValueError(
-                    f"a global batch of {size} samples is no multiple of micro_batch_size * "
-                    f"data_parallel_size, {self.unit}"
-                )
         self.update(0)
 
     def update(self, consumed_samples: int) -> None:
@@ -5048,7 +4883,7 @@ class NumMicroBatches:
 
     def get(self) -> int:
         """Return the number of micro-batches of the current step."""
-        return self._current // self.unit
+        return self._current // self.samples_per_round
 
     def get_current_global_batch_size(self) -> int:
         """Return the number of samples of the current step."""
@@ -5231,6 +5066,223 @@ def _rank(group=None) -> int:
 
 
 # -- Samplers, batches and gradients (sections 8 to 12) --------------------------------------------
+
+
+def _refuse_sizes_of_sampler(total_samples, micro_batch_size, rank, data_parallel_size):
+    """ValueError unless the sizes of a sampler are whole and at least 1, and the rank fits them."""
+    sizes = {
+        "total_samples": total_samples,
+        "micro_batch_size": micro_batch_size,
+        "data_parallel_size": data_parallel_size,
+    }
+    for name, size in sizes.items():
+        if not isinstance(size, numbers.Real) or size < 1 or size % 1:
+            raise ValueError(f"{name} must be >= 1 and whole, got {size!r}")
+    if not 0 <= rank < data_parallel_size:
+        raise ValueError(f"data_parallel_rank must be 0 to {data_parallel_size - 1}, got {rank}")
+
+
+def _refuse_start(sampler, consumed_samples):
+    """ValueError unless a sampler can begin there.
+
+    "cyclic" begins after any number of whole rounds, the others anywhere in the turn or at its end.
+    """
+    total = sampler.total_samples
+    per_round = sampler.samples_per_round
+    if sampler.kind != "cyclic":
+        if not 0 <= consumed_samples <= total or consumed_samples % 1:
+            raise ValueError(
+                f"consumed_samples must be 0 to total_samples ({total}) and whole, "
+                f"got {consumed_samples}"
+            )
+    elif total < per_round:
+        raise ValueError(f"total_samples ({total}) must fill a round of {per_round} samples")
+    elif consumed_samples < 0 or consumed_samples % per_round:
+        raise ValueError(
+            f"consumed_samples must be a multiple of the round of {per_round} samples, "
+            f"got {consumed_samples}"
+        )
+
+
+def _refuse_kind_of_group(kind, tensor, context, data, pipeline):
+    """ValueError for an unknown axis, and for a number of ranks below 1."""
+    if not set(kind.split("-")) <= {"tp", "cp", "dp", "pp"}:
+        raise ValueError(f"kind {kind!r}: wanted tp, cp, dp or pp, or several joined by '-'")
+    if min(tensor, context, data, pipeline) < 1:
+        sizes = f"tensor={tensor}, context={context}, data={data}, pipeline={pipeline}"
+        raise ValueError(f"sizes must be at least 1, got {sizes}")
+
+
+def _refuse_world(world, tensor, context, pipeline):
+    """ValueError where the ranks of a job cannot be cut so, or do not know of each other."""
+    num_processes = os.environ.get("WORLD_SIZE", "1")
+    if num_processes != "1" and not _is_distributed():
+        raise ValueError(
+            f"WORLD_SIZE is {num_processes}, and torch.distributed is not initialized, so every "
+            "rank would read the same samples: call torch.distributed.init_process_group() first"
+        )
+    if min(tensor, context, pipeline) < 1 or world % (tensor * context * pipeline):
+        raise ValueError(
+            f"{world} ranks cannot be cut into tensor {tensor} x context {context} x "
+            f"pipeline {pipeline}: the product must be a divisor of the number of ranks"
+        )
+
+
+def _refuse_batch(batch, layout, create_attention_mask):
+    """ValueError for a batch that is not what a layout, {key: (shape, dtype)}, says."""
+    if not isinstance(batch, dict):
+        raise ValueError(f"wanted a batch as a dict of tensors, got {type(batch).__name__}")
+    packed = "cu_seqlens" in layout
+    if packed != (batch.get("cu_seqlens") is not None):
+        raise ValueError(
+            f"packed={packed} does not fit this batch: give packed=True where batches have "
+            "cu_seqlens, as those of inter_document_masking and of SFTDataset, and only there"
+        )
+    if not create_attention_mask:
+        _refuse_mask_of_documents(batch.get("attention_mask"))
+    for key, (shape, dtype) in layout.items():
+        found = None
+        if isinstance(batch.get(key), torch.Tensor):
+            found = tuple(batch[key].shape)
+        if found != shape:
+            raise ValueError(
+                f"batch[{key!r}]: wanted shape {shape}, got {found}: give the config, the loader "
+                "and get_batch the same sequence_length, micro_batch_size, create_attention_mask"
+            )
+        if batch[key].is_floating_point() and not dtype.is_floating_point:
+            raise ValueError(f"batch[{key!r}]: wanted {dtype}, got {batch[key].dtype}")
+
+
+def _refuse_mask_of_documents(mask):
+    """ValueError for a mask, (B, 1, S, S), that must not be left out: it keeps documents apart.
+
+    Then the last token of a row may not attend to the first.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+        return
+    if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != mask.shape[3]:
+        return
+    hidden_from_last = mask[:, 0, -1]
+    if (hidden_from_last[:, 0] & ~hidden_from_last[:, -1]).any():
+        raise ValueError(
+            "batch['attention_mask'] keeps documents apart, and would be left out, so that tokens "
+            "attend to other documents: give get_batch create_attention_mask=True, or batches "
+            "without this mask"
+        )
+
+
+def _refuse_uneven_row(length, cp_size):
+    """ValueError unless a row can be cut into 2 * cp_size chunks."""
+    if length % (2 * cp_size):
+        raise ValueError(
+            f"a row of {length} tokens cannot be cut for cp_size {cp_size}: "
+            f"its length must be a multiple of {2 * cp_size}"
+        )
+
+
+def _refuse_uneven_documents(starts_of_rows, length, cp_size):
+    """ValueError unless each document of each row can be cut into 2 * cp_size chunks."""
+    for row, starts in enumerate(starts_of_rows):
+        bounds = [0, *starts, length]
+        if bounds != sorted(bounds):
+            raise ValueError(
+                f"cu_seqlens of row {row}: wanted numbers 0 .. {length} that never decrease, "
+                f"got {np.array(starts)}"
+            )
+        for document, (begin, end) in enumerate(itertools.pairwise(sorted(set(bounds)))):
+            tokens = end - begin
+            if tokens % (2 * cp_size):
+                raise ValueError(
+                    f"document {document} of row {row} has {tokens} tokens ({begin} to {end}): "
+                    f"cp_size {cp_size} wants a multiple of {2 * cp_size} in every document; "
+                    "use_per_sequence_balancing=True cuts the whole row instead"
+                )
+
+
+def _refuse_late_gradient(ddp, param):
+    """RuntimeError for a gradient that would be in no average of a DistributedDataParallel."""
+    if ddp._bucket_of[param] < ddp._num_sent:
+        raise RuntimeError(
+            f"gradient of {ddp._names[param]} after it was sent: put all backwards of a step "
+            "but the last under no_sync(); if there was one backward, its layer is in several "
+            "reentrant checkpoints: give them use_reentrant=False, or do not overlap"
+        )
+    if ddp._is_averaged and ddp.grad_reduce_in_fp32:
+        raise RuntimeError(
+            f"gradient of {ddp._names[param]} after finish_grad_sync(): with "
+            "grad_reduce_in_fp32 call zero_grad_buffer() before each step"
+        )
+
+
+def _refuse_changed_parameters(ddp):
+    """ValueError for a parameter whose gradient has no place in the buffers any more."""
+    for name, param in ddp.module.named_parameters():
+        place = ddp._places.get(param)  # None: frozen, or another object than was wrapped
+        if place is None:
+            is_changed = param.requires_grad
+        else:
+            is_changed = (place.dtype, place.device) != ddp._kind_of_gradient(param)
+        if is_changed:
+            raise ValueError(
+                f"{name} was converted, replaced or unfrozen after the model was wrapped, so "
+                "its gradient would not be averaged: do that first, then wrap the model"
+            )
+
+
+def _refuse_step(model, num_microbatches):
+    """ValueError unless a step has one model, and at least one micro-batch."""
+    if isinstance(model, (list, tuple)) and len(model) != 1:
+        raise ValueError(f"without pipelining there is one model, got a list of {len(model)}")
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
+
+
+def _refuse_sums_of_one_rank(model):
+    """ValueError where torch averages a model's gradients over ranks, before they are divided."""
+    if not _is_distributed() or torch.distributed.get_world_size() == 1:
+        return
+    # Told by name: torch.distributed.fsdp is slow to import, and most jobs do without it.
+    names = {kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("torch.")}
+    if names & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}:
+        raise ValueError(
+            f"the model is a {type(model).__name__} of torch, which averages over the ranks, and "
+            "the loss is a sum, which would be divided by the tokens of this rank alone: have "
+            "loss_func return a mean, (loss, report), or wrap the model in the "
+            "DistributedDataParallel of this module"
+        )
+
+
+def _refuse_sizes_of_run(global_batch_size, eval_interval, eval_iters, train_iters, train_samples):
+    """ValueError where a run has no length, or a size that cannot be."""
+    if train_iters is None and train_samples is None:
+        raise ValueError("wanted train_iters or train_samples, or both, got none of them")
+    if min(global_batch_size, eval_interval) < 1:
+        raise ValueError(
+            "wanted global_batch_size and eval_interval >= 1, got "
+            f"{global_batch_size} and {eval_interval}"
+        )
+    if min(train_iters or 0, train_samples or 0, eval_iters) < 0:
+        raise ValueError(
+            "wanted train_iters, train_samples and eval_iters >= 0, got "
+            f"{train_iters}, {train_samples} and {eval_iters}"
+        )
+
+
+def _refuse_ramp(ramp, global_batch_size, samples_per_round):
+    """ValueError unless a ramp-up takes equal steps to the global batch size, in whole rounds."""
+    if len(ramp) != 3 or min(ramp[:2]) < 1 or ramp[2] < 0:
+        raise ValueError(
+            f"rampup_batch_size is (start >= 1, increment >= 1, samples >= 0), got {ramp}"
+        )
+    sizes = range(ramp[0], global_batch_size + 1, ramp[1])
+    if global_batch_size not in sizes:
+        raise ValueError(f"ramp-up {ramp}: wanted equal steps up to {global_batch_size}")
+    for size in sizes:
+        if samples_per_round < 1 or size % samples_per_round:
+            raise ValueError(
+                f"a global batch of {size} samples is no multiple of micro_batch_size * "
+                f"data_parallel_size, {samples_per_round}"
+            )
 
 
 # ==============================================================================
