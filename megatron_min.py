@@ -3477,9 +3477,7 @@ def get_batch_on_this_tp_rank(
                            may not attend; None for what this pipeline stage does not need.  If
                            packed also cu_seqlens, int32 (B, S+1), and max_seqlen, int32 (B,)
     Raises                 what the reader met, on every rank of its tp group: StopIteration at the
-                           end of the data, ValueError where a tensor has another shape, where a
-                           batch has cu_seqlens and packed is False, or the other way round, or
-                           where a mask that is left out keeps documents apart
+                           end of the data, ValueError for a batch that does not fit (section 13)
 
     With several tp ranks the tensors are views of one buffer, which is broadcast at once.
     Upstream: get_batch_on_this_tp_rank, which broadcasts one tensor at a time.
@@ -3615,8 +3613,10 @@ def get_batch_on_this_cp_rank(
         bounds_of_rows = [sorted({0, *starts, length}) for starts in starts_of_rows]
     chunks_of_rows = [_chunks_of_row(bounds, cp_rank, cp_size) for bounds in bounds_of_rows]
     for key, value in batch.items():
+        if key == "cu_seqlens" or not isinstance(value, torch.Tensor):
+            continue
         dim = 2 if key == "attention_mask" else 1
-        if key != "cu_seqlens" and _size_along(value, dim) == length:
+        if value.ndim > dim and value.shape[dim] == length:
             part[key] = _take_chunks(value, dim, chunks_of_rows)
     return part
 
@@ -3629,13 +3629,6 @@ def _length_of_rows(batch):
     if batch.get("cu_seqlens") is not None:
         return batch["cu_seqlens"].shape[-1] - 1
     return None
-
-
-def _size_along(value, dim):
-    """How long a tensor is along an axis; None where it has no such axis, or is no tensor."""
-    if not isinstance(value, torch.Tensor) or value.ndim <= dim:
-        return None
-    return value.shape[dim]
 
 
 def _chunks_of_row(bounds, cp_rank, cp_size):
@@ -4251,9 +4244,8 @@ def _place_of_rank(rank, size):
 #   order in which backward goes         | bucket 0 | bucket 1 | bucket 2  |
 #
 # Backward adds each gradient to p.grad, which is that view, too.  But in bfloat16 256 + 1 is 256:
-# for parameters of 16 bits there is grad_reduce_in_fp32.  Then all buffers are float32; backward
-# makes p.grad anew for each micro-batch, and it is added to p.main_grad and dropped.  At the end of
-# the step p.grad is made of p.main_grad, in the dtype of the parameter.
+# so with grad_reduce_in_fp32 p.main_grad is float32, and p.grad, which backward then makes anew for
+# each micro-batch, is added to it and dropped.
 #
 # A step with overlap_grad_reduce.  Time runs to the right, and each line of = is a bucket on its
 # way to all ranks (without, finish_grad_sync() sends all buckets, and then waits):
@@ -4266,11 +4258,8 @@ def _place_of_rank(rank, size):
 #
 # A bucket is sent when its last gradient is there and all buckets before it are sent.  So all ranks
 # send in the same order, whatever parameters their batches use.  A parameter without a gradient
-# counts as zero; its bucket, and those behind it, are sent at the end.  A tied parameter, which the
-# model has under two names, is one parameter; it stands where the first of the names does.
-#
-# A whole step runs in the docstring of forward_backward_no_pipelining(): zero_grad_buffer(), the
-# micro-batches, and optimizer.step(), on each rank with the same gradients (or its shard of them).
+# counts as zero; its bucket, and those behind it, are sent at the end.  A parameter that the model
+# has under two names stands where the first of them does.
 
 
 @dataclasses.dataclass
@@ -4312,10 +4301,9 @@ class DistributedDataParallel(torch.nn.Module):
                                backend; else gradients are divided by it before they are sent
     check_for_nan_in_grad      where a gradient is nan or inf, finish_grad_sync() raises ValueError
                                on every rank, naming parameter and rank
-    grad_reduce_in_fp32        sums and averages in float32, whatever the parameters are: main_grad
-                               is float32, and grad None until finish_grad_sync() sets it to
-                               main_grad in the parameter's dtype.  Only zero_grad_buffer() begins a
-                               step.  False: in the dtype of each parameter
+    grad_reduce_in_fp32        sums and averages in float32, whatever the parameters are: grad is
+                               None until finish_grad_sync() sets it to main_grad in the parameter's
+                               dtype.  Only zero_grad_buffer() begins a step
 
     grad_buffers   list of tensors: the buffer of each dtype and device
     grad_shards    list of tensors: this rank's slice of each bucket

@@ -1969,23 +1969,31 @@ def test_60_corpora_build_and_train_with_100_open_files(one, tmp_path):
 # ==============================================================================
 # What a state holds besides the position is tested in section 10.
 
-
-# -- The orders --------------------------------------------------------------------------------
-# The oracle: all ranks have one order of samples, which is dealt to them round by round.
-
 SHUFFLED = ["unsharded", "sharded"]
 
 
-def order_of_turn(kind, total, micro, ranks, seed=0, turn=0):
-    """The samples of a shuffled turn, of all ranks; each round is a slice of them."""
+def rounds_of_turn(kind, total, micro, ranks, seed, turn, done):
+    """[[rank 0's batch, rank 1's batch, ...] of each whole round] after so many samples of a turn.
+
+    All ranks have one order of samples, which is dealt to them round by round.
+    """
     generator = torch.Generator().manual_seed(seed + turn)
-    rounds = total // (micro * ranks)  # what fills no whole round is left out
-    if kind == "unsharded":
+    if kind == "single":
+        order = torch.arange(total)
+    elif kind == "unsharded":
         order = torch.randperm(total // micro * micro, generator=generator)
-        return order[: rounds * micro * ranks].tolist()
-    order = torch.randperm(rounds * micro, generator=generator)
-    firsts = torch.arange(ranks) * rounds * micro  # of the part of each rank
-    return (order[:, None] + firsts).flatten().tolist()
+    else:
+        of_rank = total // (micro * ranks) * micro
+        order = (
+            torch.randperm(of_rank, generator=generator)[:, None] + torch.arange(ranks) * of_rank
+        )
+    rounds = []
+    for part in order.flatten()[done:].split(micro * ranks):
+        if len(part) < micro * ranks:  # left out
+            break
+        dealt = part.view(ranks, micro) if kind == "single" else part.view(micro, ranks).T
+        rounds.append(dealt.tolist())
+    return rounds
 
 
 def sampler_of(mm, kind, *sizes, seed=0, drop_last=True):
@@ -1998,65 +2006,59 @@ def sampler_of(mm, kind, *sizes, seed=0, drop_last=True):
     return mm.MegatronPretrainingRandomSampler(None, *sizes, kind == "sharded", seed=seed)
 
 
-def samplers(mm, kind, total, consumed, micro, ranks, **more):
-    """The samplers of all ranks."""
-    found = []
-    for rank in range(ranks):
-        found.append(sampler_of(mm, kind, total, consumed, micro, rank, ranks, **more))
-    return found
+def samplers(mm, kind, *sizes, ranks, **more):
+    """The samplers of all ranks; sizes: samples in all, consumed samples, micro-batch size."""
+    return [sampler_of(mm, kind, *sizes, rank, ranks, **more) for rank in range(ranks)]
 
 
-def one_pass(samplers):
-    """[[rank 0's batch, rank 1's batch, ...] of each round] of a pass."""
-    passes = [list(sampler) for sampler in samplers]
-    return [list(batches) for batches in zip(*passes, strict=True)]
+def rounds_of(samplers):
+    """[[rank 0's batch, rank 1's batch, ...] of each round] to the end of a turn."""
+    return [list(batches) for batches in zip(*samplers, strict=True)]
 
 
-@pytest.mark.parametrize("kind", SHUFFLED)
-def test_a_shuffled_order_is_dealt_sample_by_sample(one, kind):
-    """From any round on, and then the turns that follow."""
+@pytest.mark.parametrize("kind", ["single", *SHUFFLED])
+def test_an_order_is_dealt_round_by_round(one, kind):
+    """From any place on, and then in the turns that follow.
+
+    Upstream: "single" begins again at that place, and unsharded the ranks get into other turns.
+    """
     for rng in cases(100):
         micro, ranks = rng.integers(1, 5, 2).tolist()
         per_round = micro * ranks
         total = per_round + int(rng.integers(50))
         seed, turn = rng.integers([100, 3]).tolist()
-        done = int(rng.integers(total // per_round)) * per_round
-        consumed = turn * (total - total % per_round) + done
-        all_ranks = samplers(one, kind, total, consumed, micro, ranks, seed=seed)
+        consumed = done = int(rng.integers(total + 1))
+        if kind != "single":
+            done = int(rng.integers(total // per_round)) * per_round
+            consumed = turn * (total - total % per_round) + done
+        all_ranks = samplers(one, kind, total, consumed, micro, ranks=ranks, seed=seed)
         assert len(all_ranks[0]) == total // per_round, "that of a whole turn"
         for later in range(3):
-            wanted = []
-            order = order_of_turn(kind, total, micro, ranks, seed, turn + later)
-            for first in range(done, len(order), per_round):
-                part = order[first : first + per_round]
-                wanted.append([part[rank::ranks] for rank in range(ranks)])
-            assert one_pass(all_ranks) == wanted, (total, consumed, micro, ranks, later)
+            wanted = rounds_of_turn(kind, total, micro, ranks, seed, turn + later, done)
+            assert rounds_of(all_ranks) == wanted, (total, consumed, micro, ranks, later)
             done = 0
 
 
-def test_a_plain_order_is_dealt_in_runs_and_its_last_round_is_shared_out(one):
+def test_a_last_short_round_is_shared_out(one):
     """All ranks have equally many full batches, padded with None.  Upstream: they have not."""
     for rng in cases(200):
         total, micro, ranks = rng.integers(1, [60, 5, 5]).tolist()
         consumed = int(rng.integers(total + 1))
-        all_ranks = samplers(one, "single", total, consumed, micro, ranks, drop_last=False)
-        rounds = one_pass(all_ranks)
+        sizes = total, consumed, micro
+        all_ranks = samplers(one, "single", *sizes, ranks=ranks, drop_last=False)
+        rounds = rounds_of(all_ranks)
         assert len(rounds) == math.ceil((total - consumed) / (micro * ranks))
-        assert len(all_ranks[0]) == math.ceil(total / (micro * ranks)), "that of a whole pass"
+        assert len(all_ranks[0]) == math.ceil(total / (micro * ranks)), "that of a whole turn"
         found = []
         for batches in rounds:
-            assert [len(batch) for batch in batches] == [micro] * ranks
             samples = [[k for k in batch if k is not None] for batch in batches]
-            sizes = [len(part) for part in samples]
-            assert max(sizes) - min(sizes) <= 1
+            counts = [len(part) for part in samples]
+            assert [len(batch) for batch in batches] == [micro] * ranks
+            assert max(counts) - min(counts) <= 1
             found += itertools.chain(*samples)
         assert found == list(range(consumed, total))
         if micro == 1:  # full validation is just so
-            assert one_pass(samplers(one, "full_validation", total, consumed, 1, ranks)) == rounds
-        whole = samplers(one, "single", total, consumed, micro, ranks)
-        assert one_pass(whole) == rounds[: (total - consumed) // (micro * ranks)]
-        assert len(whole[0]) == total // (micro * ranks)
-        assert one_pass(whole) == one_pass(samplers(one, "single", total, 0, micro, ranks)), "again"
+            assert rounds_of(samplers(one, "full_validation", *sizes, ranks=ranks)) == rounds
 
 
 def test_a_sampler_refuses_sizes_and_places_that_cannot_be(one):
@@ -2075,9 +2077,6 @@ def test_a_sampler_refuses_sizes_and_places_that_cannot_be(one):
     ):
         with pytest.raises(ValueError, match=f"^{field}"):
             sampler_of(one, kind, *sizes)
-
-
-# -- Resume: what may be another in the next job, and what may not -----------------------------
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -2107,28 +2106,19 @@ def loader_of(mm, dataset, consumed=0, **fields):
 
 
 def test_a_run_goes_on_where_its_order_is_the_same(one):
-    """As a job that begins there, on every rank.  Upstream: anywhere, with other samples."""
+    """As a job that begins there.  Upstream: anywhere, with other samples."""
 
-    def loader(total, layout, consumed=0, rank=0):
+    def loader(total, layout, consumed=0):
         kind, micro, ranks = layout
-        fields = fields_of(kind) | {"micro_batch_size": micro, "data_parallel_size": ranks}
-        fields |= {"data_parallel_rank": rank, "seed": 3}
+        fields = fields_of(kind) | {"micro_batch_size": micro, "seed": 3}
+        fields |= {"data_parallel_rank": ranks - 1, "data_parallel_size": ranks}
         return loader_of(one, Numbers(total), consumed, **fields)
 
-    for total, consumed, before, after in (  # the layouts: order, micro-batch size, ranks
-        (65, 40, ("single", 2, 4), ("single", 3, 3)),
-        (64, 16, ("unsharded", 1, 8), ("unsharded", 8, 1)),
-        (67, 24, ("unsharded", 4, 2), ("unsharded", 4, 3)),
-        (64, 64, ("sharded", 2, 4), ("sharded", 4, 4)),
-    ):
-        state = loader(total, before, consumed).state_dict()
-        for rank in range(after[-1]):
-            resumed = loader(total, after, rank=rank)
-            resumed.load_state_dict(state)
-            assert len(resumed) == len(loader(total, after)), "that of a whole pass"
-            found = [batch["k"].tolist() for batch in resumed]
-            assert found == [batch["k"].tolist() for batch in loader(total, after, consumed, rank)]
-    for total, consumed, before, after, word in (
+    for total, consumed, before, after, refused in (  # the layouts: order, micro-batch size, ranks
+        (65, 40, ("single", 2, 4), ("single", 3, 3), None),
+        (64, 16, ("unsharded", 1, 8), ("unsharded", 8, 1), None),
+        (67, 24, ("unsharded", 4, 2), ("unsharded", 4, 3), None),
+        (64, 64, ("sharded", 2, 4), ("sharded", 4, 4), None),
         (64, 8, ("unsharded", 4, 1), ("sharded", 4, 1), "data_sharding"),
         (64, 8, ("single", 4, 1), ("unsharded", 4, 1), "kind"),
         (64, 8, ("sharded", 4, 1), ("sharded", 2, 2), "data_parallel_size"),
@@ -2137,87 +2127,15 @@ def test_a_run_goes_on_where_its_order_is_the_same(one):
         (64, 8, ("unsharded", 4, 1), ("unsharded", 4, 4), "consumed_samples"),  # within a round
     ):
         state = loader(total, before, consumed).state_dict()
-        with pytest.raises(ValueError, match=word):
-            loader(total, after).load_state_dict(state)
-
-
-# -- What a training loop needs beside it ------------------------------------------------------
-
-
-def test_cyclic_iter_goes_on_over_one_empty_pass_and_not_over_two(one):
-    """One may be empty, as at the end of a run; two in a row would never end."""
-    at_the_end = one.cyclic_iter(sampler_of(one, "single", 6, 6, 3, 0, 1))
-    assert list(itertools.islice(at_the_end, 3)) == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
-    passes = mock.MagicMock()
-    passes.__iter__.side_effect = [iter(items) for items in ([], [1], [], [2], [], [], [3])]
-    found = one.cyclic_iter(passes)
-    assert (next(found), next(found)) == (1, 2)
-    with pytest.raises(ValueError, match="two passes"):
-        next(found)
-
-
-def numbers_of(batches, count=None):
-    """The numbers of the next batches, which have no keys any more, as a step may leave them."""
-    return [batch.pop("k") for batch in itertools.islice(batches, count)]
-
-
-def test_micro_batches_can_be_had_again(one):
-    """As they were, and by a new iterator that goes on with the state of the last."""
-    given = [collections.OrderedDict(k=k) for k in range(9)]
-    batches = one.RerunDataIterator(given)
-    assert numbers_of(batches, 3) == [0, 1, 2]
-    batches.rewind()
-    assert numbers_of(batches, 1) == [0]
-    batches.advance()
-    assert numbers_of(batches, 4) == [1, 2, 3, 4]
-    batches.rewind()
-    assert next(batches) == given[1]
-    resumed = one.RerunDataIterator(given[5:])
-    resumed.load_state_dict(batches.state_dict())
-    assert numbers_of(batches) == numbers_of(resumed) == [2, 3, 4, 5, 6, 7, 8]
-    ended = one.RerunDataIterator([])
-    ended.load_state_dict(resumed.state_dict())
-    assert numbers_of(ended) == []
-    ended.rewind()
-    assert numbers_of(ended) == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
-def test_samples_of_a_run_by_hand(one):
-    """16 samples an evaluation: after 30, 60 and 90 steps of 100, and at the end."""
-    run = {"global_batch_size": 8, "eval_interval": 30, "eval_iters": 2}
-    for arguments, wanted in (
-        ({"train_iters": 100}, (800, 4 * 16, 16)),
-        ({"train_samples": 719}, (719, 3 * 16, 16)),  # 89 whole steps
-        ({"train_samples": 720}, (720, 4 * 16, 16)),
-        ({"train_iters": 3, "eval_interval": 1, "global_batch_size": 1}, (3, 4 * 2, 2)),
-        ({"train_iters": 10, "full_validation": True}, (80, None, 16)),
-        ({"train_iters": 100, "skip_train": True}, (800, 16, 16)),
-        ({"train_iters": 100, "eval_iters": 0}, (800, 0, 0)),
-        ({"train_iters": 120, "train_samples": 719}, (719, 5 * 16, 16)),  # the batch size grew
-    ):
-        assert one.get_train_valid_test_num_samples(**run | arguments) == wanted
-    for wrong, word in (
-        ({}, "train_iters"),
-        ({"train_samples": -1}, "train_samples"),
-        ({"train_samples": 8, "eval_interval": 0}, "eval_interval"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            one.get_train_valid_test_num_samples(**run | wrong)
-
-
-def test_a_batch_size_that_does_not_grow(one):
-    """A ramp-up is compared with upstream's under Parity."""
-    for ramp in (None, (16, 8, 0), (32, 8, 100)):
-        number = one.NumMicroBatches(32, 4, 2, ramp)
-        assert (number.get(), number.get_current_global_batch_size()) == (4, 32)
-    for arguments, word in (
-        ((30, 4, 2, None), "30"),
-        ((32, 4, 2, (16, 6, 100)), "equal"),
-        ((32, 4, 2, (16, 4, 100)), "20"),
-        ((32, 4, 2, (16, 0, 100)), "increment"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            one.NumMicroBatches(*arguments)
+        resumed = loader(total, after)
+        if refused:
+            with pytest.raises(ValueError, match=refused):
+                resumed.load_state_dict(state)
+            continue
+        resumed.load_state_dict(state)
+        assert len(resumed) == len(loader(total, after)), "that of a whole turn"
+        wanted = [batch["k"].tolist() for batch in loader(total, after, consumed)]
+        assert [batch["k"].tolist() for batch in resumed] == wanted
 
 
 # ==============================================================================
@@ -2349,35 +2267,26 @@ def test_each_stage_reads_what_it_needs(one, monkeypatch, first, last):
         assert found[key].device.type == "meta"
 
 
-def test_a_batch_that_does_not_fit_is_refused(one):
+def test_a_batch_that_does_not_fit_is_refused(one, tmp_path):
+    """And one whose mask keeps documents apart: upstream leaves it out without a word."""
     plain = hand_made_batch(np.random.default_rng(3))
     packed = packed_batch(np.random.default_rng(3), [[16], [4, 12]])
+    prefix = mk(one, tmp_path / "p", [[1, 2, 0] * 20])
+    fields = WITH_MASK | {"reset_attention_mask": True, "sequence_length": LENGTH}
+    apart = batch_of(gpt(one, prefix, **fields), range(ROWS))
     for batch, options, word in (
         (plain | {"tokens": torch.zeros(2, 7, dtype=torch.int64)}, {}, "tokens.*wanted shape"),
         (plain | {"tokens": torch.zeros(2, 16)}, {}, "tokens.*wanted torch.int64"),
         (plain | {"attention_mask": None}, WITH_MASK, "attention_mask"),
         (plain, PACKED, "packed=True does not fit"),
         (packed, {}, "packed=False does not fit"),
+        (apart, {}, "keeps documents apart.*create_attention_mask=True, or batches without"),
         ([], {}, "wanted a batch as a dict"),
     ):
         with pytest.raises(ValueError, match=word):
             one.get_batch(iter([batch]), one.ParallelGroups(), **SHAPE, **options)
     with pytest.raises(ValueError, match="data_iterator"):
         one.get_batch(None, one.ParallelGroups(), **SHAPE)
-
-
-def test_a_mask_that_keeps_documents_apart_is_not_left_out(one, tmp_path):
-    """Upstream: it is, without a word.  One of whole rows may be."""
-    prefix = mk(one, tmp_path / "p", [[1, 2, 0] * 6])
-    groups = one.ParallelGroups()
-    shape = {"micro_batch_size": 1, "sequence_length": 8}
-    whole = batch_of(gpt(one, prefix, **WITH_MASK), [0])
-    apart = batch_of(gpt(one, prefix, **WITH_MASK, reset_attention_mask=True), [0])
-    for batch in (whole, apart | {"attention_mask": None}):
-        assert one.get_batch(iter([batch]), groups, **shape)["attention_mask"] is None
-    words = "keeps documents apart.*create_attention_mask=True, or batches without"
-    with pytest.raises(ValueError, match=words):
-        one.get_batch(iter([apart]), groups, **shape)
 
 
 # -- The cut for context parallelism -----------------------------------------------------------
@@ -3463,11 +3372,7 @@ def test_a_step_has_the_gradients_of_the_mean_over_its_micro_batches(one, step):
 
 
 class Averaged(torch.nn.parallel.DistributedDataParallel):
-    """One of torch's, without what it needs of a job."""
-
-    def __init__(self, module):
-        torch.nn.Module.__init__(self)
-        self.module = module
+    """A class of a user's own."""
 
 
 def wrapped_by_torch(kind):
@@ -3667,6 +3572,86 @@ def test_gradients_on_ranks(tmp_path, world):
         if "pipeline" not in layout:  # with it some ranks lack tokens or labels
             calls.append([gradients_of_parallel_batches, layout])
     run_on_ranks(world, tmp_path, calls)
+
+
+# ==============================================================================
+# 12. Around the loop
+# ==============================================================================
+# check_data_consistency() is tested in section 17, whose jobs compare what ranks have.
+
+
+def test_cyclic_iter_goes_on_over_one_empty_pass_and_not_over_two(one):
+    """One may be empty, as at the end of a run; two in a row would never end."""
+    passes = mock.MagicMock()
+    passes.__iter__.side_effect = [iter(items) for items in ([], [1], [], [2], [], [], [3])]
+    found = one.cyclic_iter(passes)
+    assert (next(found), next(found)) == (1, 2)
+    with pytest.raises(ValueError, match="two passes"):
+        next(found)
+
+
+def numbers_of(batches, count=None):
+    """The numbers of the next batches, which have no keys any more, as a step may leave them."""
+    return [batch.pop("k") for batch in itertools.islice(batches, count)]
+
+
+def test_micro_batches_can_be_had_again(one):
+    """As they were, and by a new iterator that goes on with the state of the last."""
+    given = [collections.OrderedDict(k=k) for k in range(9)]
+    batches = one.RerunDataIterator(given)
+    assert numbers_of(batches, 3) == [0, 1, 2]
+    batches.rewind()
+    assert numbers_of(batches, 1) == [0]
+    batches.advance()
+    assert numbers_of(batches, 4) == [1, 2, 3, 4]
+    batches.rewind()
+    assert next(batches) == given[1]
+    resumed = one.RerunDataIterator(given[5:])
+    resumed.load_state_dict(batches.state_dict())
+    assert numbers_of(batches) == numbers_of(resumed) == [2, 3, 4, 5, 6, 7, 8]
+    ended = one.RerunDataIterator([])
+    ended.load_state_dict(resumed.state_dict())
+    assert numbers_of(ended) == []
+    ended.rewind()
+    assert numbers_of(ended) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_samples_of_a_run_by_hand(one):
+    """16 samples an evaluation: after 30, 60 and 90 steps of 100, and at the end."""
+    run = {"global_batch_size": 8, "eval_interval": 30, "eval_iters": 2}
+    for arguments, wanted in (
+        ({"train_iters": 100}, (800, 4 * 16, 16)),
+        ({"train_samples": 719}, (719, 3 * 16, 16)),  # 89 whole steps
+        ({"train_samples": 720}, (720, 4 * 16, 16)),
+        ({"train_iters": 3, "eval_interval": 1, "global_batch_size": 1}, (3, 4 * 2, 2)),
+        ({"train_iters": 10, "full_validation": True}, (80, None, 16)),
+        ({"train_iters": 100, "skip_train": True}, (800, 16, 16)),
+        ({"train_iters": 100, "eval_iters": 0}, (800, 0, 0)),
+        ({"train_iters": 120, "train_samples": 719}, (719, 5 * 16, 16)),  # the batch size grew
+    ):
+        assert one.get_train_valid_test_num_samples(**run | arguments) == wanted
+    for wrong, word in (
+        ({}, "train_iters"),
+        ({"train_samples": -1}, "train_samples"),
+        ({"train_samples": 8, "eval_interval": 0}, "eval_interval"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            one.get_train_valid_test_num_samples(**run | wrong)
+
+
+def test_a_batch_size_that_does_not_grow(one):
+    """A ramp-up is compared with upstream's under Parity."""
+    for ramp in (None, (16, 8, 0), (32, 8, 100)):
+        number = one.NumMicroBatches(32, 4, 2, ramp)
+        assert (number.get(), number.get_current_global_batch_size()) == (4, 32)
+    for arguments, word in (
+        ((30, 4, 2, None), "30"),
+        ((32, 4, 2, (16, 6, 100)), "equal"),
+        ((32, 4, 2, (16, 4, 100)), "20"),
+        ((32, 4, 2, (16, 0, 100)), "increment"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            one.NumMicroBatches(*arguments)
 
 
 # ==============================================================================
