@@ -5142,15 +5142,12 @@ def _refuse_batch(batch, layout, create_attention_mask):
 
 
 def _refuse_mask_of_documents(mask):
-    """ValueError for a mask, (B, 1, S, S), that must not be left out: it keeps documents apart.
-
-    Then the last token of a row may not attend to the first.
-    """
-    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+    """ValueError for a mask, (B, 1, S, S), that must not be left out: it keeps documents apart."""
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.ndim != 4:
         return
-    if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != mask.shape[3]:
+    if mask.shape[1] != 1 or mask.shape[2] != mask.shape[3]:
         return
-    hidden_from_last = mask[:, 0, -1]
+    hidden_from_last = mask[:, 0, -1]  # so it does where this has the first token, and not the last
     if (hidden_from_last[:, 0] & ~hidden_from_last[:, -1]).any():
         raise ValueError(
             "batch['attention_mask'] keeps documents apart, and would be left out, so that tokens "
@@ -5242,17 +5239,12 @@ def _refuse_sums_of_one_rank(model):
 
 def _refuse_sizes_of_run(global_batch_size, eval_interval, eval_iters, train_iters, train_samples):
     """ValueError where a run has no length, or a size that cannot be."""
-    if train_iters is None and train_samples is None:
-        raise ValueError("wanted train_iters or train_samples, or both, got none of them")
-    if min(global_batch_size, eval_interval) < 1:
+    lengths = [length for length in (train_iters, train_samples) if length is not None]
+    if not lengths or min(*lengths, eval_iters) < 0 or min(global_batch_size, eval_interval) < 1:
         raise ValueError(
-            "wanted global_batch_size and eval_interval >= 1, got "
-            f"{global_batch_size} and {eval_interval}"
-        )
-    if min(train_iters or 0, train_samples or 0, eval_iters) < 0:
-        raise ValueError(
-            "wanted train_iters, train_samples and eval_iters >= 0, got "
-            f"{train_iters}, {train_samples} and {eval_iters}"
+            "wanted global_batch_size and eval_interval >= 1, eval_iters >= 0, and train_iters or "
+            f"train_samples (or both) >= 0, got {global_batch_size}, {eval_interval}, "
+            f"{eval_iters}, {train_iters}, {train_samples}"
         )
 
 
