@@ -3024,7 +3024,8 @@ def _allow_open_files():
 #
 #   round   a micro-batch of each rank: micro_batch_size * data_parallel_size samples
 #   step    what changes the model once: M rounds, where M = global batch size / samples of a round.
-#           (Section 11 calls it num_microbatches.)  Step t reads the rounds t*M .. t*M + M - 1
+#           (Section 11 calls it num_microbatches.)  Where M is constant, step t reads the rounds
+#           t*M .. t*M + M - 1
 #   turn    once through all samples of the dataset, in whole rounds
 #
 # All ranks have one order of samples, and it is dealt to them round by round: "single" deals it in
@@ -3042,7 +3043,7 @@ def _allow_open_files():
 # yields the rest of the turn.  The new job may have another number of workers, and:
 #
 #   sampler             order of a turn                    what may be another after a stop
-#   single,             0, 1, 2, ...                       ranks, micro-batch size
+#   single,             0, 1, 2, ...                       ranks, micro-batch size: always
 #   full_validation
 #   cyclic, unsharded   one shuffle of all samples         ranks, micro-batch size: if (a) and (b)
 #   cyclic, sharded     each rank shuffles a part of       micro-batch size: if (a) and (b)
@@ -3647,12 +3648,12 @@ def _chunks_of_row(bounds, cp_rank, cp_size):
 
 
 def _take_chunks(tensor, dim, chunks_of_rows):
-    """The chunks of a tensor along an axis, joined: of each row its own, or the same of all."""
-    parts = []
-    for rows, chunks in zip(tensor.chunk(len(chunks_of_rows)), chunks_of_rows, strict=True):
-        pieces = [rows.narrow(dim, begin, size) for begin, size in chunks]
-        parts.append(torch.cat(pieces, dim))
-    return torch.cat(parts)
+    """The chunks of a tensor along an axis, joined; a single row's are those of all rows."""
+    if len(chunks_of_rows) > 1:
+        rows = zip(tensor.split(1), chunks_of_rows, strict=True)
+        return torch.cat([_take_chunks(row, dim, [chunks]) for row, chunks in rows])
+    pieces = [tensor.narrow(dim, begin, size) for begin, size in chunks_of_rows[0]]
+    return torch.cat(pieces, dim)
 
 
 # ==============================================================================
