@@ -4714,79 +4714,6 @@ def forward_backward_no_pipelining(
 #   check_data_consistency             do all ranks go on from the same sample?
 
 
-def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
-    """Yield the items of an iterable again and again, pass after pass.  Upstream: cyclic_iter.
-
-    One pass may be empty, as in a run that is resumed at the end of a turn.  Two empty passes in
-    a row are a ValueError instead of a loop without end.
-
-    >>> list(itertools.islice(cyclic_iter([1, 2, 3]), 7))
-    [1, 2, 3, 1, 2, 3, 1]
-    """
-    empty_passes = 0
-    while empty_passes < 2:
-        empty_passes += 1
-        for item in iterable:
-            empty_passes = 0
-            yield item
-    raise ValueError("nothing to iterate over: the loader yielded no batch in two passes")
-
-
-class RerunDataIterator(collections.abc.Iterator):
-    """An iterator whose last micro-batches can be had again, to run a step a second time.
-
-    Upstream: RerunDataIterator.
-
-    rewind() goes back to the last advance(), or to the beginning; advance() forgets what was read
-    until now.  Call it after each step: what was read since then is kept in memory.  A dict comes
-    as a shallow copy, so a step may change its keys.
-
-    >>> numbers = RerunDataIterator(range(9))
-    >>> next(numbers), next(numbers), numbers.rewind(), next(numbers), next(numbers)
-    (0, 1, None, 0, 1)
-    """
-
-    def __init__(self, iterable: typing.Iterable) -> None:
-        self.iterable = iterable
-        self._source = iter(iterable)
-        # the names of these two are upstream's
-        self.saved_microbatches = []  # since the last advance()
-        self.replay_pos = 0  # the next of them; behind the last one the source goes on
-
-    def __next__(self) -> typing.Any:
-        if self.replay_pos == len(self.saved_microbatches):
-            self.saved_microbatches.append(next(self._source))
-        item = self.saved_microbatches[self.replay_pos]
-        self.replay_pos += 1
-        if isinstance(item, dict):
-            return item.copy()
-        return item
-
-    def rewind(self) -> None:
-        """Yield again all that came since the last advance()."""
-        self.replay_pos = 0
-
-    def advance(self) -> None:
-        """The step is done: what was read is not needed any more."""
-        del self.saved_microbatches[: self.replay_pos]
-        self.replay_pos = 0
-
-    def state_dict(self) -> dict:
-        """Return what was read since the last advance(), and how much of it is read again."""
-        return {
-            "saved_microbatches": list(self.saved_microbatches),
-            "replaying": self.replay_pos < len(self.saved_microbatches),
-            "replay_pos": self.replay_pos,
-        }
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Go on where the state was taken; the iterable must go on there by itself."""
-        self.saved_microbatches = list(state_dict["saved_microbatches"])
-        self.replay_pos = len(self.saved_microbatches)
-        if state_dict["replaying"]:
-            self.replay_pos = state_dict["replay_pos"]
-
-
 def get_train_valid_test_num_samples(
     *,
     global_batch_size: int,
@@ -4877,6 +4804,78 @@ class NumMicroBatches:
     def get_current_global_batch_size(self) -> int:
         """Return the number of samples of the current step."""
         return self._current
+
+
+def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
+    """Yield the items of an iterable again and again, pass after pass.  Upstream: cyclic_iter.
+
+    One pass may be empty, as in a run that is resumed at the end of a turn.  Two empty passes in
+    a row are a ValueError instead of a loop without end.
+
+    >>> list(itertools.islice(cyclic_iter([1, 2, 3]), 7))
+    [1, 2, 3, 1, 2, 3, 1]
+    """
+    empty_passes = 0
+    while empty_passes < 2:
+        empty_passes += 1
+        for item in iterable:
+            empty_passes = 0
+            yield item
+    raise ValueError("nothing to iterate over: the loader yielded no batch in two passes")
+
+
+class RerunDataIterator(collections.abc.Iterator):
+    """An iterator whose last micro-batches can be had again, to run a step a second time.
+
+    Upstream: RerunDataIterator.
+
+    rewind() goes back to the last advance(), or to the beginning; advance() forgets what was read
+    until now.  Call it after each step: what was read since then is kept in memory.  A dict comes
+    as a shallow copy, so a step may change its keys.
+
+    >>> numbers = RerunDataIterator(range(9))
+    >>> next(numbers), next(numbers), numbers.rewind(), next(numbers), next(numbers)
+    (0, 1, None, 0, 1)
+    """
+
+    def __init__(self, iterable: typing.Iterable) -> None:
+        # the names of these three are upstream's
+        self.iterable = iter(iterable)
+        self.saved_microbatches = []  # since the last advance()
+        self.replay_pos = 0  # the next of them; behind the last one the iterable goes on
+
+    def __next__(self) -> typing.Any:
+        if self.replay_pos == len(self.saved_microbatches):
+            self.saved_microbatches.append(next(self.iterable))
+        item = self.saved_microbatches[self.replay_pos]
+        self.replay_pos += 1
+        if isinstance(item, dict):
+            return item.copy()
+        return item
+
+    def rewind(self) -> None:
+        """Yield again all that came since the last advance()."""
+        self.replay_pos = 0
+
+    def advance(self) -> None:
+        """The step is done: what was read is not needed any more."""
+        del self.saved_microbatches[: self.replay_pos]
+        self.replay_pos = 0
+
+    def state_dict(self) -> dict:
+        """Return what was read since the last advance(), and how much of it is read again."""
+        return {
+            "saved_microbatches": list(self.saved_microbatches),
+            "replaying": self.replay_pos < len(self.saved_microbatches),
+            "replay_pos": self.replay_pos,
+        }
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Go on where the state was taken; the iterable must go on there by itself."""
+        self.saved_microbatches = list(state_dict["saved_microbatches"])
+        self.replay_pos = len(self.saved_microbatches)
+        if state_dict["replaying"]:
+            self.replay_pos = state_dict["replay_pos"]
 
 
 def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> None:
@@ -5148,7 +5147,8 @@ def _refuse_mask_of_documents(mask):
         return
     if mask.shape[1] != 1 or mask.shape[2] != mask.shape[3]:
         return
-    hidden_from_last = mask[:, 0, -1]  # so it does where this has the first token, and not the last
+    hidden_from_last = mask[:, 0, -1]
+    # the last token may not attend to the first, though it may to itself
     if (hidden_from_last[:, 0] & ~hidden_from_last[:, -1]).any():
         raise ValueError(
             "batch['attention_mask'] keeps documents apart, and would be left out, so that tokens "

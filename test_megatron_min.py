@@ -3206,8 +3206,17 @@ def one_layer(mm, **options):
     return mm.DistributedDataParallel(net, **options)
 
 
-def test_a_model_that_is_changed_after_it_was_wrapped_is_refused(one):
-    """Its gradients would be nowhere."""
+def backward_of_ones(layers, value):
+    """The gradient of each weight becomes this much larger."""
+    for layer in layers:
+        (layer.weight * value).sum().backward()
+
+
+def test_a_gradient_that_would_be_in_no_average_is_refused(one):
+    """Of a model that is changed after it was wrapped; of a second backward.
+
+    A reentrant checkpoint, too, runs a backward of its own.
+    """
     models = [one_layer(one) for _ in range(3)]
     replaced, unfrozen, converted = models
     replaced.module.weight = torch.nn.Parameter(torch.ones(1, 2))
@@ -3216,6 +3225,10 @@ def test_a_model_that_is_changed_after_it_was_wrapped_is_refused(one):
     for ddp in models:
         with pytest.raises(ValueError, match="was converted, replaced or unfrozen"):
             ddp.zero_grad_buffer()
+    ddp = one_layer(one, overlap_grad_reduce=True)
+    backward_of_ones([ddp.module], 1)
+    with pytest.raises(RuntimeError, match=r"weight after it was sent.*no_sync\(\).*reentrant"):
+        backward_of_ones([ddp.module], 1)
 
 
 def test_copies_of_a_model_have_gradients_of_their_own(one):
@@ -3253,12 +3266,6 @@ def test_nccl_may_divide_by_the_ranks(one, group, monkeypatch):
         assert lists(ddp.grad_buffers) == [values]
 
 
-def backward_of_ones(layers, value):
-    """The gradient of each weight becomes this much larger."""
-    for layer in layers:
-        (layer.weight * value).sum().backward()
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_in_float32(one, overlap):
     """In bfloat16, 256 + 1 is 256.  Only zero_grad_buffer() forgets what was summed."""
@@ -3284,14 +3291,6 @@ def test_a_step_in_float32(one, overlap):
             assert (param.grad.dtype, param.grad.item()) == (param.dtype, 320)
         with pytest.raises(RuntimeError, match=r"gradient of 0\.weight after finish.*zero_grad_bu"):
             backward_of_ones(layers, 1)
-
-
-def test_a_gradient_that_comes_after_it_was_sent_is_refused(one):
-    """That of a second backward; a reentrant checkpoint, too, runs a backward of its own."""
-    ddp = one_layer(one, overlap_grad_reduce=True)
-    backward_of_ones([ddp.module], 1)
-    with pytest.raises(RuntimeError, match=r"weight after it was sent.*no_sync\(\).*reentrant"):
-        backward_of_ones([ddp.module], 1)
 
 
 # -- The micro-batches of a step ---------------------------------------------------------------
