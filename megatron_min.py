@@ -3055,12 +3055,12 @@ def _allow_open_files():
 # Samples that are left over, as they fill no whole round:
 #
 #   single              left out of each turn
-#   single with         in a last, short round.  It is shared out among the ranks, and None, which
+#   single with         a last, short round: it is shared out among the ranks, and None, which
 #   drop_last=False,    stands for a sample that does not count (section 5), fills up their
 #   full_validation     micro-batches
-#   cyclic, unsharded   before the shuffle what fills no whole micro-batch, after it what fills no
-#                       whole round: these are others in each turn
-#   cyclic, sharded     left out before the shuffle: in no turn
+#   cyclic, sharded     left out before the shuffle, so in no turn
+#   cyclic, unsharded   before the shuffle what fills no micro-batch is left out, and after it what
+#                       then fills no round, so others in each turn
 #
 # Section 10 saves consumed_samples, and checks that the samples are those of before.
 
