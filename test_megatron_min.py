@@ -277,12 +277,13 @@ def config(mm, blend=None, **fields):
     return mm.GPTDatasetConfig(**defaults | fields)
 
 
-def gpt(mm, prefix, n=None, split="train", documents=None, **fields):
+def gpt(mm, prefix, n=None, split="train", documents=None, cls=None, **fields):
     """A GPTDataset of n samples over all (or the given) documents of a prefix."""
+    cls = cls or mm.GPTDataset
     cfg = config(mm, ([prefix], None), **fields)
-    ds = mm.GPTDataset.build_low_level_dataset(prefix, cfg)
+    ds = cls.build_low_level_dataset(prefix, cfg)
     documents = np.arange(len(ds), dtype=np.int32) if documents is None else documents
-    return mm.GPTDataset(ds, prefix, documents, n, mm.Split[split], cfg)
+    return cls(ds, prefix, documents, n, mm.Split[split], cfg)
 
 
 def build(mm, sizes, cfg, cls=None):
@@ -5424,18 +5425,18 @@ def test_hugging_face_tokenizer(one, hf):
     Upstream counts the ids, 6 here, so that the file would get two bytes for an id of 70,000.
     """
     texts = ["nein ja ja", "", "was", "weit"]
-    plain = one.build_tokenizer(os.path.dirname(hf))  # the folder that holds tokenizer.json
-    other_eod = one.build_tokenizer(hf, "</s>")
-    with_start = one.build_tokenizer(hf, None, True)  # as Llama's file has it, for those who ask
-    for tokenizer, start in ((plain, []), (other_eod, []), (with_start, [4])):
+    of_file = {"class": "HuggingFaceTokenizer", "package": "tokenizers"}
+    of_file["tokenizer.json"] = hashlib.md5(pathlib.Path(hf).read_bytes()).hexdigest()
+    for arguments, start, identifiers in (
+        ([os.path.dirname(hf)], [], {"eod": 3}),  # the folder that holds tokenizer.json
+        ([hf, "</s>"], [], {"eod": 4}),
+        ([hf, None, True], [4], {"eod": 3, "add_special_tokens": True}),  # as Llama's file has it
+    ):
+        tokenizer = one.build_tokenizer(*arguments)
         wanted = [[*start, 2, 1, 1], start, [*start, 0], [*start, 70_000]]
         assert [tokenizer.tokenize(text) for text in texts] == wanted
         assert lists(tokenizer.tokenize_batch(texts)) == wanted
-    of_file = {"class": "HuggingFaceTokenizer", "package": "tokenizers"}
-    of_file["tokenizer.json"] = hashlib.md5(pathlib.Path(hf).read_bytes()).hexdigest()
-    assert plain.unique_identifiers == of_file | {"eod": 3}
-    assert other_eod.unique_identifiers == of_file | {"eod": 4}
-    assert with_start.unique_identifiers == of_file | {"eod": 3, "add_special_tokens": True}
+        assert tokenizer.unique_identifiers == of_file | identifiers
 
 
 def test_the_eod_of_a_folder(one, tmp_path, hf):
@@ -5524,14 +5525,10 @@ def test_text_and_ids_of_all_kinds(one, hf):
 def test_what_is_no_tokenizer_makes_no_corpus(one, tmp_path):
     """By the attributes that it lacks; it is given no text to try it."""
     path = jsonl(tmp_path / "a.jsonl", ["12 7"])
-    for tokenizer, fields, words in (
-        (Tok(tokenize=None), {}, "got Tok, which lacks tokenize"),
-        (Tok(vocab_size=None), {}, "got Tok, which lacks vocab_size"),
-        (Tok(eod=None), {"append_eod": True}, "got Tok, which lacks eod"),
-    ):
+    for missing in ("tokenize", "vocab_size", "eod"):
         for make in (one.preprocess, one.encode_jsonl):
-            with pytest.raises(ValueError, match=words):
-                make(path, tmp_path / "o", tokenizer, **fields)
+            with pytest.raises(ValueError, match=f"got Tok, which lacks {missing}"):
+                make(path, tmp_path / "o", Tok(**{missing: None}), append_eod=True)
     assert os.listdir(tmp_path) == ["a.jsonl"]
     tokenize = mock.Mock(return_value=[1, 0])
     made = one.preprocess(path, tmp_path / "o", Tok(tokenize=tokenize), append_eod=True)
@@ -6332,13 +6329,10 @@ class ChatTokenizer(Tok):
         return np.array(tokens), np.array(targets)
 
 
-def chat(one, path, n=None, rows=None, **fields):
+def chat(one, path, n=None, **fields):
     """An SFTDataset of n samples over all (or the given) rows of a file; S = 8."""
     fields = {"tokenizer": ChatTokenizer(pad=999)} | fields
-    cfg = config(one, ([str(path)], None), **fields)
-    opened = one.SFTDataset.build_low_level_dataset(str(path), cfg)
-    rows = np.arange(len(opened), dtype=np.int32) if rows is None else np.array(rows, np.int32)
-    return one.SFTDataset(opened, str(path), rows, n, one.Split.train, cfg)
+    return gpt(one, str(path), n, cls=one.SFTDataset, **fields)
 
 
 ROW = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
@@ -6388,22 +6382,19 @@ def brute_chat_sample(messages, S, pad, cp):
         position = places[-1][2] + 1 if places else 0
         places.append((fill, fill, position, True))
     ends[-1] = S
-    tokens, targets, positions, filled = zip(*places, strict=True)
-    loss_mask = []
-    for label, is_filled in zip(targets[1:], filled[1:], strict=True):
-        is_padding = is_filled if pad is None else label == pad
-        loss_mask.append(0.0 if is_padding or label == -100 else 1.0)
-    longest = max(end - begin for begin, end in itertools.pairwise(ends))
+    tokens, targets, positions, filled = np.array(places).T
+    labels = targets[1:]
+    is_padding = filled[1:] == 1 if pad is None else labels == pad
     starts = [end for end in ends if end < S]
     if len(starts) > S:
         starts = sorted(set(starts))
     return {
-        "tokens": np.array(tokens[:-1]),
-        "labels": np.array(targets[1:]),
-        "loss_mask": np.array(loss_mask, np.float32),
-        "position_ids": np.array(positions[:-1]),
+        "tokens": tokens[:-1],
+        "labels": labels,
+        "loss_mask": np.where(is_padding | (labels == -100), np.float32(0), np.float32(1)),
+        "position_ids": positions[:-1],
         "cu_seqlens": np.array((starts + [S] * (S + 1))[: S + 1], np.int32),
-        "max_seqlen": np.array(longest, np.int32),
+        "max_seqlen": np.array(max(np.diff(ends)), np.int32),
     }
 
 
@@ -6439,37 +6430,25 @@ def test_samples_of_conversations_equal_the_rules(one, tmp_path, kind, pad):
         same_samples(ds[None], {**ds[0], "loss_mask": torch.zeros(S)})
 
 
-def test_files_of_rows_are_told_apart(one, tmp_path):
-    """By their sizes and both ends, wherever they lie."""
-    row = json.dumps({"messages": ROW})
-    gap = "\n" * 9000
-    contents = [f" {row}{gap}{row}", f"{row}\n{gap}{row}", f"{row}{gap}{row} "]
-    contents.append(f" {row}{gap}\n{row}")  # which has the ends of the first one
-    found = set()
-    for number, content in enumerate(contents * 2):
-        path = tmp_path / str(number)
-        path.write_text(content)
-        found.add(str(chat(one, path).dataset.fingerprint()))
-    assert len(found) == len(contents)
-
-
+@pytest.mark.parametrize("changed", [0, -1])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_file_of_rows_that_is_replaced(one, tmp_path, kind):
+def test_a_file_of_rows_that_is_replaced(one, tmp_path, kind, changed):
     """By one of equal size: the file that was opened is read on; who unpickles it refuses another.
 
     A pickle has no row of Parquet.  A file that is written where it lies, as by cp, is an error.
     """
     old, new = tmp_path / f"a.{kind}", tmp_path / f"b.{kind}"
-    rows = [[ROW[0], {"role": "assistant", "content": str(k)}] for k in range(10, 99)]
+    rows = [[ROW[0], {"role": "assistant", "content": str(k)}] for k in range(100, 199)]
     write_rows(old, rows, np.random.default_rng(0))
-    write_rows(new, rows[::-1], np.random.default_rng(0))
+    rows[changed] = rows[50]
+    write_rows(new, rows, np.random.default_rng(0))
     ds = chat(one, old)
-    wanted = ds[1]["tokens"].tolist()
+    wanted = ds[changed]["tokens"].tolist()
     pickled = pickle.dumps(ds)
     assert b"assistant" not in pickled
-    assert pickle.loads(pickled)[1]["tokens"].tolist() == wanted
+    assert pickle.loads(pickled)[changed]["tokens"].tolist() == wanted
     os.replace(new, old)
-    assert ds[1]["tokens"].tolist() == wanted
+    assert ds[changed]["tokens"].tolist() == wanted
     with pytest.raises(one.DatasetFormatError, match=f"a.{kind}: .*replaced"):
         pickle.loads(pickled)
     if kind == "jsonl":
@@ -6477,7 +6456,7 @@ def test_a_file_of_rows_that_is_replaced(one, tmp_path, kind):
         ds = chat(one, old)
         write_rows(old, rows, np.random.default_rng(0))
         with pytest.raises(ValueError, match="a.jsonl was written while it is read"):
-            ds[1]
+            ds[changed]
 
 
 def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
@@ -6542,7 +6521,8 @@ def test_the_first_sample_without_any_loss_is_told(one, tmp_path):
     long = [{"role": "user", "content": "1 " * 9}, ROW[1]]
     path = jsonl(tmp_path / "chat.jsonl", [ROW, long, other, long], "messages")
     for rows, lines in (([0, 1, 2], [2]), ([2, 1], [3]), ([0], [])):
-        ds = chat(one, path, rows=rows, tokenizer=one.ByteTokenizer(), sequence_length=32)
+        fields = {"tokenizer": one.ByteTokenizer(), "sequence_length": 32}
+        ds = chat(one, path, documents=np.array(rows), **fields)
         _, messages = heard(list, (ds[k] for k in (*range(len(ds)), None)))
         for message, line in zip(messages, lines, strict=True):
             assert f"chat.jsonl, line {line}: nothing is learned" in message
@@ -6556,7 +6536,7 @@ def test_what_fine_tuning_refuses(one, tmp_path):
     for fields, words in (
         ({"create_attention_mask": True}, "create_attention_mask must be False"),
         ({"reset_position_ids": True}, "reset_position_ids must be False"),
-        ({"n": 3, "rows": []}, "holds no rows for 3 samples"),
+        ({"n": 3, "documents": np.array([])}, "holds no rows for 3 samples"),
         ({"tokenizer": Tok(tokenize=with_start)}, r"without add_special_tokens: .* \[5\] around"),
         ({"tokenizer": Tok(eod=None)}, "lacks eod"),
         ({"tokenizer": Tok(tokenize_conversation=one_target)}, "line 1: .*3 tokens have 1 targets"),
@@ -6603,8 +6583,9 @@ def mk_sentences(mm, prefix, rng):
     return str(prefix)
 
 
-def check_spans(one, ds, k, tokens):
+def check_spans(one, ds, k):
     """The spans of a sample are its tokens, one after the other, and are where they say."""
+    tokens, _ = ds._query_document_sample_shuffle_indices(k)
     in_file = np.fromfile(f"{ds.dataset_path}.bin", np.uint16)
     bounds = ds.dataset.document_indices
     at = 0
@@ -6621,10 +6602,7 @@ def check_spans(one, ds, k, tokens):
 
 
 def test_trace_and_find_of_random_blends(one, tmp_path):
-    """Of parts of pairs, one of which is in the blend twice; of each, samples are left out.
-
-    No token is read.
-    """
+    """Of parts of pairs, one of which is in the blend twice; of each, samples are left out."""
     for rng in cases(8):
         pairs = [mk_sentences(one, tmp_path / name, rng) for name in "ab"]
         fields = {
@@ -6635,14 +6613,11 @@ def test_trace_and_find_of_random_blends(one, tmp_path):
         }
         cfg = config(one, ([*pairs, pairs[0]], [1, 3, 1]), split="1,9,0", **fields)
         _, blend, _ = quiet(build, one, [0, int(rng.integers(1, 60)), 0], cfg)
-        texts = []
         for part in blend.datasets:
             for k in range(len(part)):
-                tokens, _ = part._query_document_sample_shuffle_indices(k)
-                texts.append((part, k, tokens))
-        for part, k, tokens in texts:
-            part.dataset._tokens = None
-            check_spans(one, part, k, tokens)
+                check_spans(one, part, k)
+        for part in blend.datasets:
+            part.dataset._tokens = None  # none is read
         wanted = collections.defaultdict(list)
         for i in range(len(blend)):
             part = blend.datasets[blend.dataset_index[i]]
@@ -6793,14 +6768,6 @@ def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys):
         assert files_of(".") == before
 
 
-def test_the_file_is_a_program(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["megatron_min.py", "verify", "none"])
-    with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(HERE / "megatron_min.py"), run_name="__main__")
-    assert stop.value.code == 1
-    assert "none.idx" in capsys.readouterr().err
-
-
 def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch):
     def merge(*arguments):
         warnings.warn("a  warning\nof  two lines", stacklevel=1)
@@ -6864,14 +6831,16 @@ def test_a_command_beside_other_work(one, tmp_path, capsys):
     assert lists(one.IndexedDataset(tmp_path / "q")) == [[2, 3]]
 
 
-def test_the_demo_resumes_and_leaves_nothing(one, tmp_path, capsys, monkeypatch):
+def test_the_demo_of_the_file_as_a_program(tmp_path, capsys, monkeypatch):
+    """It resumes, and leaves nothing."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    code, out, err = command(one, capsys, "demo", program="megatron_min.py")
-    assert code == 0, err
-    *_, what_follows, words = out.splitlines()
-    assert what_follows.startswith("Next, your own text")
-    assert words.startswith("python megatron_min.py preprocess --input ")
-    assert "600 samples of 256 tokens" in out and "70 more steps, equal: True\n" in out
+    monkeypatch.setattr(sys, "argv", ["megatron_min.py", "demo"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(HERE / "megatron_min.py"), run_name="__main__")
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert "600 samples of 256 tokens" in out and "70 more steps, equal: True\nNext, your" in out
+    assert out.splitlines()[-1].startswith("python megatron_min.py preprocess --input ")
     assert out.count(" in the blend\n") == 2
     assert os.listdir(tmp_path) == []
 
@@ -7086,24 +7055,16 @@ ARGUMENTS_BY_HAND = {
 
 
 def arguments_of(function, *but):
-    """{name: default} of each argument, but those of a kind, in their order."""
-    found = {}
-    for parameter in inspect.signature(function).parameters.values():
-        default = parameter.default
-        if "factory" in str(default):  # of a field of a dataclass, each an object of its own
-            default = "made by a function"
-        if parameter.kind not in but:
-            found[parameter.name] = default
-    return found
+    """{name: default, as text} of each argument, but those of a kind, in their order."""
+    parameters = inspect.signature(function).parameters.values()
+    return {one.name: str(one.default) for one in parameters if one.kind not in but}
 
 
-def methods_of(cls):
-    """The names of the methods that a class of upstream has itself; of __init__() see the class."""
-    found = {"__getitem__", "__len__", "__next__", "_query_document_sample_shuffle_indices"}
-    for base in cls.__mro__:
-        if base.__module__.startswith("megatron"):
-            found |= {name for name in vars(base) if not name.startswith("_")}
-    return [name for name in found if inspect.isroutine(getattr(cls, name, None))]
+def functions_of(cls):
+    """{name: function} of a class; of __init__() see the class itself."""
+    special = {"__getitem__", "__len__", "__next__", "_query_document_sample_shuffle_indices"}
+    found = dict(inspect.getmembers(cls, inspect.isroutine))
+    return {name: found[name] for name in found if name in special or not name.startswith("_")}
 
 
 def test_arguments_are_upstreams(one, up):
@@ -7114,16 +7075,17 @@ def test_arguments_are_upstreams(one, up):
         theirs |= vars(importlib.import_module(f"megatron.core.{module}"))
     pairs = {}
     for name in set(one.__all__) & set(theirs):
-        pairs[name] = getattr(one, name), theirs[name]
-        if inspect.isclass(theirs[name]) and name not in OTHER_ARGUMENTS:
-            for method in methods_of(theirs[name]):
-                if hasattr(pairs[name][0], method):
-                    both = [getattr(cls, method) for cls in pairs[name]]
-                    pairs[f"{name}.{method}"] = both
-    differing = set()
-    for name, (ours, other) in pairs.items():
+        ours, other = getattr(one, name), theirs[name]
         if "pybind11" in repr(other) or name in ("DType", "Split"):
             continue  # the first do not say what they take, and enumerations take nothing
+        pairs[name] = ours, other
+        if inspect.isclass(other) and name not in OTHER_ARGUMENTS:
+            methods = functions_of(ours)
+            for method, of_theirs in functions_of(other).items():
+                if method in methods:
+                    pairs[f"{name}.{method}"] = methods[method], of_theirs
+    differing = set()
+    for name, (ours, other) in pairs.items():
         wanted = arguments_of(other)
         found = arguments_of(ours, inspect.Parameter.KEYWORD_ONLY)
         for key in NOT_TAKEN.get(name, []):
@@ -7134,7 +7096,7 @@ def test_arguments_are_upstreams(one, up):
         if list(found.items()) != list(wanted.items()):
             differing.add(name)
     assert differing == OTHER_ARGUMENTS
-    assert len(pairs) > 60
+    assert len(pairs) > 55
 
 
 def test_arguments_are_those_of_upstreams_repository(one):
@@ -7142,8 +7104,8 @@ def test_arguments_are_those_of_upstreams_repository(one):
         found = arguments_of(getattr(one, name), inspect.Parameter.KEYWORD_ONLY)
         assert list(found) == wanted.split(), name
     options = arguments_of(one.build_pretraining_data_loader)
-    assert (options["data_sharding"], options["drop_last"]) == (True, True)  # as upstream's
-    assert options["num_workers"] == 0
+    assert (options["data_sharding"], options["drop_last"]) == ("True", "True")  # as upstream's
+    assert options["num_workers"] == "0"
 
 
 # -- Files -------------------------------------------------------------------------------------
@@ -7385,17 +7347,14 @@ def test_built_datasets_and_caches_equal_upstreams(one, up, tmp_path, group):
 
 def test_groups_of_ranks_equal_upstreams(one, up):
     state = importlib.import_module("megatron.core.parallel_state")
-    kinds = []
-    for num_axes in range(1, 5):
-        for axes in itertools.permutations(("tp", "cp", "dp", "pp"), num_axes):
-            kinds.append("-".join(axes))
-    for rng in cases(10):
+    for rng in cases(300):
         tp, cp, dp, pp = rng.integers(1, 6, 4).tolist()
         theirs = state.RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order="tp-cp-ep-dp-pp")
         sizes = {"tensor": tp, "context": cp, "data": dp, "pipeline": pp}
-        for kind in kinds:
-            found = one.ParallelGroups.rank_lists(kind, **sizes)
-            assert found == theirs.get_ranks(kind), (kind, sizes)
+        axes = rng.permutation(["tp", "cp", "dp", "pp"])
+        kind = "-".join(axes[: rng.integers(1, 5)])
+        found = one.ParallelGroups.rank_lists(kind, **sizes)
+        assert found == theirs.get_ranks(kind), (kind, sizes)
 
 
 def test_parts_for_context_parallelism_equal_upstreams(one, up):
