@@ -7385,7 +7385,7 @@ class SFTDataset(MegatronDataset):
         pad = self._pad_token_id
         fill = self.config.tokenizer.eod if pad is None else pad
         cp = self.config.context_parallel_size
-        granularity = 1 if cp in (None, 1) else 2 * cp
+        granularity = 2 * cp if cp is not None and cp > 1 else 1
         encoded = self._encode_row(row)
         tokens, targets, is_filled, ends = _pack_conversations(encoded, S, fill, granularity)
         labels = targets[1:].copy()
