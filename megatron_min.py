@@ -4997,14 +4997,6 @@ def _absolute(path):
     return path if _is_remote(path) else os.path.abspath(path)
 
 
-def _attribute(tokenizer, name):
-    """An attribute of a tokenizer; None if there is none, or if it says NotImplementedError."""
-    try:
-        return getattr(tokenizer, name, None)
-    except NotImplementedError:
-        return None
-
-
 def _import_extra(module, user):
     """Import a module of a package that is not required; user is what needs it."""
     try:
@@ -6550,6 +6542,14 @@ _ATTRIBUTES_OF_TOKENIZER = {
 }
 
 
+def _attribute(tokenizer, name):
+    """An attribute of a tokenizer; None if there is none, or if it says NotImplementedError."""
+    try:
+        return getattr(tokenizer, name, None)
+    except NotImplementedError:
+        return None
+
+
 def _check_tokenizer(tokenizer, names):
     """Check that an object has these attributes; ValueError with its class and what it lacks."""
     if isinstance(tokenizer, type):
@@ -7326,14 +7326,12 @@ def _warn_of_other_tokenizer(pair, tokenizer):
 #   labels      all targets but the first: the label of a token is the target of the next one
 #   cu_seqlens  0                    ^ begins conversation 1                S S S ...
 #
-# A sample is made of one row of the file, and its text is tokenized when the sample is read.  So
-# there is no pair of files, no shuffled order and no cache: sample k is row k of the split, modulo
-# the number of rows, and the cyclic sampler of section 8 shuffles where that is wanted.
+# Sample k is row k of the split, modulo the number of rows, tokenized when the sample is read.  So
+# there is no pair of files, no shuffled order and no cache; the cyclic sampler of section 8
+# shuffles where that is wanted.
 #
 # A row may hold several conversations: each "system" message begins a new one.  Attention stays
-# within a conversation: cu_seqlens says where each begins, as attention kernels for packed
-# sequences want it, and positions count from 0 in each.
-#
+# within a conversation, as kernels for packed sequences do it by cu_seqlens.
 
 _IGNORED = -100  # the target of a place where nothing is learned; torch's cross_entropy skips it
 
@@ -7353,8 +7351,8 @@ class SFTDataset(MegatronDataset):
       position_ids     int64 (S,), from 0 in each conversation
       cu_seqlens       int32 (S+1,): where the conversations begin, and then S in all entries left
       max_seqlen       int32 (): the length of the longest conversation, with its padding
-    ds[None] is sample 0 without any loss.  A row without messages that can be used is a ValueError
-    that names its file and its line.  The first sample in which nothing is learned is a warning.
+    ds[None] is sample 0 without any loss.  The first sample in which nothing is learned is a
+    warning; a row that cannot be used is a ValueError.  Both name file and line.
 
     The tokenizer may have tokenize_conversation(conversation, return_target=True,
     add_generation_prompt=False) -> tokens, targets, as upstream's tokenizers for fine-tuning have.
@@ -7386,15 +7384,9 @@ class SFTDataset(MegatronDataset):
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         _check_sft(self)
+        # Unlike GPTDataset: None where there is no pad; a pad that is also eod stays the pad.
+        self._pad_token_id = _attribute(config.tokenizer, "pad")
         self._has_warned = False  # of a sample in which nothing is learned
-        tokenizer = config.tokenizer
-        self._tokenize_conversation = _attribute(tokenizer, "tokenize_conversation")
-        # Unlike the base class: None where there is no pad; a pad that is also eod stays the pad.
-        self._pad_token_id = _attribute(tokenizer, "pad")
-        self._fill_token_id = tokenizer.eod if self._pad_token_id is None else self._pad_token_id
-        self._granularity = 1
-        if config.context_parallel_size is not None and config.context_parallel_size > 1:
-            self._granularity = 2 * config.context_parallel_size
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> typing.Any:
@@ -7423,13 +7415,15 @@ class SFTDataset(MegatronDataset):
         k = _position(idx, len(self), f"the samples of {_name(self)}")
         row = int(self.indices[k % len(self.indices)])
         S = self.config.sequence_length
-        tokens, targets, is_filled, ends = _pack_conversations(
-            self._encode_row(row), S, self._fill_token_id, self._granularity
-        )
+        pad = self._pad_token_id
+        fill = self.config.tokenizer.eod if pad is None else pad
+        cp = self.config.context_parallel_size
+        granularity = 2 * cp if cp is not None and cp > 1 else 1
+        encoded = self._encode_row(row)
+        tokens, targets, is_filled, ends = _pack_conversations(encoded, S, fill, granularity)
         labels = targets[1:].copy()
-        is_learned = (labels != _IGNORED) & ~is_filled[1:]
-        if self._pad_token_id is not None:
-            is_learned &= labels != self._pad_token_id
+        is_padding = is_filled[1:] if pad is None else labels == pad
+        is_learned = (labels != _IGNORED) & ~is_padding
         if not is_learned.any() and not self._has_warned:
             self._has_warned = True
             place = _place_of_row(_name(self), self.dataset, row)
@@ -7456,18 +7450,19 @@ class SFTDataset(MegatronDataset):
         return {key: torch.from_numpy(values) for key, values in sample.items()}
 
     def _encode_row(self, row):
-        """Yield (tokens, targets), int64, of one conversation of a row after the other."""
+        """Yield the tokens and the targets of each conversation of a row, as one int64 (2, n)."""
+        tokenizer = self.config.tokenizer
+        encode = _attribute(tokenizer, "tokenize_conversation")
+        options = {"return_target": True, "add_generation_prompt": False}
         with _named(_place_of_row(_name(self), self.dataset, row), _WANTED_OF_ROW):
             for conversation in _split_conversations(self.dataset[row]["messages"]):
-                if self._tokenize_conversation is None:
-                    tokens, targets = _encode_conversation(conversation, self.config.tokenizer)
+                if encode is None:
+                    tokens, targets = _encode_conversation(conversation, tokenizer)
                 else:
-                    tokens, targets = self._tokenize_conversation(
-                        conversation, return_target=True, add_generation_prompt=False
-                    )
+                    tokens, targets = encode(conversation, **options)
                 if len(tokens) != len(targets):
                     raise ValueError(f"{len(tokens)} tokens have {len(targets)} targets")
-                yield np.asarray(tokens, np.int64), np.asarray(targets, np.int64)
+                yield np.stack([np.asarray(tokens, np.int64), np.asarray(targets, np.int64)])
 
 
 _WANTED_OF_ROW = 'wanted "messages", a list of {"role": ..., "content": ...}, that can be tokenized'
@@ -7528,9 +7523,8 @@ def _split_conversations(messages):
 def _encode_conversation(conversation, tokenizer):
     """Return the tokens and the targets of a conversation, by a plain template.
 
-    A message is the line "role: content".  Only the content of the assistant's messages and the eod
-    that ends each of them are learned; eod stands in the place of the line's end there.  Whatever
-    else a message holds is refused, since it would be lost.
+    A message is the line "role: content".  Only the content of the assistant's messages is learned,
+    and the eod that stands there in the place of the line's end.
     """
     tokens = []
     targets = []
@@ -7559,7 +7553,7 @@ def _encode_conversation(conversation, tokenizer):
 def _pack_conversations(encoded, sequence_length, fill, granularity):
     """Lay conversations end to end in the S + 1 places of a sample.
 
-    encoded       (tokens, targets) of each conversation, as many as fit; what is too long is cut
+    encoded       int64 (2, n), tokens and targets, of each conversation; what is too long is cut
     fill          the id that fills up tokens and targets, to S + 1 and to the granularity
     granularity   each place where a conversation ends, but S, is a multiple of it
     Returns       tokens and targets, int64 (S+1,); a bool (S+1,), True at filled places; and the
@@ -7568,28 +7562,26 @@ def _pack_conversations(encoded, sequence_length, fill, granularity):
     The last place always holds the fill id, as in upstream: at most S tokens are those of
     conversations.
 
-    >>> two = [([1, 2, 3], [-100, 2, 3]), ([4, 5], [4, 5])]
+    >>> two = [np.array([[1, 2, 3], [-100, 2, 3]]), np.array([[4, 5], [4, 5]])]
     >>> tokens, targets, is_filled, ends = _pack_conversations(two, 8, 0, granularity=4)
     >>> tokens.tolist(), ends
     ([1, 2, 3, 0, 4, 5, 0, 0, 0], [0, 4, 8])
     """
     S = sequence_length
-    tokens = np.full(S + 1, fill, np.int64)
-    targets = np.full(S + 1, fill, np.int64)
+    places = np.full((2, S + 1), fill, np.int64)
     is_filled = np.ones(S + 1, bool)
     ends = [0]
-    for conversation_tokens, conversation_targets in encoded:
+    for conversation in encoded:
         begin = ends[-1]
-        end = begin + len(conversation_tokens)
-        room = S - begin
-        places = slice(begin, min(end, S))
-        tokens[places] = conversation_tokens[:room]
-        targets[places] = conversation_targets[:room]
-        is_filled[places] = False
+        kept = conversation[:, : S - begin]
+        end = begin + kept.shape[1]
+        places[:, begin:end] = kept
+        is_filled[begin:end] = False
         ends.append(_ceil_div(end, granularity) * granularity)
         if ends[-1] >= S:
             break
     ends[-1] = S
+    tokens, targets = places
     return tokens, targets, is_filled, ends
 
 
@@ -7607,14 +7599,13 @@ class _Rows:
     def _open(self):
         self._file = open(self.path, "rb")
         weakref.finalize(self, self._file.close)
-        self._written = os.fstat(self._file.fileno()).st_mtime_ns
-        size = self._file.seek(0, os.SEEK_END)
-        self._file.seek(0)
+        status = os.fstat(self._file.fileno())
+        self._written = status.st_mtime_ns
         ends = self._file.read(4096)
-        self._file.seek(max(0, size - 4096))
+        self._file.seek(max(0, status.st_size - 4096))
         ends += self._file.read(4096)
         self._file.seek(0)
-        self._fingerprint = {"size": size, "ends_crc32": zlib.crc32(ends)}
+        self._fingerprint = {"size": status.st_size, "ends_crc32": zlib.crc32(ends)}
 
     def __getstate__(self):
         return vars(self) | {"_file": None}
@@ -7635,31 +7626,30 @@ class _Rows:
 class _JsonlRows(_Rows):
     """The rows of a file of JSON lines.  Blank lines are no rows.
 
-    starts, ends   where each row begins and ends, in bytes
-    line_numbers   the number of its line, from 1, for errors
+    starts         where each row begins, in bytes, and the end of the file
+    line_numbers   the number of each row's line, from 1, for errors
     """
 
     def __init__(self, path):
         super().__init__(path)
         self.starts = array.array("q")
-        self.ends = array.array("q")
         self.line_numbers = array.array("q")
-        end = 0
+        place = 0
         for number, line in enumerate(self._file, 1):
-            begin = end
-            end += len(line)
             if not line.isspace():
-                self.starts.append(begin)
-                self.ends.append(end)
+                self.starts.append(place)
                 self.line_numbers.append(number)
+            place += len(line)
+        self.starts.append(place)
 
     def __len__(self):
-        return len(self.starts)
+        return len(self.line_numbers)
 
     def __getitem__(self, row):
         begin = self.starts[row]
+        size = self.starts[row + 1] - begin  # with the blank lines behind it
         descriptor = self._file.fileno()  # its position is shared by threads and forks: unused here
-        line = os.pread(descriptor, self.ends[row] - begin, begin)
+        line = os.pread(descriptor, size, begin).rstrip()
         if os.fstat(descriptor).st_mtime_ns != self._written:
             raise ValueError(f"{self.path} was written while it is read: build the dataset again")
         return _read_object(line)
@@ -7741,28 +7731,27 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
         return trace(part, int(dataset.dataset_sample_index[i]))
     _check_has_orders(dataset)
     prefix = dataset.dataset_path
-    pair = dataset.dataset
-    is_pair = isinstance(pair, IndexedDataset)
-    record = _record_of(pair) if is_pair else {}  # of its inputs: section 20
     spans = []
-    sample_offset = 0
+    place = 0
     for sequence, offset, length in dataset.pieces(k):
-        if length == 0:
-            continue
-        document = sequence  # of mock data, or of a reader of the user's own
-        byte_offset = None
-        if is_pair:
-            # Of documents that begin at the same sequence only the last one has sequences.
-            # bisect, as np.searchsorted() would copy the entries, which lie unaligned in the file.
-            document = bisect.bisect_right(pair.document_indices, sequence) - 1
-            byte_offset = int(pair.sequence_pointers[sequence]) + offset * DType.size(pair.dtype)
-        name, number = _input_of_document(record, document)
-        place = Span(
-            prefix, sequence, document, offset, length, byte_offset, sample_offset, name, number
-        )
-        spans.append(place)
-        sample_offset += length
+        if length > 0:
+            document, at, name, number = _place_in_files(dataset.dataset, sequence, offset)
+            span = Span(prefix, sequence, document, offset, length, at, place, name, number)
+            spans.append(span)
+            place += length
     return spans
+
+
+def _place_in_files(pair, sequence, offset):
+    """Return the document, byte_offset, input and input_document of a Span."""
+    if not isinstance(pair, IndexedDataset):  # mock data, or a reader of the user's own
+        return sequence, None, None, None
+    # Of documents that begin at the same sequence only the last one has sequences.
+    # bisect, as np.searchsorted() would copy the entries, which lie unaligned in the file.
+    document = bisect.bisect_right(pair.document_indices, sequence) - 1
+    byte_offset = int(pair.sequence_pointers[sequence]) + offset * DType.size(pair.dtype)
+    name, number = _input_of_document(_record_of(pair), document)  # section 20
+    return document, byte_offset, name, number
 
 
 def find(
@@ -7778,15 +7767,13 @@ def find(
     parts = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
     for part in parts:
         _check_has_orders(part)
-    are_meant = [_is_pair_of(part, path_prefix) for part in parts]
-    if not any(are_meant):
+    wanted = [d for d, part in enumerate(parts) if _is_pair_of(part, path_prefix)]
+    if len(wanted) == 0:
         names = ", ".join(_name(part) for part in parts)
         raise ValueError(f"{path_prefix} is not a pair of this dataset, which has {names}")
     found = []
-    for d, part in enumerate(parts):
-        if not are_meant[d]:
-            continue
-        samples = _samples_of_sequence(part, sequence)
+    for d in wanted:
+        samples = _samples_of_sequence(parts[d], sequence)
         if isinstance(dataset, BlendedDataset):
             # The samples 0, 1, 2, ... of a part come in this order in the blend, which may take
             # fewer of them than the part has.
@@ -7880,15 +7867,14 @@ def main(argv: list[str] | None = None) -> int:
         sys.exit(128 + number)
 
     handlers = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in _SIGNALS:
-            handler = signal.getsignal(number)
-            if handler not in (signal.SIG_IGN, None):  # None: it is not Python's
-                handlers[number] = handler
     code = 0
     try:
-        for number in handlers:
-            signal.signal(number, exit_at_signal)
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                handler = signal.getsignal(number)
+                if handler not in (signal.SIG_IGN, None):  # None: it is not Python's
+                    handlers[number] = handler
+                    signal.signal(number, exit_at_signal)
         with warnings.catch_warnings():
             warnings.showwarning = _print_warning
             options.run(options)
@@ -7938,32 +7924,29 @@ def _make_parser():
     text = "JSON lines, also compressed, to .bin/.idx pairs"
     command = commands.add_parser("preprocess", help=text, description=text)
     command.set_defaults(run=_run_preprocess)
-    text = "files, globs, URLs; .gz, .zst; - is stdin"
     several = {"nargs": "+", "action": "extend"}  # given again, a flag adds to what it has
-    command.add_argument("--input", required=True, help=text, metavar="PATH", **several)
-    text = "the pairs are PREFIX_KEY_document"
-    command.add_argument("--output-prefix", required=True, help=text, metavar="PREFIX")
+    text = "files, globs, URLs; .gz, .zst; - is stdin"
+    command.add_argument("--input", required=True, help=text, **several)
+    command.add_argument("--output-prefix", required=True, help="a pair is PREFIX_KEY_document")
     _add_tokenizer(command)
     command.add_argument("--append-eod", action="store_true", help="eod after each document")
-    text = "each key becomes a pair; default: text"
-    command.add_argument("--json-keys", help=text, metavar="KEY", **several)
+    command.add_argument("--json-keys", help="each key becomes a pair; default: text", **several)
     text = "a sentence is a sequence; PREFIX_KEY_sentence"
     command.add_argument("--split-sentences", action="store_true", help=text)
     text = "processes; the files are the same for any number"
-    command.add_argument("--workers", type=_read_workers, default=1, help=text, metavar="N")
+    command.add_argument("--workers", type=_read_workers, default=1, help=text)
     text = "read the inputs of the i-th of n parts; merge joins them"
     command.add_argument("--shard", type=_read_shard, default=(0, 1), help=text, metavar="i/n")
     text = "at a bad line: stop (the default), or skip it"
     command.add_argument("--on-error", choices=("stop", "skip"), default="stop", help=text)
-    text = "no progress on stderr"
-    command.add_argument("--no-verbose", dest="verbose", action="store_false", help=text)
+    command.add_argument("--no-verbose", dest="verbose", action="store_false", help="no progress")
 
     text = "append pairs of one dtype into a new pair"
     command = commands.add_parser("merge", help=text, description=text)
     command.set_defaults(run=_run_merge)
     text = "path prefixes of pairs, or their .idx files, in order"
-    command.add_argument("--input", required=True, help=text, metavar="PREFIX", **several)
-    command.add_argument("--output-prefix", required=True, help="of the new pair", metavar="PREFIX")
+    command.add_argument("--input", required=True, help=text, **several)
+    command.add_argument("--output-prefix", required=True, help="of the new pair")
     command.add_argument("--multimodal", action="store_true", help="the pairs hold modes")
 
     place = "path or URL of a pair, without .bin and .idx"
@@ -7987,9 +7970,8 @@ def _make_parser():
 def _add_tokenizer(command):
     """Add the options of build_tokenizer()."""
     text = "bytes, null:N, [gigatoken:]tokenizer.json, module:name"
-    command.add_argument("--tokenizer", default="bytes", help=text, metavar="NAME")
-    text = "end-of-document token of a tokenizer.json"
-    command.add_argument("--eod-token", help=text, metavar="TEXT")
+    command.add_argument("--tokenizer", default="bytes", help=text)
+    command.add_argument("--eod-token", help="end-of-document token of a tokenizer.json")
     text = "put those of a tokenizer.json, such as BOS, around texts"
     command.add_argument("--add-special-tokens", action="store_true", help=text)
 
@@ -8082,13 +8064,8 @@ def _run_demo(options):
         for prefix in pairs.values():
             _print_line(_describe_pair(prefix, IndexedDataset(prefix)))
 
-        config = GPTDatasetConfig(
-            random_seed=1234,
-            sequence_length=256,
-            blend=([pairs["code"], pairs["docs"]], [70, 30]),
-            split="1",
-            tokenizer=ByteTokenizer(),
-        )
+        blend = [pairs["code"], pairs["docs"]], [70, 30]
+        config = GPTDatasetConfig(1234, 256, blend=blend, split="1", tokenizer=ByteTokenizer())
         sizes = [600, None, None]
         builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
         train, _, _ = builder.build()
@@ -8096,20 +8073,17 @@ def _run_demo(options):
         for key, dataset, count in zip(keys, train.datasets, train.samples_taken(), strict=True):
             _print_line(f"   {key}: {len(dataset):,} samples to train on, {count:,} in the blend")
 
-        loaders = []
-        for rank, size in ((0, 2), (1, 2), (0, 1)):
-            place = {"data_parallel_rank": rank, "data_parallel_size": size}
-            loader = build_pretraining_data_loader(train, 0, micro_batch_size=8 // size, **place)
-            loaders.append(loader)
-        *ranks, resumed = loaders
-        steps = zip(*ranks, strict=True)
-        batch, _ = next(steps)
+        half = {"micro_batch_size": 4, "data_parallel_size": 2}
+        first = build_pretraining_data_loader(train, 0, data_parallel_rank=0, **half)
+        second = build_pretraining_data_loader(train, 0, data_parallel_rank=1, **half)
+        steps = zip(first, second, strict=True)
+        for _ in range(5):
+            batch, _ = next(steps)
         text = ByteTokenizer().detokenize(batch["tokens"][0])
-        for _ in range(4):
-            next(steps)
-        _print_line(f"3. Batches: 2 ranks x 4 samples, first {text[:32]!r}, stopped after 5 steps")
+        _print_line(f"3. Batches: 2 ranks x 4 samples, stopped after 5 steps, at {text[:32]!r}")
 
-        resumed.load_state_dict(ranks[0].state_dict())
+        resumed = build_pretraining_data_loader(train, 0, micro_batch_size=8)
+        resumed.load_state_dict(first.state_dict())
         equal = []
         for batch, parts in zip(resumed, steps, strict=True):
             tokens = torch.cat([part["tokens"] for part in parts])
