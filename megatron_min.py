@@ -4010,36 +4010,36 @@ def _what_decides(dataset, n, kept):
     n      None: all.  Of a blend these are its weights, phases and size, and all its datasets
     kept   a dict, for further calls: what was asked of each dataset once
     """
-    if isinstance(dataset, BlendedDataset):
-        mix, counts = _mix_of_first(dataset, n, kept)
-        settings = {"class": type(dataset).__name__}
-        for d, count in counts.items():
-            settings[f"corpus {d}"] = _what_decides(dataset.datasets[d], count, kept)
-        return settings | mix
     data = getattr(dataset, "dataset", None)
+    if isinstance(dataset, BlendedDataset):
+        mix, parts = _mix_of_first(dataset, n, kept)
+        settings = {"class": type(dataset).__name__}
+        for d in parts:
+            settings[f"corpus {d}"] = _what_decides(dataset.datasets[d], None, kept)
+        return settings | mix
     if isinstance(dataset, torch.utils.data.Subset):
         indices = np.asarray(dataset.indices[:n], np.int64)
         if np.any(indices < 0):  # -1 is the last
             indices = indices % len(data)
-        settings = {"class": "Subset", "indices": _md5(indices.tobytes())}
         n = int(indices.max(initial=-1)) + 1
-    else:
-        if id(dataset) not in kept:
-            kept[id(dataset)] = _settings_of(dataset)
-        settings = kept[id(dataset)]
+        settings = {"class": "Subset", "indices": _md5(indices.tobytes())}
+        return settings | {"data": _what_decides(data, n, kept)}
+    if id(dataset) not in kept:
+        kept[id(dataset)] = _settings_of(dataset)
+    settings = kept[id(dataset)]
     if data is None or isinstance(dataset, GPTDataset):  # whose settings are of its pair, too
         return settings
     return settings | {"data": _what_decides(data, n, kept)}
 
 
 def _mix_of_first(blend, n, kept):
-    """How a blend mixes its first n samples, and {dataset that gave some: how many}.
+    """How a blend mixes its first n samples, and the numbers of the datasets that gave one.
 
     What is kept of the last n goes on from there: of 10^9 samples it takes seconds.
     """
     if n is None:
         mix = {"weights": blend.weights, "blend_phases": blend.phases, "size": blend.size}
-        return mix, dict.fromkeys(range(len(blend.datasets)))
+        return mix, range(len(blend.datasets))
     last_n, checksum, given = kept.get(id(blend), (0, 0, 0))
     if last_n > n:
         last_n, checksum, given = 0, 0, 0
@@ -4048,12 +4048,10 @@ def _mix_of_first(blend, n, kept):
     given = np.add(given, _count_datasets(new, len(blend.datasets)))
     kept[id(blend)] = n, checksum, given
     mix = {"which corpus gave which sample (weights, blend_phases)": checksum}
-    counts = {d: int(given[d]) for d in np.flatnonzero(given).tolist()}
     if type(blend)._build_indices is not BlendedDataset._build_indices:
         samples = np.ascontiguousarray(blend.dataset_sample_index[:n], np.int64)
         mix["which sample each corpus gave"] = zlib.crc32(samples)
-        counts = dict.fromkeys(counts)  # not its first ones, perhaps
-    return mix, counts
+    return mix, np.flatnonzero(given).tolist()
 
 
 def _settings_of(dataset):

@@ -2863,8 +2863,8 @@ def state_of(mm, dataset, consumed, **fields):
 class Wrapped(Numbers):
     """A dataset that makes its samples of another's, if it has one; they may not be read here."""
 
-    def __init__(self, n=64, dataset=None, **attributes):
-        super().__init__(n)
+    def __init__(self, dataset=None, **attributes):
+        super().__init__(64)
         self.dataset = dataset
         vars(self).update(attributes)
 
@@ -2923,7 +2923,7 @@ def test_no_sample_is_read_for_a_state_and_no_storage_is_asked(one):
     A mix is read on from the last state, and from the beginning for an earlier place: always the
     state is that of a new loader.
     """
-    part = Wrapped(60, Wrapped(60), index_split=one.Split.train, unique_identifiers={})
+    part = Wrapped(Wrapped(), index_split=one.Split.train, unique_identifiers={})
     phases = [(12, (1, 2, 0)), (48, (1, 2, 1))]
     blend = one.BlendedDataset([part] * 3, None, None, config(one), phases=phases)
     data = torch.utils.data.Subset(blend, range(60))
@@ -3135,24 +3135,12 @@ def test_what_a_state_asks_of_other_classes(one, tmp_path):
         (part([5, -1] * 16), part([5, len(plain(80)) - 1] * 16), None),
         (part([5, -1] * 16), part([5, 60] * 16), "indices was"),
         (part(range(40)), part(range(40), random_seed=5), r"random_seed of data \(p\) was 1234"),
-        (Wrapped(64, plain()), Wrapped(64, plain(400)), None),
-        (
-            Wrapped(64, blend(one.BlendedDataset, 40)),
-            Wrapped(64, blend(one.BlendedDataset, 32, 60)),
-            None,
-        ),
-        (
-            Wrapped(64, plain()),
-            Wrapped(64, plain(random_seed=5)),
-            "random_seed of data .* was 1234",
-        ),
+        (Wrapped(plain()), Wrapped(plain(400)), None),
+        (Wrapped(blend(one.BlendedDataset, 40)), Wrapped(blend(one.BlendedDataset, 32, 60)), None),
+        (Wrapped(plain()), Wrapped(plain(random_seed=5)), "random_seed of data .* was 1234"),
         (Wrapped(), renamed(), "class was Wrapped in the state, and is Renamed"),
-        (Wrapped(64, reader([9])), Wrapped(64, reader([8])), None),  # which is not seen
-        (
-            Wrapped(64, reader([9], 1)),
-            Wrapped(64, reader([9], 2)),
-            "fingerprint of data .* was 1 in",
-        ),
+        (Wrapped(reader([9])), Wrapped(reader([8])), None),  # which is not seen
+        (Wrapped(reader([9], 1)), Wrapped(reader([9], 2)), "fingerprint of data .* was 1 in"),
         (over(reader([90, 80])), over(reader([80, 90])), r"sequence_lengths \(CRC-32\) was"),
         (over(reader([90] * 2, 1)), over(reader([90] * 2, 2)), "fingerprint was 1 in"),
         (*permuted[:2], None),
