@@ -3782,7 +3782,7 @@ def _take_chunks(tensor, dim, chunks):
 #   {"sampler": {"kind of the sampler": "single"},    cyclic has a seed and more
 #    "data": {"class": "BlendedDataset",
 #             "corpus 0": {"class": "GPTDataset",
-#                          "name": "wiki",            for messages; a copy may have another
+#                          "name (not compared)": "wiki",
 #                          "fingerprint": {...},      of the pair (section 1)
 #                          "random_seed": 1234, ...}, and more, as _settings_of() says
 #             "which corpus gave which sample (weights, blend_phases)": 1403640103}}
@@ -3795,6 +3795,7 @@ def _take_chunks(tensor, dim, chunks):
 # are documents that were edited in the middle of a pair, and what a class of the user's own does.
 
 _STATE_VERSION = 7  # a number to count up when the same past comes to mean other samples
+_NAME = "name (not compared)"  # for messages: a copy may have another
 
 
 class PretrainingDataLoader(torch.utils.data.DataLoader):
@@ -4056,7 +4057,7 @@ def _mix_of_first(blend, n, kept):
 
 def _settings_of(dataset):
     """What decides the samples of a dataset that is no blend and no Subset, since it was built."""
-    settings = {"class": type(dataset).__name__, "name": os.path.basename(_name(dataset))}
+    settings = {"class": type(dataset).__name__, _NAME: os.path.basename(_name(dataset))}
     is_gpt = isinstance(dataset, GPTDataset)
     reader = dataset.dataset if is_gpt else dataset
     if callable(getattr(reader, "fingerprint", None)):
@@ -5154,7 +5155,7 @@ def _read_past(text):
 def _first_difference(was, now, of=""):
     """Return the first thing that differs: (its words, its value in was, in now), or None.
 
-    was, now   answers of _what_decides(), from JSON.  Their names may differ
+    was, now   answers of _what_decides(), from JSON
     of         what the words end with, such as " of corpus 1 (wiki)"
     """
     in_both = [key for key in now if key in was]  # first: what is missing follows from them
@@ -5162,11 +5163,11 @@ def _first_difference(was, now, of=""):
         old = was.get(key)
         new = now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
-            name = f" ({new['name']})" if "name" in new else ""
+            name = f" ({new[_NAME]})" if _NAME in new else ""
             difference = _first_difference(old, new, f" of {key}{name}{of}")
             if difference is not None:
                 return difference
-        elif old != new and key != "name":
+        elif old != new and key != _NAME:
             return f"{key}{of}", old, new
     return None
 
