@@ -2747,6 +2747,7 @@ def test_which_iterator_goes_on_where_a_state_was_taken(one, kind):
     """
     fields = {} if kind == "whole rounds" else fields_of(kind)
     loader = loader_of(one, Numbers(23), **fields)
+    fresh = loader_of(one, Numbers(23), **fields)
     running = iter(loader)
     found = [next(running), next(running)]
     state = loader.state_dict()
@@ -2757,13 +2758,15 @@ def test_which_iterator_goes_on_where_a_state_was_taken(one, kind):
     assert loader.state_dict() == state
     found += itertools.islice(loader, 4 if kind == "single" else 3)
     same_batches(found, loader_of(one, Numbers(23), **fields))
-    _, messages = heard(next, iter(loader))
-    assert messages == []
-    loader.load_state_dict(state)
-    next(iter(loader))
+    assert heard(next, iter(loader))[1] == []
+    for _ in range(2):  # loaded again: that is no iterator to be warned of
+        loader.load_state_dict(state)
+        assert heard(next, iter(loader))[1] == []
     begin = 12 if kind in SHUFFLED else 0
     with pytest.warns(UserWarning, match=f"at sample 12, and this one begins at sample {begin}:"):
         next(iter(loader))
+    for which in (loader, fresh, fresh):  # nor are those that did not go on from a state
+        assert heard(next, iter(which))[1] == []
 
 
 @pytest.mark.parametrize("kind", ["single", *SHUFFLED])
@@ -2970,6 +2973,8 @@ RUNS = [  # order; a run, what is another in the next one; what is said of it, o
     ("single", TWO_PHASES, {"mix": [(24, U), (99, V), (9, W)]}, None),
     ("single", TWO_PHASES, {"mix": [(24, U), (16, V), (9, W)]}, None),
     ("single", TWO_PHASES, {"mix": [(48, U)]}, OTHER_MIX),
+    ("single", TWO_PHASES, {"mix": [(48, (1, 0))]}, OTHER_MIX),
+    ("single", {"mix": [(48, (1, 0))]}, TWO_PHASES, OTHER_MIX),
     ("single", TWO_PHASES, {"mix": [(24, U), (24, W)]}, OTHER_MIX),
     ("single", {}, {"corpora": "a", "mix": None}, "class was BlendedDataset in .* is GPTDataset"),
     (
@@ -3124,6 +3129,7 @@ def test_what_a_state_asks_of_other_classes(one, tmp_path):
         return cls([plain(80), plain(80)], None, None, plain().config, phases=phases)
 
     named = [reader([9], {"name": name}) for name in "ab"]
+    short = {"split": "valid", "drop_last_partial_validation_sequence": False}
     renamed = type("Renamed", (Wrapped,), {})
     permuted = [with_class(Permuted, plain(random_seed=seed)) for seed in (1, 1, 2)]
     later = plain()
@@ -3131,6 +3137,7 @@ def test_what_a_state_asks_of_other_classes(one, tmp_path):
     for before, after, words in (
         (plain(), later, None),
         (plain(), plain(200), None),
+        (plain(**short), plain(80, **short), "epochs was 1 in"),  # its last sample was short
         (plain(documents=np.array([3, 0, 9])), plain(documents=np.array([3, 9, 0])), "documents"),
         (part(range(40)), part([*range(40), 60, 70]), None),
         (part([5, -1] * 16), part([5, len(plain(80)) - 1] * 16), None),
