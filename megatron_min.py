@@ -3842,7 +3842,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         super().__init__(dataset, batch_sampler=batch_sampler, num_workers=num_workers, **arguments)
         self._has_generator = self.generator is not None  # that of the arguments
         self.consumed_samples = batch_sampler.consumed_samples
-        self._newest = None  # stands for the newest iterator; None: none since a state was loaded
+        # stands for the newest iterator; None: none has begun since a state was loaded
+        self._newest = object()
         self._end_of_resumed = 0  # the place where the pass ends that went on from a state
         self._kept = {}  # what was asked of the datasets: now, so that no state needs a storage
         _what_decides(dataset, None, self._kept)
@@ -3856,9 +3857,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         begin = sampler.consumed_samples
         end = self._end_of_pass(begin)
         _warn_if_left(self.consumed_samples, self._end_of_resumed, begin)
-        self._end_of_resumed = 0
-        if self._newest is None and begin > 0:
-            self._end_of_resumed = end
+        self._end_of_resumed = end if self._newest is None else 0
         this_iterator = object()
         self._newest = this_iterator
         batches = self._own_batches() if self.makes_own_batches else self._batches_of_torch(begin)
