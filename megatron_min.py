@@ -2870,28 +2870,26 @@ class BlendedMegatronDatasetBuilder:
         # they build, while it waits.
         is_wanted = _on_every_rank(self.is_built_on_rank)
         if _rank() == 0:
-            datasets, *decided = _on_every_rank(self._build_and_describe)
+            datasets, decided = _on_every_rank(self._build_and_describe)
             _on_every_rank(_build_nothing)
         else:
             _on_every_rank(_build_nothing)
             step = self._build_and_describe if is_wanted else _build_nothing
-            datasets, *decided = _on_every_rank(step)
-        _compare_on_ranks(*decided)  # section 10
+            datasets, decided = _on_every_rank(step)
+        _compare_on_ranks(decided)  # section 10
         return datasets if is_wanted else [None] * len(Split)
 
     def _build_and_describe(self):
-        """All splits, the JSON of what decides their samples, and how the corpora are called."""
+        """All splits, and the JSON of what decides their samples (section 10)."""
         datasets = self._build_splits()
         decided = {}
-        names = {}
         for split, found in zip(Split, datasets, strict=True):
             if isinstance(found, list):  # several validation sets
                 for number, dataset in enumerate(found):
-                    of = f" of {split.name} {number}"
-                    decided |= _what_decides(dataset, None, names, of)
+                    decided[f"{split.name} {number}"] = _what_decides(dataset, None, {})
             elif found is not None:
-                decided |= _what_decides(found, None, names, f" of {split.name}")
-        return datasets, json.dumps(decided, default=_as_json), names
+                decided[split.name] = _what_decides(found, None, {})
+        return datasets, json.dumps(decided, default=_as_json)
 
     def _build_splits(self):
         """All splits, on this rank."""
@@ -2984,7 +2982,7 @@ class BlendedMegatronDatasetBuilder:
 
 def _build_nothing():
     """What _build_and_describe() gives on a rank that only waits for the others."""
-    return [None] * len(Split), None, {}
+    return [None] * len(Split), None
 
 
 def _check_tokenizers_of_pairs(opened):
@@ -3669,82 +3667,33 @@ def _take_chunks(tensor, dim, chunks_of_rows):
 #   threads           2 3              num_workers of them make batches ahead
 #   training loop   1                  uses the batch that is ready
 #
-# Threads serve GPTDataset, and blends of it, where C is there: it fills batches of mapped pairs
-# without Python's lock, so the loop is not held up.  (Of other pairs Python fills them, in these
-# threads.)  Any other dataset is read by torch's DataLoader, with num_workers processes.  With
-# num_workers=0 a batch is made when the loop asks for it.  (A thread for that case would be slower:
-# to hand over a batch of 8 samples of 2,048 tokens takes as long as to make it.)
+# Threads serve GPTDataset, and blends of it, where C is there: it fills batches without Python's
+# lock, so the loop is not held up.  Any other dataset is read by torch's DataLoader, with
+# num_workers processes.  With num_workers=0 a batch is made when the loop asks for it.
 #
 # The sampler runs ahead of the training loop.  A saved position counts the batches that the loop
 # was given, so what was made ahead and not used is made again after a resume.
 #
-# A state has three keys: its version, the number of consumed samples, and a text, which is the JSON
-# of what decided these samples: their past.  It is read from settings, and no sample is read for
-# it.  After 24 samples of a blend of two corpora:
+# A state has this position, and what decided the samples before it: their past, as JSON.  No sample
+# is read for it.  That of 24 samples of a blend:
 #
-#   sampler   {"kind of the sampler": "single"}        the order; cyclic has a seed and more
-#   data      {"class": "BlendedDataset",
-#              "class of corpus 0": "GPTDataset",
-#              "fingerprint of corpus 0": {...},       of the pair (section 1)
-#              "documents (split) of corpus 0": "range(0, 99)",
-#              "random_seed of corpus 0": 1234, ...,   and more, as _settings_of() says
-#              "which corpus gave which sample (weights, blend_phases)": 1403640103}
-#                                                      a CRC-32 of dataset_index[:24]
+#   {"sampler": {"kind of the sampler": "single"},    cyclic has a seed and more
+#    "data": {"class": "BlendedDataset",
+#             "corpus 0": {"class": "GPTDataset",
+#                          "name (not compared)": "wiki",
+#                          "fingerprint": {...},      of the pair (section 1)
+#                          "random_seed": 1234, ...}, and more, as _settings_of() says
+#             "which corpus gave which sample (weights, blend_phases)": 1403640103}}
+#                                                     a CRC-32 of dataset_index[:24]
 #
-# The job that loads a state makes the same of its own data, and goes on where it finds the same.
-# So another seed, S, split, order, weight or pair is noticed.  What does not change the samples
-# that were consumed is not asked about: with stable_order a longer run, or a phase that comes
-# later; a corpus that has given no sample yet; a copy at another path.  Not noticed are documents
-# that were edited in the middle of a pair, and what a class of the user's own makes of its data.
-# With u, v and w for the weights of phases, of datasets with stable_order:
-#
-#   the state, after 600 samples       [past: 500 samples with weights u, 100 with weights v]
-#   a job that it fits                 phases (500, u) (400, v)
-#   others that it fits                phases (500, u) (900, v) (800, w);  (500, u) (100, v) (99, w)
-#   refused: another past              phases (600, u) (400, v);  (500, u) (400, w)
-#
-# Settings of GPTDataset that change masks and positions, and not which tokens come, are no part of
-# the past.
-#
-# The new job may have other ranks, micro-batches and workers, wherever the order of the sampler
-# does not depend on them:
-#
-#   sampler             order                              what may change on resume
-#   single,             0, 1, 2, ...                       ranks, micro-batch size, workers
-#   full_validation
-#   cyclic, unsharded   in each turn all ranks draw the    workers; ranks and micro-batch size, if
-#                       same shuffled order                (a), (b) and (c) hold
-#   cyclic, sharded     in each turn each rank shuffles    workers; micro-batch size, if (a) and (b)
-#                       a part of its own                  hold
-#
-#   (a) consumed_samples is a whole number of the new rounds
-#   (b) as many samples are shuffled with the new ranks and micro-batch size as with the old ones.
-#       A rest is left out before the shuffle: sharded, what fills no whole round; unsharded, what
-#       fills no whole micro-batch (what then fills no whole round is left out after the shuffle)
-#   (c) consumed_samples divided by the samples of a turn (active_total_samples) gives the same
-#       turn, and the same rest, as with the old ones (sharded, this follows from (b))
+# The job that loads a state makes the same of its own data and sampler, and goes on where it finds
+# the same.  (Section 8 says which ranks and sizes of batches it may have.)  What does not change
+# the samples that were consumed is not asked about: with stable_order a longer run, or a phase that
+# comes later; a corpus that has given no sample yet; settings of masks and positions.  Not noticed
+# are documents that were edited in the middle of a pair, and what a class of the user's own does.
 
 _STATE_VERSION = 7  # a number to count up when the same past comes to mean other samples
-
-
-def _make_batch(dataset: typing.Any, indices: typing.Sequence[int | None]) -> dict:
-    """Return what a batch is: the samples of its indices, stacked, {key: tensor (B, ...)}."""
-    return torch.utils.data.default_collate(_samples_of(dataset, indices))
-
-
-def _is_plain(dataset: typing.Any) -> bool:
-    """Is it a GPTDataset, or a blend of such with the blend's config, and of no subclass?"""
-    if type(dataset) is not BlendedDataset:
-        return type(dataset) is GPTDataset
-    parts = dataset.datasets
-    return all(type(part) is GPTDataset and part.config is dataset.config for part in parts)
-
-
-class _PaddedSubset(torch.utils.data.Subset):
-    """A Subset whose sample None, which fills up a batch, is that of its dataset."""
-
-    def __getitems__(self, indices):
-        return _samples_of(self.dataset, [k if k is None else self.indices[k] for k in indices])
+_NAME = "name (not compared)"  # for messages: a copy may have another
 
 
 class PretrainingDataLoader(torch.utils.data.DataLoader):
@@ -3755,17 +3704,16 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     batch_sampler  a sampler of section 8
     num_workers    how many threads, or processes, make batches ahead; 0: none
     arguments      further arguments of DataLoader, such as collate_fn or prefetch_factor.  With
-                   one of these the batches of a GPTDataset, too, are made by DataLoader and
-                   its processes; pin_memory alone does not change who makes them.
+                   any of them but pin_memory, DataLoader makes the batches of a GPTDataset, too
 
     len() counts the batches of a whole turn, also after a resume.  Where several iterators run, the
     state is that of the newest; with persistent_workers, which they would share, the older ones
     raise a RuntimeError.  What worker processes draw depends on torch.initial_seed(), the
     data-parallel rank and the place where the iterator begins, unless a generator is given.
 
-    The first iterator after load_state_dict() goes on where the state was taken, and only that one:
-    if it is left after a look, as by next(iter(loader)), the next one begins at 0; with a cyclic
-    sampler it begins after the batch that was looked at.  A warning says so.
+    The first iterator after load_state_dict() goes on where the state was taken.  After it the next
+    one begins at 0, or, with a cyclic sampler, behind the last batch; with a warning if the first
+    was left before its end, as by next(iter(loader)).
 
     >>> loader = PretrainingDataLoader(range(6), MegatronPretrainingSampler(6, 0, 2, 0, 1))
     >>> state = [loader.state_dict() for batch in loader][0]          # after the first batch
@@ -3782,89 +3730,59 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         num_workers: int = 0,
         **arguments: typing.Any,
     ) -> None:
-        if num_workers < 0:
-            raise ValueError(f"num_workers must be >= 0, got {num_workers}")
-        if not arguments.get("in_order", True):
-            raise ValueError(
-                "in_order=False: a state counts batches, so they must come in the sampler's order"
-            )
+        _check_loader(batch_sampler, num_workers, arguments)
         if type(dataset) is torch.utils.data.Subset:
             dataset = _PaddedSubset(dataset.dataset, dataset.indices)
         may_use_threads = IMPLEMENTATION == "c" and _is_plain(dataset)
         self.makes_own_batches = may_use_threads and arguments.keys() <= {"pin_memory"}
-        self.num_threads = 0
-        if self.makes_own_batches:
-            self.num_threads = num_workers
-            num_workers = 0  # torch starts no processes
+        self.num_threads = num_workers if self.makes_own_batches else 0
+        num_workers -= self.num_threads  # torch starts no processes where there are threads
         super().__init__(dataset, batch_sampler=batch_sampler, num_workers=num_workers, **arguments)
         self._has_generator = self.generator is not None  # that of the arguments
         self.consumed_samples = batch_sampler.consumed_samples
-        self._newest = None  # stands for the newest iterator; None: none since a state was loaded
-        self._since_state = 2  # how many iterators began since a state was loaded; 2: or more
+        # stands for the newest iterator; None: none has begun since a state was loaded
+        self._newest = object()
+        self._end_of_resumed = 0  # the place where the pass ends that went on from a state
         self._kept = {}  # what was asked of the datasets: now, so that no state needs a storage
         _what_decides(dataset, None, self._kept)
-        if len(batch_sampler) == 0:
-            warnings.warn(
-                f"a loader without a batch: {batch_sampler.total_samples} samples are fewer than "
-                f"the {batch_sampler.samples_per_round} of a round (micro_batch_size * "
-                "data_parallel_size): ask for more samples, or for drop_last=False",
-                stacklevel=3,
-            )
 
     def __iter__(self) -> typing.Iterator[dict]:
         sampler = self.batch_sampler
-        limit = sampler.total_samples
         if sampler.kind == "cyclic":
             # This sampler advances its own number as it runs ahead of the loop: set it back to the
             # last batch that the loop was given.  The others set theirs to 0 for a further pass.
             sampler.next_start = self.consumed_samples
-            limit = math.inf  # it counts on over all turns
-        consumed = sampler.next_start
-        self._warn_if_left(consumed)
+        begin = sampler.next_start
+        end = self._end_of_pass(begin)
+        _warn_if_left(self.consumed_samples, self._end_of_resumed, begin)
+        self._end_of_resumed = end if self._newest is None else 0
         this_iterator = object()
         self._newest = this_iterator
-        batches = (
-            self._own_batches() if self.makes_own_batches else self._batches_of_torch(consumed)
-        )
+        batches = self._own_batches() if self.makes_own_batches else self._batches_of_torch(begin)
+        consumed = begin
         for batch in batches:
-            consumed += sampler.samples_per_round
+            consumed = min(consumed + sampler.samples_per_round, end)
             if self._newest is this_iterator:
-                self.consumed_samples = min(consumed, limit)
+                self.consumed_samples = consumed
             yield batch
-            if self._newest is None:
-                raise RuntimeError(
-                    "load_state_dict() was called while this iterator was running: it would go on "
-                    "at its old place, so start a new one with iter(loader)"
-                )
-            if self.persistent_workers and self._newest is not this_iterator:
-                raise RuntimeError(
-                    "a newer iterator has begun, which has the workers now (persistent_workers): "
-                    "end one before the next begins, or do without persistent_workers"
-                )
+            if self._newest is not this_iterator:
+                _refuse_older_iterator(self)
 
-    def _warn_if_left(self, begin):
-        """Warn, as one begins, if the one that went on from a state was left before its end."""
-        self._since_state += 1
+    def _end_of_pass(self, begin):
+        """The consumed samples after the last batch of a pass that begins there."""
         sampler = self.batch_sampler
         if sampler.kind == "cyclic":
-            has_more = self.consumed_samples % sampler.active_total_samples > 0
-        elif sampler.drop_last:
-            has_more = self.consumed_samples + sampler.samples_per_round <= sampler.total_samples
-        else:
-            has_more = self.consumed_samples < sampler.total_samples
-        if self._since_state == 2 and has_more:
-            warnings.warn(
-                f"the iterator that went on from the state was left at sample "
-                f"{self.consumed_samples}, and this one begins at sample {begin}: to go on there, "
-                "load the state again, and keep its first iterator",
-                stacklevel=3,
-            )
+            return (begin // sampler.active_total_samples + 1) * sampler.active_total_samples
+        end = sampler.total_samples
+        if sampler.drop_last:
+            end -= (end - begin) % sampler.samples_per_round
+        return end
 
     def _own_batches(self):
-        """Batches of our own datasets, in the order of the sampler; by threads if there are any.
+        """Batches of our own datasets; by threads, if there are any, a few ahead.
 
-        They are made a few ahead, so memory stays small.  An error comes at the place of its batch.
-        Once this iterator is gone, what no thread has begun is not made, and nobody waits.
+        An error comes at the place of its batch.  Once this iterator is gone, what no thread has
+        begun is not made, and nobody waits.
         """
         if not self.num_threads:
             for indices in self.batch_sampler:
@@ -3882,17 +3800,16 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _batches_of_torch(self, consumed_samples):
+    def _batches_of_torch(self, begin):
         """Batches that torch's DataLoader makes, from a place on.
 
         For an iterator torch draws a number, from which each of its worker processes has its seed.
-        From the global generator it would be drawn on those ranks alone that have a loader, and
-        their dropout would be another one than that of the ranks beside them.
-
-        Torch also makes tensors on the default device, and fails if that is not the CPU.
+        From the global generator only ranks with a loader would draw it, and their dropout would
+        differ from that of the ranks beside them.  Torch also makes tensors on the default device,
+        and fails if that is not the CPU.
         """
         if not self._has_generator:
-            place = [torch.initial_seed(), self.batch_sampler.data_parallel_rank, consumed_samples]
+            place = [torch.initial_seed(), self.batch_sampler.data_parallel_rank, begin]
             [seed] = np.random.SeedSequence(place).generate_state(1, np.uint64).tolist()
             self.generator = torch.Generator().manual_seed(seed)
         with torch.device("cpu"):
@@ -3918,8 +3835,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         """Return {"version": number, "consumed_samples": number, "past": text}.
 
         It is equal on all ranks that read.  The loader of a tensor-parallel rank that is sent its
-        batches stays at sample 0: save the state of a rank that reads.  Cost: no sample is read and
-        no storage is asked; of a blend dataset_index is read, on from the last state.
+        batches stays at sample 0: save the state of a rank that reads.
         """
         return {
             "version": _STATE_VERSION,
@@ -3930,41 +3846,15 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     def load_state_dict(self, state_dict: dict, strict: bool = True) -> None:
         """Go on where the state was taken, in the next iterator: one that runs raises RuntimeError.
 
-        Ranks, micro-batch size and workers may be others, unless the order depends on them.  The
-        run may be longer, unless the consumed samples would be others (see the top of the section).
-        ValueError names the first thing that does not fit; strict=False goes on all the same, if
-        a pass of the sampler can start there.
+        ValueError names the first thing of the past that is another one here; strict=False goes on
+        all the same, if a pass of the sampler can start there.
         """
-        try:
-            version = operator.index(state_dict["version"])
-            consumed = operator.index(state_dict["consumed_samples"])
-            past = _read_past(state_dict["past"])
-        except (LookupError, AttributeError, TypeError, ValueError, RecursionError):
-            raise ValueError(
-                "wanted a state of PretrainingDataLoader: version, consumed_samples (whole "
-                f"numbers) and past (dicts, as JSON), got {str(state_dict)[:200]}"
-            ) from None
+        version, consumed, past = _read_state(state_dict)
         _refuse_start(self.batch_sampler, consumed)
         if strict:
-            if version != _STATE_VERSION:
-                raise ValueError(
-                    f"the state does not fit: it has version {version}, and this release reads "
-                    f"{_STATE_VERSION}.  Go on with the release that saved it, or at its place, "
-                    "unchecked: load_state_dict(state, strict=False)"
-                )
-            here = _read_past(self._past_of(consumed))
-            difference = _first_difference(past, here, self._kept)
-            if difference is not None:
-                words, was, now = difference
-                raise ValueError(
-                    f"the state does not fit: {words} was {was} in the state, and is {now}.  Go on "
-                    "with the data and the settings of the state (a run that is to be longer, or "
-                    "mixed in another way, wants stable_order=True from its first start), or read "
-                    "what is here, where some samples come twice and others never: "
-                    "load_state_dict(state, strict=False)"
-                )
+            _refuse_other_past(version, past, _read_past(self._past_of(consumed)))
         self._newest = None
-        self._since_state = 0
+        self._end_of_resumed = 0
         self.consumed_samples = consumed
         self.batch_sampler.next_start = consumed
 
@@ -3972,99 +3862,99 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         """The JSON of what decided the consumed samples; "{}" if there is none."""
         if consumed_samples == 0:
             return "{}"
-        settings = self._settings_of_order(consumed_samples)
-        # cyclic: each that is shuffled may have been consumed
-        num_samples = settings.get("samples that are shuffled", consumed_samples)
-        data = _what_decides(self.dataset, num_samples, self._kept)
-        return json.dumps({"sampler": settings, "data": data}, default=_as_json)
-
-    def _settings_of_order(self, consumed_samples):
-        """What the order of the samples depends on; only "cyclic" has another than 0, 1, 2, ..."""
         sampler = self.batch_sampler
-        settings = {"kind of the sampler": sampler.kind}
-        if sampler.kind != "cyclic":
-            return settings
-        turn, done = divmod(consumed_samples, sampler.active_total_samples)
-        settings["seed of the sampler"] = sampler.seed
-        settings["data_sharding"] = sampler.data_sharding
-        settings["samples that are shuffled"] = sampler.samples_shuffled()
-        settings["turn"] = turn
-        settings["samples done in the turn"] = done
-        if sampler.data_sharding:
-            settings["data_parallel_size"] = sampler.data_parallel_size
-        return settings
+        order = {"kind of the sampler": sampler.kind}  # of the others it is 0, 1, 2, ...
+        n = consumed_samples
+        if sampler.kind == "cyclic":
+            n = sampler.samples_shuffled()  # each of them may have been consumed
+            turn, done = divmod(consumed_samples, sampler.active_total_samples)
+            order["seed of the sampler"] = sampler.seed
+            order["data_sharding"] = sampler.data_sharding
+            order["samples that are shuffled"] = n
+            order["turn"] = turn
+            order["samples done in the turn"] = done
+            if sampler.data_sharding:
+                order["data_parallel_size"] = sampler.data_parallel_size
+        past = {"sampler": order, "data": _what_decides(self.dataset, n, self._kept)}
+        return json.dumps(past, default=_as_json)
 
 
-def _read_past(text):
-    """All that a past says, {setting, in words: value}."""
-    past = json.loads(text)
-    return {**past.get("sampler", {}), **past.get("data", {})}
+def _make_batch(dataset: typing.Any, indices: typing.Sequence[int | None]) -> dict:
+    """Return what a batch is: the samples of its indices, stacked, {key: tensor (B, ...)}."""
+    return torch.utils.data.default_collate(_samples_of(dataset, indices))
 
 
-def _what_decides(dataset, n, kept, of=""):
-    """What decides the first n samples of a dataset: {setting, in words: value}.
+def _is_plain(dataset: typing.Any) -> bool:
+    """Is it a GPTDataset, or a blend of such with the blend's config, and of no subclass?"""
+    if type(dataset) is not BlendedDataset:
+        return type(dataset) is GPTDataset
+    parts = dataset.datasets
+    return all(type(part) is GPTDataset and part.config is dataset.config for part in parts)
+
+
+class _PaddedSubset(torch.utils.data.Subset):
+    """A Subset whose sample None, which fills up a batch, is that of its dataset."""
+
+    def __getitems__(self, indices):
+        return _samples_of(self.dataset, [k if k is None else self.indices[k] for k in indices])
+
+
+# -- What decides the samples ------------------------------------------------------------------
+
+
+def _what_decides(dataset, n, kept):
+    """What decides the first n samples of a dataset: {setting, in words: value}, with dicts in it.
 
     n      None: all.  Of a blend these are its weights, phases and size, and all its datasets
-    kept   a dict, for further calls: what is asked once, and {" of corpus 1": its name}
-    of     what the words end with
+    kept   a dict, for further calls: what was asked of each dataset once
     """
+    data = getattr(dataset, "dataset", None)
     if isinstance(dataset, BlendedDataset):
-        return _what_decides_blend(dataset, n, kept, of)
+        mix, parts = _mix_of_first(dataset, n, kept)
+        settings = {"class": type(dataset).__name__}
+        for d in parts:
+            settings[f"corpus {d}"] = _what_decides(dataset.datasets[d], None, kept)
+        return settings | mix
     if isinstance(dataset, torch.utils.data.Subset):
-        data = dataset.dataset
         indices = np.asarray(dataset.indices[:n], np.int64)
-        if np.any(indices < 0):  # counted from the end, wherever that is
-            indices = np.where(indices < 0, indices + len(data), indices)
+        if np.any(indices < 0):  # -1 is the last
+            indices = indices % len(data)
         n = int(indices.max(initial=-1)) + 1
         settings = {"class": "Subset", "indices": _md5(indices.tobytes())}
-    else:
-        if id(dataset) not in kept:
-            kept[id(dataset)] = _settings_of(dataset)
-        settings, data = kept[id(dataset)]
-    decided = {f"{key}{of}": value for key, value in settings.items()}
-    if data is not None:
-        decided |= _what_decides(data, n, kept, f" of the data{of}")
-    return decided
+        return settings | {"data": _what_decides(data, n, kept)}
+    if id(dataset) not in kept:
+        kept[id(dataset)] = _settings_of(dataset)
+    settings = kept[id(dataset)]
+    if data is None or isinstance(dataset, GPTDataset):  # whose settings are of its pair, too
+        return settings
+    return settings | {"data": _what_decides(data, n, kept)}
 
 
-def _what_decides_blend(blend, n, kept, of):
-    """The same of a blend: what decides each dataset that gave a sample, and which gave which.
+def _mix_of_first(blend, n, kept):
+    """How a blend mixes its first n samples, and the numbers of the datasets that gave one.
 
     What is kept of the last n goes on from there: of 10^9 samples it takes seconds.
     """
-    has_own_order = type(blend)._build_indices is not BlendedDataset._build_indices
     if n is None:
         mix = {"weights": blend.weights, "blend_phases": blend.phases, "size": blend.size}
-        counts = dict.fromkeys(range(len(blend.datasets)))
-    else:
-        last = kept.get(id(blend), (0, 0, 0))
-        if last[0] > n:
-            last = (0, 0, 0)
-        read, checksum, given = last
-        new = np.ascontiguousarray(blend.dataset_index[read:n], np.int16)
-        checksum = zlib.crc32(new, checksum)
-        given = np.add(given, _count_datasets(new, len(blend.datasets)))
-        kept[id(blend)] = n, checksum, given
-        mix = {"which corpus gave which sample (weights, blend_phases)": checksum}
-        counts = {d: int(given[d]) for d in np.flatnonzero(given).tolist()}
-        if has_own_order:  # else each gives its samples in order
-            samples = np.ascontiguousarray(blend.dataset_sample_index[:n], np.int64)
-            mix["which sample each corpus gave"] = zlib.crc32(samples)
-            counts = {d: len(blend.datasets[d]) for d in counts}
-    decided = {f"class{of}": type(blend).__name__}
-    for d, count in counts.items():
-        corpus = f" of corpus {d}{of}"
-        kept[corpus] = os.path.basename(_name(blend.datasets[d]))
-        decided |= _what_decides(blend.datasets[d], count, kept, corpus)
-    return decided | {f"{key}{of}": value for key, value in mix.items()}
+        return mix, range(len(blend.datasets))
+    last_n, checksum, given = kept.get(id(blend), (0, 0, 0))
+    if last_n > n:
+        last_n, checksum, given = 0, 0, 0
+    new = np.ascontiguousarray(blend.dataset_index[last_n:n], np.int16)
+    checksum = zlib.crc32(new, checksum)
+    given = np.add(given, _count_datasets(new, len(blend.datasets)))
+    kept[id(blend)] = n, checksum, given
+    mix = {"which corpus gave which sample (weights, blend_phases)": checksum}
+    if type(blend)._build_indices is not BlendedDataset._build_indices:
+        samples = np.ascontiguousarray(blend.dataset_sample_index[:n], np.int64)
+        mix["which sample each corpus gave"] = zlib.crc32(samples)
+    return mix, np.flatnonzero(given).tolist()
 
 
 def _settings_of(dataset):
-    """What decides the samples of a dataset that is no blend and no Subset, since it was built.
-
-    Returns ({setting: value}, the data in it that are to be asked too, or None).
-    """
-    settings = {"class": type(dataset).__name__}
+    """What decides the samples of a dataset that is no blend and no Subset, since it was built."""
+    settings = {"class": type(dataset).__name__, _NAME: os.path.basename(_name(dataset))}
     is_gpt = isinstance(dataset, GPTDataset)
     reader = dataset.dataset if is_gpt else dataset
     if callable(getattr(reader, "fingerprint", None)):
@@ -4073,78 +3963,42 @@ def _settings_of(dataset):
         lengths = np.asarray(getattr(reader, "sequence_lengths", []), np.int64)
         settings["sequence_lengths (CRC-32)"] = zlib.crc32(lengths)
     if not isinstance(dataset, MegatronDataset):
-        return settings, getattr(dataset, "dataset", None)
+        return settings
     documents = dataset._documents
-    settings["documents (split)"] = str(documents)
     if not isinstance(documents, range):
-        settings["documents (split)"] = _md5(documents.astype(np.int64).tobytes())
+        documents = _md5(documents.astype(np.int64).tobytes())
+    settings["documents (split)"] = str(documents)
+    if is_gpt:
+        return settings | _settings_of_orders(dataset)
+    for name, value in dataset.unique_identifiers.items():
+        if name not in ("dataset_path", "num_samples", "index_split", "split", "split_matrix"):
+            settings[name] = value
+    if isinstance(dataset, SFTDataset):
+        settings["context_parallel_size"] = dataset.config.context_parallel_size or 1
+    return settings
+
+
+def _settings_of_orders(dataset):
+    """What decides which tokens the samples of a GPTDataset are, and their order."""
     identifiers = dataset.unique_identifiers
-    if not is_gpt:
-        for name, value in identifiers.items():
-            if name not in ("dataset_path", "num_samples", "index_split", "split", "split_matrix"):
-                settings[name] = value
-        if isinstance(dataset, SFTDataset):
-            settings["context_parallel_size"] = dataset.config.context_parallel_size or 1
-        return settings, dataset.dataset
-    settings["sequence_length"] = identifiers["sequence_length"]
-    extra = identifiers.get("add_extra_token_to_sequence", True)
-    settings["add_extra_token_to_sequence"] = extra
-    settings["drop_last_partial_validation_sequence"] = not dataset._keeps_short
+    settings = {"sequence_length": identifiers["sequence_length"]}
+    for name in ("add_extra_token_to_sequence", "drop_last_partial_validation_sequence"):
+        settings[name] = identifiers.get(name, True)
     method = "_build_document_sample_shuffle_indices"
     if getattr(type(dataset), method) is not getattr(GPTDataset, method):
         for name in dataset.index_names:
             settings[f"{name} (CRC-32)"] = zlib.crc32(np.ascontiguousarray(getattr(dataset, name)))
-        return settings, None
+        return settings
     settings["random_seed"] = identifiers["random_seed"]
     plan = dataset.epoch_plan
     is_by_epochs = identifiers.get("stable_order", False) or plan.num_epochs == 1
-    settings["shuffle by epochs (stable_order, or one epoch)"] = is_by_epochs
-    if dataset._keeps_short or not is_by_epochs:  # else those that are added change nothing before
+    settings["stable_order, or one epoch"] = is_by_epochs
+    keeps_short = not settings["drop_last_partial_validation_sequence"]
+    if keeps_short or not is_by_epochs:  # else those that are added change nothing before
         settings["epochs"] = plan.num_epochs
     if not is_by_epochs:
         settings["last epoch shuffled alone"] = plan.separate_final_epoch
-    return settings, None
-
-
-def _first_difference(was, now, names):
-    """Return the first thing that differs: (its words, its value in was, in now), or None.
-
-    was, now   answers of _what_decides()
-    names      {" of corpus 1": its name}
-    """
-    in_both = [words for words in now if words in was]  # first: what is missing follows from them
-    for words in [*in_both, *now, *was]:
-        if was.get(words) != now.get(words):
-            name = names.get(words.removeprefix(words.partition(" of ")[0]))
-            suffix = "" if name is None else f" ({name})"
-            return f"{words}{suffix}", was.get(words), now.get(words)
-    return None
-
-
-def _compare_on_ranks(decided, names):
-    """ValueError on every rank, with ranks and corpus, where the ranks have built other samples.
-
-    decided   the JSON of what decides the samples of this rank; None: it has built none, and is not
-              rank 0
-    names     as of _first_difference()
-    """
-    ends = torch.full((2,), 2**63 - 1, device=_device_of_group())
-    if decided is not None:
-        digest = int(_md5(decided)[:15], 16)
-        ends = torch.tensor([digest, -digest], device=_device_of_group())
-    torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MIN)
-    least, greatest = ends[0], -ends[1]
-    if least == greatest:
-        return
-    texts = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(texts, decided)
-    others = [rank for rank, text in enumerate(texts) if text not in (None, texts[0])]
-    first, other = json.loads(texts[0]), json.loads(texts[others[0]])
-    words, was, now = _first_difference(first, other, names)
-    raise ValueError(
-        f"ranks {others} have other data than rank 0: {words} is {was} on rank 0, and {now} on "
-        f"rank {others[0]}.  Give all ranks the same copy and the same settings"
-    )
+    return settings
 
 
 def build_pretraining_data_loader(
@@ -4183,15 +4037,14 @@ def build_pretraining_data_loader(
         return dataset
     if len(dataset) == 0:  # a split of which nothing is wanted
         return None
-    if isinstance(dataset, (list, tuple)) and isinstance(dataset[0], torch.utils.data.Dataset):
-        raise ValueError(
-            f"got {len(dataset)} datasets, such as several validation sets: make a loader for each"
-        )
-    place = _place_of_rank(data_parallel_rank, data_parallel_size)
-    sizes = [len(dataset), consumed_samples, micro_batch_size, *place]
+    _refuse_several_datasets(dataset)
+    _check_rank_is_given(data_parallel_rank, data_parallel_size)
+    rank = 0 if data_parallel_rank is None else data_parallel_rank
+    ranks = 1 if data_parallel_size is None else data_parallel_size
+    sizes = [len(dataset), consumed_samples, micro_batch_size, rank, ranks]
     if full_validation:
         sampler = MegatronFullValidationSampler(
-            len(dataset), *place, consumed_samples=consumed_samples
+            len(dataset), rank, ranks, consumed_samples=consumed_samples
         )
     elif dataloader_type == "single":
         sampler = MegatronPretrainingSampler(*sizes, drop_last)
@@ -4205,21 +4058,6 @@ def build_pretraining_data_loader(
     return PretrainingDataLoader(
         dataset, sampler, num_workers, pin_memory=torch.cuda.is_available()
     )
-
-
-def _place_of_rank(rank, size):
-    """Return [rank, size] of a data-parallel rank; None is 0 and 1, in a job of one process."""
-    if rank is None or size is None:
-        num_processes = os.environ.get("WORLD_SIZE", "1")
-        if _is_distributed():
-            num_processes = str(torch.distributed.get_world_size())
-        if num_processes != "1":
-            raise ValueError(
-                f"this is a job of {num_processes} processes, which would all read the same "
-                "samples: give data_parallel_rank and data_parallel_size (0 and 1, if the same "
-                "samples are meant, as with tensor parallelism alone)"
-            )
-    return [0 if rank is None else rank, 1 if size is None else size]
 
 
 # ==============================================================================
@@ -5175,6 +5013,157 @@ def _refuse_uneven_documents(starts_of_rows, length, cp_size):
                     f"cp_size {cp_size} wants a multiple of {2 * cp_size} in every document; "
                     "use_per_sequence_balancing=True cuts the whole row instead"
                 )
+
+
+def _check_loader(sampler, num_workers, arguments):
+    """ValueError for what a loader cannot do; a warning where it has no batch."""
+    if num_workers < 0:
+        raise ValueError(f"num_workers must be >= 0, got {num_workers}")
+    if not arguments.get("in_order", True):
+        raise ValueError(
+            "in_order=False: a state counts batches, so they must come in the sampler's order"
+        )
+    if len(sampler) == 0:
+        warnings.warn(
+            f"a loader without a batch: {sampler.total_samples} samples are fewer than the "
+            f"{sampler.samples_per_round} of a round (micro_batch_size * data_parallel_size): ask "
+            "for more samples, or for drop_last=False",
+            stacklevel=4,
+        )
+
+
+def _warn_if_left(consumed_samples, end, begin):
+    """A warning where the pass that went on from a state was not read to its end."""
+    if consumed_samples < end:
+        warnings.warn(
+            f"the iterator that went on from the state was left at sample {consumed_samples}, and "
+            f"this one begins at sample {begin}: to go on there, load the state again, and keep "
+            "its first iterator",
+            stacklevel=3,
+        )
+
+
+def _refuse_older_iterator(loader):
+    """RuntimeError for an iterator that is not the newest of its loader, where it cannot go on."""
+    if loader._newest is None:
+        raise RuntimeError(
+            "load_state_dict() was called while this iterator was running: it would go on at its "
+            "old place, so start a new one with iter(loader)"
+        )
+    if loader.persistent_workers:
+        raise RuntimeError(
+            "a newer iterator has begun, which has the workers now (persistent_workers): end one "
+            "before the next begins, or do without persistent_workers"
+        )
+
+
+def _read_state(state_dict):
+    """The state of a loader: (version, consumed samples, all that its past says)."""
+    try:
+        version = operator.index(state_dict["version"])
+        consumed_samples = operator.index(state_dict["consumed_samples"])
+        return version, consumed_samples, _read_past(state_dict["past"])
+    except (LookupError, AttributeError, TypeError, ValueError, RecursionError):
+        raise ValueError(
+            "wanted a state of PretrainingDataLoader: version, consumed_samples (whole numbers) "
+            f"and past (dicts, as JSON), got {str(state_dict)[:200]}"
+        ) from None
+
+
+def _refuse_other_past(version, past, here):
+    """ValueError for a state of another version, or whose past is not what is here."""
+    if version != _STATE_VERSION:
+        raise ValueError(
+            f"the state does not fit: it has version {version}, and this release reads "
+            f"{_STATE_VERSION}.  Go on with the release that saved it, or at its place, unchecked: "
+            "load_state_dict(state, strict=False)"
+        )
+    difference = _first_difference(past, here)
+    if difference is not None:
+        words, was, now = difference
+        raise ValueError(
+            f"the state does not fit: {words} was {was} in the state, and is {now}.  Go on with "
+            "the data and the settings of the state (a run that is to be longer, or mixed in "
+            "another way, wants stable_order=True from its first start), or read what is here, "
+            "where some samples come twice and others never: load_state_dict(state, strict=False)"
+        )
+
+
+def _read_past(text):
+    """All that a past says, of the sampler and of the data."""
+    past = json.loads(text)
+    return past.get("sampler", {}) | past.get("data", {})
+
+
+def _first_difference(was, now, of=""):
+    """Return the first thing that differs: (its words, its value in was, in now), or None.
+
+    was, now   answers of _what_decides(), from JSON
+    of         what the words end with, such as " of corpus 1 (wiki)"
+    """
+    in_both = [key for key in now if key in was]  # first: what is missing follows from them
+    for key in [*in_both, *now, *was]:
+        old = was.get(key)
+        new = now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            name = f" ({new[_NAME]})" if _NAME in new else ""
+            difference = _first_difference(old, new, f" of {key}{name}{of}")
+            if difference is not None:
+                return difference
+        elif old != new and key != _NAME:
+            return f"{key}{of}", old, new
+    return None
+
+
+def _compare_on_ranks(decided):
+    """ValueError on every rank, with ranks and corpus, where the ranks have built other samples.
+
+    decided   the JSON of what decides the samples of this rank; None: it has built none, and is not
+              rank 0
+    """
+    ends = torch.full((2,), 2**63 - 1, device=_device_of_group())
+    if decided is not None:
+        digest = int(_md5(decided)[:15], 16)
+        ends = torch.tensor([digest, -digest], device=_device_of_group())
+    torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MIN)
+    least, greatest = ends[0], -ends[1]
+    if least == greatest:
+        return
+    texts = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(texts, decided)
+    differences = {}  # {rank: the first difference from rank 0}
+    for rank, text in enumerate(texts):
+        if text is not None:
+            difference = _first_difference(json.loads(texts[0]), json.loads(text))
+            if difference is not None:
+                differences[rank] = difference
+    if differences:
+        rank, (words, was, now) = next(iter(differences.items()))
+        raise ValueError(
+            f"ranks {list(differences)} have other data than rank 0: {words} is {was} on rank 0, "
+            f"and {now} on rank {rank}.  Give all ranks the same copy and the same settings"
+        )
+
+
+def _refuse_several_datasets(dataset):
+    """ValueError for the list of a build with several validation sets."""
+    if isinstance(dataset, (list, tuple)) and isinstance(dataset[0], torch.utils.data.Dataset):
+        raise ValueError(
+            f"got {len(dataset)} datasets, such as several validation sets: make a loader for each"
+        )
+
+
+def _check_rank_is_given(rank, size):
+    """ValueError where a job has several processes, and a loader is not told which one it is."""
+    num_processes = os.environ.get("WORLD_SIZE", "1")
+    if _is_distributed():
+        num_processes = str(torch.distributed.get_world_size())
+    if num_processes != "1" and (rank is None or size is None):
+        raise ValueError(
+            f"this is a job of {num_processes} processes, which would all read the same samples: "
+            "give data_parallel_rank and data_parallel_size (0 and 1, if the same samples are "
+            "meant, as with tensor parallelism alone)"
+        )
 
 
 def _refuse_late_gradient(ddp, param):
