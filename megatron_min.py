@@ -1748,7 +1748,9 @@ class MegatronDataset(abc.ABC, _Identified):
     @functools.cached_property
     def indices(self) -> np.ndarray:
         """Which documents of dataset belong to this split; of a range int32, else as given."""
-        return _as_array(self._documents)
+        if isinstance(self._documents, range):
+            return np.arange(self._documents.start, self._documents.stop, dtype=np.int32)
+        return self._documents
 
     @staticmethod
     def build_low_level_dataset(
@@ -1996,7 +1998,9 @@ class GPTDataset(MegatronDataset):
         return plan, [document_index, sample_index, shuffle_index]
 
     def __getstate__(self):
-        return _state_of_orders(self)  # section 15: without what another process finds in files
+        state = _state_without_files(self)
+        state.pop("indices", None)  # made from _documents
+        return state
 
     def __setstate__(self, state):
         _find_left_out(self, state, GPTDataset._build_document_sample_shuffle_indices)
@@ -5728,13 +5732,6 @@ def _find_or_build_orders(dataset):
     return facts, arrays
 
 
-def _state_of_orders(dataset):
-    """The state of a GPTDataset for a pickle, without arrays in files, or made from a range."""
-    state = _state_without_files(dataset)
-    state.pop("indices", None)
-    return state
-
-
 def _as_range(documents):
     """Numbers of documents as a range, if they follow each other, else as an array."""
     if isinstance(documents, range) and documents.step == 1:
@@ -5746,13 +5743,6 @@ def _as_range(documents):
         raise TypeError(f"numbers of documents must be integers, got {documents.dtype}")
     if np.array_equal(documents, documents[0] + np.arange(len(documents))):
         return range(int(documents[0]), int(documents[-1]) + 1)
-    return documents
-
-
-def _as_array(documents):
-    """A range of documents as an array, int32, as upstream has it; an array as it is."""
-    if isinstance(documents, range):
-        return np.arange(documents.start, documents.stop, dtype=np.int32)
     return documents
 
 
