@@ -2611,8 +2611,8 @@ class _Entry(typing.NamedTuple):
     split: Split
     prefixes: list  # of the corpora; [None] for mock data
     bounds: tuple[float, float]  # the part of each corpus that belongs to the split
-    sizes: list  # how many samples each corpus is built for; None: one epoch
-    is_blend: bool = False  # False: it is the one corpus; True: a BlendedDataset, with these three
+    built_for: list  # so many samples each corpus; None: one epoch
+    is_blend: bool = False  # False: it is the one corpus; True: a BlendedDataset with these three
     weights: list | None = None  # None without phases: the numbers of samples of the corpora
     size: int | None = None
     phases: list | None = None
@@ -2642,24 +2642,25 @@ def _entries_of_config(
         if split is Split.train and config.blend_phases is not None:
             phases = _as_phases(config.blend_phases, prefixes)
             _check_samples_of_phases(phases, size)
-            parts = [math.ceil(n * (1 + surplus)) for n in _samples_of_corpora(phases)]
-            entries.append(_Entry(split, prefixes, bounds, parts, True, phases=phases))
+            built_for = [math.ceil(n * (1 + surplus)) for n in _samples_of_corpora(phases)]
+            entries.append(_Entry(split, prefixes, bounds, built_for, True, phases=phases))
         elif split is Split.valid and config.multiple_validation_sets:
             for prefix in prefixes:
                 entries.append(_Entry(split, [prefix], bounds, [size]))
         elif len(prefixes) == 1 and (weights is None or config.blend_per_split is not None):
             entries.append(_Entry(split, prefixes, bounds, [size]))
         elif weights is None:
-            parts = [None] * len(prefixes)
-            entries.append(_Entry(split, prefixes, bounds, parts, True, size=size))
+            built_for = [None] * len(prefixes)
+            entries.append(_Entry(split, prefixes, bounds, built_for, True, size=size))
         elif size is None:
             raise ValueError(f"{split.name} is a blend with weights, which needs a size")
         else:
             prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
             weights = normalize(weights)
             wanted = _samples_of_corpora([(size, weights)])
-            parts = [math.ceil(n * (1 + surplus)) for n in wanted]
-            entries.append(_Entry(split, prefixes, bounds, parts, True, weights, sum(wanted)))
+            built_for = [math.ceil(n * (1 + surplus)) for n in wanted]
+            size = sum(wanted)
+            entries.append(_Entry(split, prefixes, bounds, built_for, True, weights, size))
     return entries
 
 
@@ -2740,7 +2741,9 @@ class BlendedMegatronDatasetBuilder:
         for entry in self._entries:
             entries = [entry] * len(entry.prefixes)
             corpora = [opened[prefix] for prefix in entry.prefixes]
-            parts = self._for_each(self._build_part, entries, corpora, entry.prefixes, entry.sizes)
+            parts = self._for_each(
+                self._build_part, entries, corpora, entry.prefixes, entry.built_for
+            )
             dataset = self._mix(entry, corpora, parts) if entry.is_blend else parts[0]
             found[entry.split].append(dataset)
         datasets = []
