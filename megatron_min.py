@@ -1683,8 +1683,9 @@ def build_stable_orders(
 #
 # document_index, sample_index and shuffle_index depend on the lengths of the documents, the split,
 # the number of samples, S, x, the seed, whether a last short sample is kept, and stable_order, and
-# on nothing else.  So they are built once and kept in files (section 15), which every rank reads,
-# and every later job.
+# on nothing else.  So they are built once and kept in files, which every rank reads, and every
+# later job.  (As upstream's, the names of these files tell the path and the tokenizer, too:
+# section 15.)
 #
 # Python wants base classes first.
 
@@ -1701,11 +1702,6 @@ class _Identified(torch.utils.data.Dataset):
     def unique_description_hash(self) -> str:
         """The md5 of unique_description."""
         return _md5(self.unique_description)
-
-
-def _as_json(value):
-    """What stands in a text of JSON for a tokenizer, or for a Path or a number of numpy in one."""
-    return getattr(value, "unique_identifiers", str(value))
 
 
 class MegatronDataset(abc.ABC, _Identified):
@@ -1735,18 +1731,11 @@ class MegatronDataset(abc.ABC, _Identified):
     ) -> None:
         self.dataset = dataset
         self.dataset_path = None if dataset_path is None else os.fspath(dataset_path)
-        self._documents = _as_range(indices)  # nearly always a range, which takes no memory
+        self._documents = _as_range(indices)  # where they follow each other, as nearly always
         self.num_samples = None if num_samples is None else int(num_samples)
         self.index_split = index_split
         self.config = config
-
-        self.unique_identifiers = collections.OrderedDict()  # upstream's, in upstream's order
-        self.unique_identifiers["class"] = type(self).__name__
-        self.unique_identifiers["dataset_path"] = self.dataset_path
-        self.unique_identifiers["num_samples"] = self.num_samples
-        self.unique_identifiers["index_split"] = self.index_split.name
-        for name in self._key_config_attributes():
-            self.unique_identifiers[name] = getattr(self.config, name)
+        self.unique_identifiers = _identifiers_of(self)  # section 15
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -1754,7 +1743,7 @@ class MegatronDataset(abc.ABC, _Identified):
 
     @abc.abstractmethod
     def __getitem__(self, idx: int | None) -> dict:
-        """Return sample idx; None stands for a sample that fills up a batch and has no loss."""
+        """Return sample idx; None: one without loss, which fills up the last batch of a run."""
 
     @functools.cached_property
     def indices(self) -> np.ndarray:
@@ -1784,7 +1773,7 @@ class MegatronDataset(abc.ABC, _Identified):
 class GPTDataset(MegatronDataset):
     """Samples of S tokens, cut from the shuffled documents laid end to end.  Upstream: GPTDataset.
 
-    indexed_dataset   IndexedDataset
+    indexed_dataset   IndexedDataset, or any object with sequence_lengths and get(i, offset, length)
     dataset_path      its path prefix, which is part of the name of the cache files
     indexed_indices   ints (D,), or a range: the sequences of this split
     num_samples       at least so many; None: those of one epoch
@@ -1808,9 +1797,11 @@ class GPTDataset(MegatronDataset):
     The arrays are kept in files in config.path_to_cache.  Its default is a folder beside the pair,
     or, for a pair on object storage, one beside the copy of its .idx.
 
-    A subclass may override __getitem__(k), which returns a sample, whatever its keys are;
-    _query_document_sample_shuffle_indices(k), which returns the tokens of one; and
-    _build_document_sample_shuffle_indices(), which returns the three arrays.
+    A subclass may override
+      __getitem__(k)                                returns a sample, whatever its keys are
+      _query_document_sample_shuffle_indices(k)     returns (tokens, sequences) of one, and perhaps
+                                                    the lengths of its documents
+      _build_document_sample_shuffle_indices()      returns the three arrays
 
     >>> prefix = toy_corpus()
     >>> config = GPTDatasetConfig(1234, 4, blend=([prefix], None), split="1",
@@ -1841,30 +1832,18 @@ class GPTDataset(MegatronDataset):
         super().__init__(
             indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
         )
-        self._extra = int(config.add_extra_token_to_sequence)  # x
-        # the tokenizer's pad; -1 where it has none, or one that is another special token's too
-        self._pad_token_id = _find_pad_token_id(config)  # upstream's name
+        _warn_of_other_tokenizer(indexed_dataset, config.tokenizer)  # section 20
+        self._x = int(config.add_extra_token_to_sequence)
         self._keeps_short = (
             index_split is Split.valid and not config.drop_last_partial_validation_sequence
         )
+        self._pad_token_id = _find_pad_token_id(config)  # upstream's name
         self.eod_token_id = None  # unless a setting looks for it
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
-            self.eod_token_id = _attribute(config.tokenizer, "eod")
+            self.eod_token_id = config.tokenizer.eod
 
-        if isinstance(indexed_dataset, IndexedDataset):
-            # a warning if preprocess() made the pair with another tokenizer (section 20)
-            _warn_of_other_tokenizer(indexed_dataset, config.tokenizer)
-
-        # Upstream's identifiers leave these out, and so let datasets that differ share files.  With
-        # all defaults the names of the files are upstream's.
-        if not self._extra:
-            self.unique_identifiers["add_extra_token_to_sequence"] = False
-        if self._keeps_short:
-            self.unique_identifiers["drop_last_partial_validation_sequence"] = False
-        if config.stable_order:
-            self.unique_identifiers["stable_order"] = True
-
-        self._cache_folder = self._folder_of_cache()
+        self.unique_identifiers |= _identifiers_of_orders(self)  # section 15, as all to the end
+        self._cache_folder = _folder_of_cache(self)
         self._in_files = {}
         self.epoch_plan = None
         arrays = self._build_document_sample_shuffle_indices()
@@ -1878,18 +1857,11 @@ class GPTDataset(MegatronDataset):
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         k = 0 if idx is None else idx
         text, _, *lengths = self._query_document_sample_shuffle_indices(k)
-        return self._make_sample(idx, [text], *lengths)
+        return self._make_sample(idx, text, *lengths)
 
     def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
-        """Return several samples, whose pieces are read at once; torch's DataLoader calls this."""
-        if type(self) is not GPTDataset:  # a subclass may say itself what a sample is
-            return [self[idx] for idx in indices]
-        pieces_of_samples = [self.pieces(0 if idx is None else idx) for idx in indices]
-        parts_of_samples = _read_pieces(self.dataset, pieces_of_samples)
-        samples = []
-        for idx, parts in zip(indices, parts_of_samples, strict=True):
-            samples.append(self._make_sample(idx, parts))
-        return samples
+        """Return several samples; torch's DataLoader calls this."""
+        return _read_at_once(self, indices)  # section 10
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of sample idx, int64 (S + x,), and the sequences they are from.
@@ -1898,9 +1870,9 @@ class GPTDataset(MegatronDataset):
         value, the lengths of the documents in the sample, for inter_document_masking.
         """
         pieces = self.pieces(idx)
-        [parts] = _read_pieces(self.dataset, [pieces])
+        text = np.concatenate(_read_pieces(self.dataset, pieces), dtype=np.int64)
         sequences = [i for i, _, _ in pieces]
-        return self._join(idx, parts), np.array(sequences, np.int64)
+        return self._fill_up(idx, text), np.array(sequences, np.int64)
 
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         """Return where the tokens of sample k are: [(sequence, offset, length), ...], in order.
@@ -1918,37 +1890,38 @@ class GPTDataset(MegatronDataset):
             if d < last_d:
                 end = int(self.dataset.sequence_lengths[i])
             else:
-                end = last_offset + self._extra  # with x = 1 the next sample's first token too
+                end = last_offset + self._x  # with x = 1 the next sample's first token too
             pieces.append((i, begin, end - begin))
         return pieces
 
-    def _join(self, k, parts):
-        """The text of sample k, a new array: its parts end to end, filled up to S + x tokens."""
-        wanted = self.config.sequence_length + self._extra
-        found = sum(len(part) for part in parts)
-        if found > wanted:
-            raise _error_of_sample(self, k, f"wanted {wanted} tokens, got {found}")
-        padding = np.full(wanted - found, self._pad_token_id, np.int64)
-        return np.concatenate([*parts, padding], dtype=np.int64)
+    def _fill_up(self, k, text):
+        """The text of sample k, with padding behind it where it has fewer than S + x tokens."""
+        missing = self.config.sequence_length + self._x - len(text)
+        _check_text(self, k, text, missing)
+        if missing == 0:
+            return text
+        padding = np.full(missing, self._pad_token_id)
+        return np.concatenate([text, padding], dtype=np.int64)
 
-    def _make_sample(self, idx, parts, lengths=None):
+    def _make_sample(self, idx, text, lengths=None):
         """The dict of a sample.
 
         idx       its number; None: that of sample 0, which has no loss then
-        parts     its tokens, as several arrays or as one; fewer than S + x are padded
+        text      its tokens; fewer than S + x are padded
         lengths   of the documents in it; None: those of its pieces
         """
         k = 0 if idx is None else idx
         config = self.config
         S = config.sequence_length
         pad = self._pad_token_id
-        text = self._join(k, parts)
-        tokens = text[:S].copy()
-        labels = text[1:]
-        if not self._extra:
+        text = self._fill_up(k, text)
+        tokens = np.array(text[:S], np.int64)
+        labels = np.array(text[1:], np.int64)
+        if not self._x:
             labels = np.append(labels, pad)
+        is_padding = labels == pad
         loss_mask = np.ones(S, np.float32)
-        loss_mask[labels == pad] = 0
+        loss_mask[is_padding] = 0
         if config.eod_mask_loss:  # what follows an eod is the beginning of another document
             loss_mask[tokens == self.eod_token_id] = 0
         if idx is None:
@@ -1968,7 +1941,7 @@ class GPTDataset(MegatronDataset):
 
         # Padding, -1 or the pad id, is shown as 0; as in upstream, also where the id is a real one.
         tokens[tokens == pad] = 0
-        labels[labels == pad] = 0
+        labels[is_padding] = 0
         sample = {"tokens": tokens, "labels": labels}
         if config.has_dense_mask:
             sample["attention_mask"] = causal_mask(mask_starts, S)
@@ -1985,106 +1958,46 @@ class GPTDataset(MegatronDataset):
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the three arrays, and set epoch_plan.  A subclass may override this method.
 
-        Without a cache this would be
-            self.epoch_plan, arrays = self._build_arrays()
-        Section 15 does so where it finds no files of these arrays, and writes them.
+        They are those of _build_arrays(), or what it returned in an earlier job: section 15.
         """
-        plan, arrays, self._in_files = _load_or_build(
-            folder=self._cache_folder,
-            stem=f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}",
-            names=self.index_names,
-            description=self.unique_description,
-            made_from=_what_orders_are_made_from(self),
-            pair=self.dataset if isinstance(self.dataset, IndexedDataset) else None,
-            build=self._build_arrays,
-        )
+        plan, arrays = _find_or_build_orders(self)
         self.epoch_plan = EpochPlan(*plan)
         return arrays
 
     def _build_arrays(self):
         """Build the arrays of section 4: return the plan of the epochs, and the three of them."""
+        _check_corpus(self)
         config = self.config
         S = config.sequence_length
         lengths = self.dataset.sequence_lengths
-        if isinstance(self.dataset, IndexedDataset):
-            self.dataset.verify()
-            if np.issubdtype(self.dataset.dtype, np.floating):
-                raise ValueError(f"{_name(self)} holds {self.dataset.dtype.__name__}, no ids")
-        if self.eod_token_id is not None:
-            self._warn_if_no_eod()
-        documents = self.indices
-        if np.any((documents < 0) | (documents >= len(lengths))):
-            raise IndexError(f"{_name(self)}: its documents are 0 to {len(lengths) - 1}")
-        part = documents
-        if isinstance(self._documents, range):  # as a slice, which copies no lengths
-            part = slice(self._documents.start, self._documents.stop)
-        tokens_per_epoch = int(lengths[part].sum(dtype=np.int64))
-        if self.num_samples and not tokens_per_epoch:
-            raise ValueError(
-                f"{_name(self)}: {self.index_split.name} of split {config.split!r} holds no tokens "
-                f"for {self.num_samples} samples: enlarge it"
-            )
+        tokens_per_epoch = _count_tokens(lengths, self._documents)
+        _check_has_tokens(self, tokens_per_epoch)
         drop_last = not self._keeps_short
-        plan = plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._extra)
+        plan = plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._x)
         if config.stable_order:
             edges = []  # the samples that end before epoch 0, 1, ... begins, and all
             for epoch in range(plan.num_epochs):
-                edges.append(count_samples(epoch * tokens_per_epoch, S, True, self._extra))
+                edges.append(count_samples(epoch * tokens_per_epoch, S, True, self._x))
             edges.append(plan.num_samples)
             document_index, shuffle_index = build_stable_orders(
-                documents, edges, config.random_seed
+                self.indices, edges, config.random_seed
             )
         else:
             # one generator draws the order of the documents first, then that of the samples
             random_state = np.random.RandomState(config.random_seed)
             document_index = build_document_index(
-                documents, plan.num_epochs, random_state, plan.separate_final_epoch
+                self.indices, plan.num_epochs, random_state, plan.separate_final_epoch
             )
             first_part = plan.num_samples
             if plan.separate_final_epoch:
                 first_part = plan.samples_before_final_epoch
             shuffle_index = build_shuffle_index(first_part, plan.num_samples, random_state)
         sample_index = build_sample_idx(
-            lengths,
-            document_index,
-            S,
-            plan.num_epochs,
-            tokens_per_epoch,
-            drop_last,
-            self._extra,
+            lengths, document_index, S, plan.num_epochs, tokens_per_epoch, drop_last, self._x
         )
         return plan, [document_index, sample_index, shuffle_index]
 
-    def _warn_if_no_eod(self):
-        """Resets find nothing in a corpus that was tokenized without --append-eod."""
-        last_tokens = []
-        for i in self._documents[:16]:
-            length = int(self.dataset.sequence_lengths[i])
-            if length > 0:
-                last_tokens.append(self.dataset.get(i, length - 1, 1)[0])
-        if last_tokens and self.eod_token_id not in last_tokens:
-            warnings.warn(
-                f"{_name(self)}: none of {len(last_tokens)} documents looked at ends in eod, so "
-                "resets and eod_mask_loss find nothing: tokenize with --append-eod?",
-                stacklevel=2,
-            )
-
-    # ---- where they are kept, and what a pickle leaves out
-
-    def _folder_of_cache(self):
-        """The folder of the config, or one beside the pair, or beside the copy of its .idx."""
-        if self.config.path_to_cache:
-            return _absolute(self.config.path_to_cache)
-        if self.dataset_path is None:
-            return None
-        prefix = getattr(self.dataset, "path_prefix", self.dataset_path)
-        folder = os.path.abspath(f"{prefix}/cache")
-        if _is_remote(prefix):
-            folder = self.dataset.object_storage_config.path_to_idx_cache
-        return f"{folder}/{type(self).__name__}_indices"
-
     def __getstate__(self):
-        """Leave out of a pickle what another process finds in files, or makes: section 15."""
         state = _state_without_files(self)
         state.pop("indices", None)  # made from _documents
         return state
@@ -2110,55 +2023,38 @@ class GPTDataset(MegatronDataset):
         return len(low_level_dataset)
 
 
-def _as_range(documents):
-    """Numbers of documents as a range, if they follow each other, else as an array."""
-    if isinstance(documents, range) and documents.step == 1:
-        return documents
-    documents = np.asarray(documents)
-    if len(documents) == 0:
-        return range(0)
-    if documents.dtype.kind not in "iu":
-        raise TypeError(f"numbers of documents must be integers, got {documents.dtype}")
-    if np.array_equal(documents, documents[0] + np.arange(len(documents))):
-        return range(int(documents[0]), int(documents[-1]) + 1)
-    return documents
+def _find_pad_token_id(config):
+    """The id that fills short samples: the tokenizer's pad, or -1.
 
-
-def _check_places(dataset, k):
-    """IndexError unless the arrays lead from sample k to sequences of the corpus.
-
-    Those of other data may lead elsewhere, or to a number below 0, which numpy counts from the end.
-    What is then read of a sequence, its reader checks.
+    It is -1 if there is no pad.  It is -1 too if another special token has the same id, unless the
+    config says allow_ambiguous_pad_tokens: padding has no loss, so real tokens of that id would
+    have no loss either.  The special tokens are those of special_tokens_dict, {name: id}, which a
+    tokenizer may have as well; if it has none, they are eos and eod.
     """
-    j = int(dataset.shuffle_index[k])
-    if not 0 <= j < len(dataset.sample_index) - 1:
-        raise _error_of_sample(dataset, k, f"shuffle_index[{k}] is {j}")
-    rows = dataset.sample_index[j : j + 2].tolist()
-    (first_d, first_offset), (last_d, last_offset) = rows
-    is_in_order = 0 <= first_d <= last_d < len(dataset.document_index)
-    if not is_in_order or first_offset < 0 or last_offset < 0:
-        raise _error_of_sample(dataset, k, f"rows {j} and {j + 1} of sample_index are {rows}")
-    sequences = dataset.document_index[first_d : last_d + 1].tolist()
-    if min(sequences) < 0 or max(sequences) >= len(dataset.dataset):
-        raise _error_of_sample(dataset, k, f"it is in sequences {sequences}")
+    tokenizer = config.tokenizer
+    pad = _attribute(tokenizer, "pad")
+    if pad is None:
+        return -1
+    special = dict(_attribute(tokenizer, "special_tokens_dict") or {})
+    special.pop("pad_token", None)
+    if not special:
+        special = {name: _attribute(tokenizer, name) for name in ("eos", "eod")}
+    same = [name for name, token in special.items() if token == pad]
+    if same and not config.allow_ambiguous_pad_tokens:
+        warnings.warn(
+            f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding is -1, so "
+            "that real tokens keep their loss (see allow_ambiguous_pad_tokens)",
+            stacklevel=2,
+        )
+        return -1
+    return int(pad)
 
 
-def _error_of_sample(dataset, k, found):
-    """An error for arrays that do not fit the corpus."""
-    return IndexError(f"{_name(dataset)}: sample {k}: {found}: rebuild the indices")
-
-
-def _read_pieces(reader: typing.Any, pieces_of_samples: list[list]) -> list[list[np.ndarray]]:
-    """Return the tokens of the pieces of several samples; on object storage they are read at once.
-
-    reader   an IndexedDataset, or a reader of the user's own, which has get()
-    """
-    all_pieces = [piece for pieces in pieces_of_samples for piece in pieces]
+def _read_pieces(reader: typing.Any, pieces: list[tuple[int, int, int]]) -> list[np.ndarray]:
+    """Return the tokens of pieces; those of a pair on object storage are read at once."""
     if type(reader) is IndexedDataset:  # a subclass may have a get() of its own
-        parts = iter(reader.get_many(all_pieces))
-    else:
-        parts = iter([reader.get(*piece) for piece in all_pieces])
-    return [[next(parts) for _ in pieces] for pieces in pieces_of_samples]
+        return reader.get_many(pieces)
+    return [reader.get(*piece) for piece in pieces]
 
 
 def causal_mask(starts: typing.Sequence[int], sequence_length: int) -> np.ndarray:
@@ -2174,10 +2070,8 @@ def causal_mask(starts: typing.Sequence[int], sequence_length: int) -> np.ndarra
            [1, 1, 0, 0]])
     """
     mask = np.triu(np.ones((sequence_length, sequence_length), bool), 1)  # the future
-    if len(starts) > 1:
-        lengths = np.diff([*starts, sequence_length])
-        document = np.repeat(np.arange(len(starts)), lengths)
-        mask |= document[:, None] != document[None, :]
+    for begin, end in itertools.pairwise(starts):
+        mask[end:, begin:end] = True  # a document, for all tokens behind it
     return mask[None]
 
 
@@ -2212,6 +2106,13 @@ def _positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.nd
         lengths = np.diff([*starts, sequence_length])
         positions -= np.repeat(starts, lengths)
     return positions
+
+
+def _count_tokens(lengths, documents):
+    """The tokens of all these documents; of a range no lengths are copied."""
+    if isinstance(documents, range):
+        documents = slice(documents.start, documents.stop)
+    return int(lengths[documents].sum(dtype=np.int64))
 
 
 class MockGPTLowLevelDataset:
@@ -2268,33 +2169,6 @@ class MockGPTDataset(GPTDataset):
     ) -> MockGPTLowLevelDataset:
         """Return 100,000 sequences of 1 to 4,095 tokens; dataset_path is not used."""
         return MockGPTLowLevelDataset(config.tokenizer)
-
-
-def _find_pad_token_id(config):
-    """The id that fills short samples: the tokenizer's pad, or -1.
-
-    It is -1 if there is no pad.  It is -1 too if another special token has the same id, unless the
-    config says allow_ambiguous_pad_tokens: padding has no loss, so real tokens of that id would
-    have no loss either.  The special tokens are those of special_tokens_dict, {name: id}, which a
-    tokenizer may have as well; if it has none, they are eos and eod.
-    """
-    tokenizer = config.tokenizer
-    pad = _attribute(tokenizer, "pad")
-    if pad is None:
-        return -1
-    special = dict(_attribute(tokenizer, "special_tokens_dict") or {})
-    special.pop("pad_token", None)
-    if not special:
-        special = {name: _attribute(tokenizer, name) for name in ("eos", "eod")}
-    same = [name for name, token in special.items() if token == pad]
-    if same and not config.allow_ambiguous_pad_tokens:
-        warnings.warn(
-            f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding is -1, so "
-            "that real tokens keep their loss (see allow_ambiguous_pad_tokens)",
-            stacklevel=2,
-        )
-        return -1
-    return int(pad)
 
 
 # ==============================================================================
@@ -2702,29 +2576,26 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 #           blend_per_split         each split is a blend of whole corpora of its own
 #           neither                 mock data
 #
-# The config is read once, into a list.  An entry has the corpora of a split, their weights, the
-# part of each corpus that belongs to the split (bounds), and the number of samples that are wanted
-# (size).  With multiple_validation_sets each corpus of valid is an entry of its own.
+# The config is read once, into a list of what is built.  The first row that fits a split says it;
+# size is the number of samples that are wanted of it, and None stands for one epoch:
 #
-# With w for the weight of a corpus divided by the sum of all weights:
+#   the split has                         is built as             each corpus is built for
+#   blend_phases (train)                  a blend of all phases   n samples and the surplus
+#   multiple_validation_sets (valid)      a dataset a corpus      size samples
+#   one corpus, without a weight or in    that corpus, unmixed    size samples
+#     blend_per_split
+#   no weights                            a blend of size         one epoch
+#                                         samples, or of all
+#   weights, and size is None             ValueError
+#   weights, and a size                   a blend of all n        n samples and the surplus
 #
-#   weights   size     each corpus is built for                   the blend has
-#   given     given    n = ceil(size * w) samples, and on top     the sum of all n
-#                      a surplus, rounded up again
-#   given     None     ValueError
-#   None      given    one epoch                                  size samples, or all if these are
-#                                                                 fewer
-#   None      None     one epoch                                  all samples of all corpora
-#
-# Without weights corpora are mixed in proportion to their numbers of samples.  One corpus is not
-# mixed, but built for size samples (None: one epoch); with blend and a weight it is a blend of one.
+# With w for the weight of a corpus divided by the sum of all weights, n = ceil(size * w).  Of
+# phases it is the sum of the n of each phase.  These must have as many samples as size, or more.
+# Without weights corpora are mixed in proportion to their numbers of samples.
 #
 # The surplus is for this: the rule of section 6 keeps to the shares only nearly, so the blend may
 # take more than n samples of a corpus.  Where the surplus is not enough (there upstream fails),
 # that corpus alone is built again, larger.
-#
-# With blend_phases, n is the sum of the n of all phases, and the blend of train has all samples of
-# all phases: these must be as many as size, or more.
 #
 # In a job of several ranks one goes first:
 #
@@ -2735,34 +2606,16 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 
 
 class _Entry(typing.NamedTuple):
-    """What one dataset of a config is made from; see _entries_of_config()."""
+    """What one dataset of a config is made from: a row of the table above."""
 
     split: Split
     prefixes: list  # of the corpora; [None] for mock data
-    weights: list | None  # one for each corpus, their sum is 1; None: there are none (see above)
     bounds: tuple[float, float]  # the part of each corpus that belongs to the split
-    size: int | None  # samples that are wanted; None: one epoch
-    phases: list | None  # [(samples, weights), ...] instead of weights
-
-    @property
-    def is_one_corpus(self) -> bool:
-        """Is it a corpus alone, which is not blended?"""
-        return len(self.prefixes) == 1 and self.weights is None and self.phases is None
-
-    def samples_of_corpora(self, surplus: float) -> list[int | None]:
-        """Return how many samples each corpus is built for; None: one epoch."""
-        if self.is_one_corpus:
-            return [self.size]
-        phases = self.phases
-        if self.weights is not None:
-            phases = [(self.size, self.weights)]  # the whole blend is one phase
-        if phases is None:
-            return [None] * len(self.prefixes)
-        sizes = []
-        for i in range(len(self.prefixes)):
-            target = sum(math.ceil(samples * weights[i]) for samples, weights in phases)
-            sizes.append(math.ceil(target * (1 + surplus)))
-        return sizes
+    built_for: list  # so many samples each corpus; None: one epoch
+    is_blend: bool = False  # False: it is the one corpus; True: a BlendedDataset with these three
+    weights: list | None = None  # None without phases: the numbers of samples of the corpora
+    size: int | None = None
+    phases: list | None = None
 
 
 def _entries_of_config(
@@ -2770,52 +2623,55 @@ def _entries_of_config(
 ) -> list[_Entry]:
     """Return what a config means: an entry for each dataset, in the order of the splits.
 
-    ValueError for sizes that no build can have.  No file is opened.
+    No file is opened.
     """
-    if len(sizes) != len(Split):
-        raise ValueError(f"sizes: wanted {len(Split)} entries, got {sizes}")
-    is_full = config.multiple_validation_sets and config.full_validation
-    if is_full and sizes[Split.valid.value] is not None:
-        raise ValueError("full_validation: the size of valid must be None")
+    _check_sizes(config, sizes)
+    surplus = config.mid_level_dataset_surplus
     entries = []
     for split, size in zip(Split, sizes, strict=True):
-        if size is not None and not 0 <= size < math.inf:
-            raise ValueError(f"size of {split.name}: wanted a number >= 0 or None, got {size}")
         if config.blend_per_split is not None:
             bounds = (0.0, 1.0)
             corpora = config.blend_per_split[split.value]
         else:
             bounds = config.split_matrix[split.value]
             corpora = ([None], None) if config.mock else config.blend
-        if bounds is None or corpora is None:  # nothing is built for this split
-            if size:
-                warnings.warn(
-                    f"{size:,} samples are wanted of {split.name}, which has no share of the data "
-                    "(split, blend_per_split): None is built",
-                    stacklevel=3,
-                )
+        if bounds is None or corpora is None:
+            _warn_of_no_share(split, size)
             continue
         prefixes, weights = corpora
         if split is Split.train and config.blend_phases is not None:
             phases = _as_phases(config.blend_phases, prefixes)
-            total = sum(samples for samples, _ in phases)
-            if size is not None and size > total:
-                raise ValueError(
-                    f"blend_phases has {total} samples, but {size} are wanted of train: add a "
-                    f"phase of {size - total}, or make the last one longer"
-                )
-            entries.append(_Entry(split, list(prefixes), None, bounds, size, phases))
+            _check_samples_of_phases(phases, size)
+            built_for = [math.ceil(n * (1 + surplus)) for n in _samples_of_corpora(phases)]
+            entries.append(_Entry(split, prefixes, bounds, built_for, True, phases=phases))
         elif split is Split.valid and config.multiple_validation_sets:
             for prefix in prefixes:
-                entries.append(_Entry(split, [prefix], None, bounds, size, None))
-        elif weights is None or (config.blend_per_split is not None and len(prefixes) == 1):
-            entries.append(_Entry(split, list(prefixes), None, bounds, size, None))
+                entries.append(_Entry(split, [prefix], bounds, [size]))
+        elif len(prefixes) == 1 and (weights is None or config.blend_per_split is not None):
+            entries.append(_Entry(split, prefixes, bounds, [size]))
+        elif weights is None:
+            built_for = [None] * len(prefixes)
+            entries.append(_Entry(split, prefixes, bounds, built_for, True, size=size))
         elif size is None:
             raise ValueError(f"{split.name} is a blend with weights, which needs a size")
         else:
             prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
-            entries.append(_Entry(split, prefixes, normalize(weights), bounds, size, None))
+            weights = normalize(weights)
+            wanted = _samples_of_corpora([(size, weights)])
+            built_for = [math.ceil(n * (1 + surplus)) for n in wanted]
+            size = sum(wanted)
+            entries.append(_Entry(split, prefixes, bounds, built_for, True, weights, size))
     return entries
+
+
+def _samples_of_corpora(phases):
+    """How many samples phases, [(samples, weights), ...], want of each corpus: n."""
+    _, weights = phases[0]
+    wanted = [0] * len(weights)
+    for samples, weights in phases:
+        for i, weight in enumerate(weights):
+            wanted[i] += math.ceil(samples * weight)
+    return wanted
 
 
 class BlendedMegatronDatasetBuilder:
@@ -2870,43 +2726,32 @@ class BlendedMegatronDatasetBuilder:
         # they build, while it waits.
         is_wanted = _on_every_rank(self.is_built_on_rank)
         if _rank() == 0:
-            datasets, decided = _on_every_rank(self._build_and_describe)
-            _on_every_rank(_build_nothing)
+            datasets = _on_every_rank(self._build_splits)
+            _on_every_rank(_do_nothing)
         else:
-            _on_every_rank(_build_nothing)
-            step = self._build_and_describe if is_wanted else _build_nothing
-            datasets, decided = _on_every_rank(step)
-        _compare_on_ranks(decided)  # section 10
+            _on_every_rank(_do_nothing)
+            datasets = _on_every_rank(self._build_splits if is_wanted else _do_nothing)
+        _compare_builds(datasets)
         return datasets if is_wanted else [None] * len(Split)
-
-    def _build_and_describe(self):
-        """All splits, and the JSON of what decides their samples (section 10)."""
-        datasets = self._build_splits()
-        decided = {}
-        for split, found in zip(Split, datasets, strict=True):
-            if isinstance(found, list):  # several validation sets
-                for number, dataset in enumerate(found):
-                    decided[f"{split.name} {number}"] = _what_decides(dataset, None, {})
-            elif found is not None:
-                decided[split.name] = _what_decides(found, None, {})
-        return datasets, json.dumps(decided, default=_as_json)
 
     def _build_splits(self):
         """All splits, on this rank."""
         opened = self._open_all()
         found = {split: [] for split in Split}
         for entry in self._entries:
-            sizes = entry.samples_of_corpora(self.config.mid_level_dataset_surplus)
-            build_part = functools.partial(self._build_part, entry, opened)
-            parts = self._for_each(build_part, entry.prefixes, sizes)
-            dataset = parts[0] if entry.is_one_corpus else self._mix(entry, opened, parts)
+            entries = [entry] * len(entry.prefixes)
+            corpora = [opened[prefix] for prefix in entry.prefixes]
+            parts = self._for_each(
+                self._build_part, entries, corpora, entry.prefixes, entry.built_for
+            )
+            dataset = self._mix(entry, corpora, parts) if entry.is_blend else parts[0]
             found[entry.split].append(dataset)
         datasets = []
-        for of_split in found.values():
-            if len(of_split) > 1:  # several validation sets
-                datasets.append(of_split)
+        for datasets_of_split in found.values():
+            if len(datasets_of_split) > 1:  # several validation sets
+                datasets.append(datasets_of_split)
             else:
-                datasets.append(of_split[0] if of_split else None)
+                datasets.append(datasets_of_split[0] if datasets_of_split else None)
         return datasets
 
     def _open_all(self):
@@ -2917,15 +2762,11 @@ class BlendedMegatronDatasetBuilder:
         _allow_open_files()  # a start opens hundreds, where many corpora are mixed
         corpora = self._for_each(self._open, prefixes)
         opened = dict(zip(prefixes, corpora, strict=True))
-        _check_tokenizers_of_pairs(opened)
+        _check_corpora(opened, self.cls)
         return opened
 
     def _open(self, prefix):
-        opened = self.cls.build_low_level_dataset(prefix, self.config)
-        n = self.cls.numel_low_level_dataset(opened)
-        if n >= 2**31:
-            raise ValueError(f"{prefix}: {n} sequences, but int32 numbers only {2**31 - 1}")
-        return opened
+        return self.cls.build_low_level_dataset(prefix, self.config)
 
     def _for_each(self, function, *items):
         """list(map(function, *items)), so many at a time as the config says."""
@@ -2935,39 +2776,26 @@ class BlendedMegatronDatasetBuilder:
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             return list(pool.map(function, *items))  # an error cancels those that have not begun
 
-    def _build_part(self, entry, opened, prefix, size):
+    def _build_part(self, entry, corpus, prefix, size):
         """The dataset of a corpus, of the part of it that belongs to the split."""
-        corpus = opened[prefix]
         first, end = split_range(entry.bounds, self.cls.numel_low_level_dataset(corpus))
         documents = range(first, end)
         if self.cls is not GPTDataset:  # another class gets what upstream gives, an array
             documents = np.arange(first, end, dtype=np.int32)
         return self.cls(corpus, prefix, documents, size, entry.split, self.config)
 
-    def _mix(self, entry, opened, parts):
+    def _mix(self, entry, corpora, parts):
         """The blend of these datasets; None if nothing is wanted, and nothing is there."""
         weights = entry.weights
         size = entry.size
-        if entry.phases is not None:
-            size = None  # they have samples of their own
-        elif weights is not None:
-            size = sum(math.ceil(size * weight) for weight in weights)
-        else:  # one epoch of each corpus, or as many samples of these as are wanted
+        if weights is None and entry.phases is None:
             weights = [len(part) for part in parts]
             total = sum(weights)
-            if total == 0:
-                if size == 0:
-                    return None
-                raise ValueError(
-                    f"{entry.split.name}: samples are wanted, but no corpus has one in it"
-                )
-            if size is not None and size > total:
-                warnings.warn(
-                    f"{entry.split.name}: an epoch has {total:,} samples, not {size:,}: the run "
-                    "will end early; give weights, to repeat corpora",
-                    stacklevel=2,
-                )
-                size = total
+            if total == 0 and size == 0:
+                return None
+            _check_epoch(entry.split, total, size)
+            if size is not None:
+                size = min(size, total)
         try:
             return BlendedDataset(parts, weights, size, self.config, phases=entry.phases)
         except _BlendTooLarge as error:
@@ -2976,40 +2804,8 @@ class BlendedMegatronDatasetBuilder:
         # can come in another order, and the others must keep upstream's order.
         for i, part in enumerate(parts):
             if part in needed:
-                parts[i] = self._build_part(entry, opened, entry.prefixes[i], needed[part])
+                parts[i] = self._build_part(entry, corpora[i], entry.prefixes[i], needed[part])
         return BlendedDataset(parts, weights, size, self.config, phases=entry.phases)
-
-
-def _build_nothing():
-    """What _build_and_describe() gives on a rank that only waits for the others."""
-    return [None] * len(Split), None
-
-
-def _check_tokenizers_of_pairs(opened):
-    """ValueError where the records of {prefix: pair} name different tokenizers (section 20)."""
-    first = None  # the prefix of the first pair whose record names one
-    tokenizer = None
-    for prefix, pair in opened.items():
-        record = None
-        if isinstance(pair, IndexedDataset):
-            record = _read_record(pair.absolute_prefix)
-        if not record:  # not one of ours: its tokenizer is not known
-            continue
-        difference = _compare_tokenizers(prefix, record, first, tokenizer)
-        if difference is not None:
-            raise ValueError(difference)
-        if tokenizer is None:
-            first = prefix
-            tokenizer = record["tokenizer"]
-
-
-def _allow_open_files():
-    """Let this process open as many files as the system allows it."""
-    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no such limit
-        import resource
-
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 # ==============================================================================
@@ -4060,6 +3856,19 @@ def build_pretraining_data_loader(
     )
 
 
+def _read_at_once(dataset, indices):
+    """Several samples of a GPTDataset, whose pieces are read together; None is padding."""
+    if type(dataset) is not GPTDataset:  # a subclass may say itself what a sample is
+        return [dataset[idx] for idx in indices]
+    pieces_of_samples = [dataset.pieces(0 if idx is None else idx) for idx in indices]
+    parts = iter(_read_pieces(dataset.dataset, list(itertools.chain(*pieces_of_samples))))
+    samples = []
+    for idx, pieces in zip(indices, pieces_of_samples, strict=True):
+        text = np.concatenate([next(parts) for _ in pieces], dtype=np.int64)
+        samples.append(dataset._make_sample(idx, text))
+    return samples
+
+
 # ==============================================================================
 # 11. Gradients
 # ==============================================================================
@@ -4880,7 +4689,198 @@ def _rank(group=None) -> int:
 # -- Configs, blends and builds (sections 3, 6 and 7) ----------------------------------------------
 
 
+def _check_sizes(config, sizes):
+    """ValueError for numbers of samples that no build can have."""
+    if len(sizes) != len(Split):
+        raise ValueError(f"sizes: wanted {len(Split)} entries, got {sizes}")
+    is_full = config.multiple_validation_sets and config.full_validation
+    if is_full and sizes[Split.valid.value] is not None:
+        raise ValueError("full_validation: the size of valid must be None")
+    for split, size in zip(Split, sizes, strict=True):
+        if size is not None and not 0 <= size < math.inf:
+            raise ValueError(f"size of {split.name}: wanted a number >= 0 or None, got {size}")
+
+
+def _warn_of_no_share(split, size):
+    """None is built for a split without a share, as in upstream."""
+    if size:
+        warnings.warn(
+            f"{size:,} samples are wanted of {split.name}, which has no share of the data "
+            "(split, blend_per_split): None is built",
+            stacklevel=4,
+        )
+
+
+def _check_samples_of_phases(phases, size):
+    """ValueError for phases that end before the run does."""
+    total = sum(samples for samples, _ in phases)
+    if size is not None and size > total:
+        raise ValueError(
+            f"blend_phases has {total} samples, but {size} are wanted of train: add a phase of "
+            f"{size - total}, or make the last one longer"
+        )
+
+
+def _check_epoch(split, total, size):
+    """A blend without weights has at most the samples of an epoch, and one at least."""
+    if total == 0:
+        raise ValueError(f"{split.name}: samples are wanted, but no corpus has one in it")
+    if size is not None and size > total:
+        warnings.warn(
+            f"{split.name}: an epoch has {total:,} samples, not {size:,}: the run will end early; "
+            "give weights, to repeat corpora",
+            stacklevel=3,
+        )
+
+
+def _check_corpora(opened, cls):
+    """ValueError for corpora, {prefix: corpus}, that no int32 numbers, or of several tokenizers."""
+    known = {}  # the records that name a tokenizer: section 20
+    for prefix, corpus in opened.items():
+        n = cls.numel_low_level_dataset(corpus)
+        if n >= 2**31:
+            raise ValueError(f"{prefix}: {n} sequences, but int32 numbers only {2**31 - 1}")
+        if isinstance(corpus, IndexedDataset):
+            record = _read_record(corpus.absolute_prefix)
+            if record.get("tokenizer") is not None:
+                known[prefix] = record
+    for prefix, record in known.items():
+        first = next(iter(known))
+        difference = _compare_tokenizers(prefix, record, first, known[first]["tokenizer"])
+        if difference is not None:
+            raise ValueError(difference)
+
+
+def _compare_builds(datasets):
+    """ValueError on every rank, with ranks and corpus, where the ranks have built other samples.
+
+    datasets   what build() returns; None on a rank that has built nothing
+    """
+    decided = _on_every_rank(functools.partial(_describe_build, datasets))
+    ends = torch.full((2,), 2**63 - 1, device=_device_of_group())
+    if decided is not None:
+        digest = int(_md5(decided)[:15], 16)
+        ends = torch.tensor([digest, -digest], device=_device_of_group())
+    torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MIN)
+    least, greatest = ends[0], -ends[1]
+    if least == greatest:
+        return
+    texts = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(texts, decided)
+    differences = {}  # {rank: the first difference from rank 0}
+    for rank, text in enumerate(texts):
+        if text is not None:
+            difference = _first_difference(json.loads(texts[0]), json.loads(text))
+            if difference is not None:
+                differences[rank] = difference
+    if differences:
+        rank, (words, was, now) = next(iter(differences.items()))
+        raise ValueError(
+            f"ranks {list(differences)} have other data than rank 0: {words} is {was} on rank 0, "
+            f"and {now} on rank {rank}.  Give all ranks the same copy and the same settings"
+        )
+
+
+def _describe_build(datasets):
+    """The JSON of what decides the samples of all datasets (section 10); None of None."""
+    if datasets is None:
+        return None
+    decided = {}
+    for split, found in zip(Split, datasets, strict=True):
+        if isinstance(found, list):  # several validation sets
+            for number, dataset in enumerate(found):
+                decided[f"{split.name} {number}"] = _what_decides(dataset, None, {})
+        elif found is not None:
+            decided[split.name] = _what_decides(found, None, {})
+    return json.dumps(decided, default=_as_json)
+
+
+def _do_nothing():
+    """What a rank does while another one builds."""
+
+
+def _allow_open_files():
+    """Let this process open as many files as the system allows it."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no such limit
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 # -- Kernels, orders and samples (sections 4 to 6) -------------------------------------------------
+
+
+def _check_corpus(dataset):
+    """What the orders of a GPTDataset are about to be built from; a warning if it lacks eods."""
+    reader = dataset.dataset
+    if isinstance(reader, IndexedDataset):
+        reader.verify()
+        if np.issubdtype(reader.dtype, np.floating):
+            raise ValueError(f"{_name(dataset)} holds {reader.dtype.__name__}, no ids")
+    num_sequences = len(reader.sequence_lengths)
+    if np.any((dataset.indices < 0) | (dataset.indices >= num_sequences)):
+        raise IndexError(f"{_name(dataset)}: its documents are 0 to {num_sequences - 1}")
+    if dataset.eod_token_id is not None:
+        _warn_if_no_eod(dataset)
+
+
+def _warn_if_no_eod(dataset):
+    """Resets find nothing in a corpus that was tokenized without --append-eod."""
+    last_tokens = []
+    for i in dataset.indices[:16].tolist():
+        length = int(dataset.dataset.sequence_lengths[i])
+        if length > 0:
+            last_tokens.append(dataset.dataset.get(i, length - 1, 1)[0])
+    if last_tokens and dataset.eod_token_id not in last_tokens:
+        warnings.warn(
+            f"{_name(dataset)}: none of {len(last_tokens)} documents looked at ends in eod, so "
+            "resets and eod_mask_loss find nothing: tokenize with --append-eod?",
+            stacklevel=3,
+        )
+
+
+def _check_has_tokens(dataset, tokens_per_epoch):
+    """ValueError for a split without tokens, of which no number of epochs holds a sample."""
+    if dataset.num_samples and tokens_per_epoch == 0:
+        raise ValueError(
+            f"{_name(dataset)}: {dataset.index_split.name} of split {dataset.config.split!r} holds "
+            f"no tokens for {dataset.num_samples} samples: enlarge it"
+        )
+
+
+def _check_places(dataset, k):
+    """IndexError unless the arrays lead from sample k to sequences of the corpus.
+
+    Those of other data may lead elsewhere, or to a number below 0, which numpy counts from the end.
+    What is then read of a sequence, its reader checks.
+    """
+    j = int(dataset.shuffle_index[k])
+    if not 0 <= j < len(dataset.sample_index) - 1:
+        raise _error_of_sample(dataset, k, f"shuffle_index[{k}] is {j}")
+    rows = dataset.sample_index[j : j + 2].tolist()
+    (first_d, first_offset), (last_d, last_offset) = rows
+    is_in_order = 0 <= first_d <= last_d < len(dataset.document_index)
+    if not is_in_order or first_offset < 0 or last_offset < 0:
+        raise _error_of_sample(dataset, k, f"rows {j} and {j + 1} of sample_index are {rows}")
+    sequences = dataset.document_index[first_d : last_d + 1].tolist()
+    if min(sequences) < 0 or max(sequences) >= len(dataset.dataset):
+        raise _error_of_sample(dataset, k, f"it is in sequences {sequences}")
+
+
+def _check_text(dataset, k, text, missing):
+    """An error unless a text, perhaps of a subclass, is integers, not more than S + x."""
+    dtype = np.asarray(text).dtype
+    if dtype.kind not in "iu":
+        raise TypeError(f"{_name(dataset)}: sample {k}: tokens must be integers, got {dtype}")
+    if missing < 0:
+        found = len(text)
+        raise _error_of_sample(dataset, k, f"wanted {found + missing} tokens, got {found}")
+
+
+def _error_of_sample(dataset, k, found):
+    """An error for arrays that do not fit the corpus."""
+    return IndexError(f"{_name(dataset)}: sample {k}: {found}: rebuild the indices")
 
 
 # -- Samplers, batches and gradients (sections 8 to 12) --------------------------------------------
@@ -5113,36 +5113,6 @@ def _first_difference(was, now, of=""):
         elif old != new and key != _NAME:
             return f"{key}{of}", old, new
     return None
-
-
-def _compare_on_ranks(decided):
-    """ValueError on every rank, with ranks and corpus, where the ranks have built other samples.
-
-    decided   the JSON of what decides the samples of this rank; None: it has built none, and is not
-              rank 0
-    """
-    ends = torch.full((2,), 2**63 - 1, device=_device_of_group())
-    if decided is not None:
-        digest = int(_md5(decided)[:15], 16)
-        ends = torch.tensor([digest, -digest], device=_device_of_group())
-    torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MIN)
-    least, greatest = ends[0], -ends[1]
-    if least == greatest:
-        return
-    texts = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(texts, decided)
-    differences = {}  # {rank: the first difference from rank 0}
-    for rank, text in enumerate(texts):
-        if text is not None:
-            difference = _first_difference(json.loads(texts[0]), json.loads(text))
-            if difference is not None:
-                differences[rank] = difference
-    if differences:
-        rank, (words, was, now) = next(iter(differences.items()))
-        raise ValueError(
-            f"ranks {list(differences)} have other data than rank 0: {words} is {was} on rank 0, "
-            f"and {now} on rank {rank}.  Give all ranks the same copy and the same settings"
-        )
 
 
 def _refuse_several_datasets(dataset):
@@ -5607,7 +5577,7 @@ def _what_orders_are_made_from(dataset):
     made_from = {
         "documents": described,
         "keeps_short": dataset._keeps_short,
-        "extra_token": dataset._extra,
+        "extra_token": dataset._x,
         "stable_order": bool(dataset.config.stable_order),
     }
     if not isinstance(dataset.dataset, IndexedDataset):
@@ -5706,6 +5676,83 @@ def _restore_pair(pair, state):
         found = f"{pair.fingerprint()}: {reason}"
         raise _format_error(pair.path_prefix, "fingerprint", note["fingerprint"], found)
     vars(pair).update(attributes)  # an array that a user has set
+
+
+# ---- of datasets
+
+
+def _as_json(value):
+    """What stands in a text of JSON for a tokenizer, or for a Path or a number of numpy in one."""
+    return getattr(value, "unique_identifiers", str(value))
+
+
+def _identifiers_of(dataset):
+    """The unique_identifiers of a MegatronDataset: upstream's, in upstream's order."""
+    identifiers = collections.OrderedDict()
+    identifiers["class"] = type(dataset).__name__
+    identifiers["dataset_path"] = dataset.dataset_path
+    identifiers["num_samples"] = dataset.num_samples
+    identifiers["index_split"] = dataset.index_split.name
+    for name in dataset._key_config_attributes():
+        identifiers[name] = getattr(dataset.config, name)
+    return identifiers
+
+
+def _identifiers_of_orders(dataset):
+    """What upstream's identifiers of a GPTDataset leave out, so that others could share its files.
+
+    With all defaults it is nothing, and the names of the files are upstream's.
+    """
+    identifiers = {}
+    if not dataset._x:
+        identifiers["add_extra_token_to_sequence"] = False
+    if dataset._keeps_short:
+        identifiers["drop_last_partial_validation_sequence"] = False
+    if dataset.config.stable_order:
+        identifiers["stable_order"] = True
+    return identifiers
+
+
+def _folder_of_cache(dataset):
+    """The folder of the config, or one beside the pair, or beside the copy of its .idx."""
+    if dataset.config.path_to_cache:
+        return _absolute(dataset.config.path_to_cache)
+    if dataset.dataset_path is None:
+        return None
+    prefix = getattr(dataset.dataset, "path_prefix", dataset.dataset_path)
+    folder = os.path.abspath(f"{prefix}/cache")
+    if _is_remote(prefix):
+        folder = dataset.dataset.object_storage_config.path_to_idx_cache
+    return f"{folder}/{type(dataset).__name__}_indices"
+
+
+def _find_or_build_orders(dataset):
+    """What _build_arrays() of a GPTDataset returns, now or where the files were made."""
+    split = dataset.index_split.name
+    facts, arrays, dataset._in_files = _load_or_build(
+        folder=dataset._cache_folder,
+        stem=f"{dataset.unique_description_hash}-{type(dataset).__name__}-{split}",
+        names=dataset.index_names,
+        description=dataset.unique_description,
+        made_from=_what_orders_are_made_from(dataset),
+        pair=dataset.dataset if isinstance(dataset.dataset, IndexedDataset) else None,
+        build=dataset._build_arrays,
+    )
+    return facts, arrays
+
+
+def _as_range(documents):
+    """Numbers of documents as a range, if they follow each other, else as an array."""
+    if isinstance(documents, range) and documents.step == 1:
+        return documents
+    documents = np.asarray(documents)
+    if len(documents) == 0:
+        return range(0)
+    if documents.dtype.kind not in "iu":
+        raise TypeError(f"numbers of documents must be integers, got {documents.dtype}")
+    if np.array_equal(documents, documents[0] + np.arange(len(documents))):
+        return range(int(documents[0]), int(documents[-1]) + 1)
+    return documents
 
 
 # ==============================================================================
@@ -7292,7 +7339,7 @@ def _compare_tokenizers(prefix, record, other_place, other):
 
 def _warn_of_other_tokenizer(pair, tokenizer):
     """Warn, once, if the record of an opened pair names another tokenizer than the config's."""
-    if pair._record is None:
+    if isinstance(pair, IndexedDataset) and pair._record is None:
         identity = _identity_of_tokenizer(tokenizer)
         difference = _compare_tokenizers(pair.path_prefix, _record_of(pair), "the config", identity)
         if difference is not None:

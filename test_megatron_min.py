@@ -1283,10 +1283,9 @@ def file_of(folder, ending):
 
 def batch_of(ds, indices):
     """These samples as a loader makes a batch of them."""
-    modules = [
-        cls.__module__ for cls in type(ds).__mro__ if cls.__module__.startswith("megatron_min_")
-    ]
-    return sys.modules[modules[0]]._make_batch(ds, indices)
+    modules = [sys.modules[cls.__module__] for cls in type(ds).__mro__]
+    module = next(module for module in modules if hasattr(module, "_make_batch"))
+    return module._make_batch(ds, indices)
 
 
 def read_in_all_ways(ds, indices):
@@ -1300,64 +1299,51 @@ def read_in_all_ways(ds, indices):
 
 def check_refused(ds, k, error, words=None):
     """Sample k cannot be read: not alone, not among several, not in a batch."""
-    with pytest.raises(error, match=words):
-        ds[k]
-    with pytest.raises(error, match=words):
-        ds.__getitems__([0, k])
-    with pytest.raises(error, match=words):
-        batch_of(ds, [k])
-
-
-# -- orders and samples by loops ---------------------------------------------------------------
+    for read, argument in (
+        (ds.__getitem__, k),
+        (ds.__getitems__, [0, k]),
+        (functools.partial(batch_of, ds), [k]),
+    ):
+        with pytest.raises(error, match=words):
+            read(argument)
 
 
 def brute_sample(ds, whole, k):
-    """Sample k of a GPTDataset, by loops; its keys are in order.
-
-    whole   all tokens of the dataset, end to end
-    """
+    """Sample k of a GPTDataset, cut out of all its tokens, whole; its keys are in order."""
     cfg = ds.config
     S = cfg.sequence_length
-    eod = cfg.tokenizer.eod
     pad = cfg.tokenizer.pad
     begin = int(ds.shuffle_index[k]) * S
     text = whole[begin : begin + S + int(cfg.add_extra_token_to_sequence)].tolist()
     text += [pad] * (S + 1 - len(text))
-    tokens = text[:-1]
-    labels = text[1:]
+    tokens, labels = np.array(text[:-1]), np.array(text[1:])
 
     # which document each input is in: by its place in the stream (padding belongs to the last), and
     # by the eods before it
     lengths = ds.dataset.sequence_lengths[ds.document_index]
     by_place = np.repeat(np.arange(len(lengths)), lengths)[begin : begin + S].tolist()
     by_place += by_place[-1:] * (S - len(by_place))
-    by_eods = [tokens[:at].count(eod) for at in range(S)]
-    of_masks = by_eods if cfg.reset_attention_mask else [0] * S
+    by_eods = [text[:at].count(cfg.tokenizer.eod) for at in range(S)]
+    of_masks = np.array(by_eods if cfg.reset_attention_mask else [0] * S)
     of_positions = by_eods if cfg.reset_position_ids else [0] * S
     if cfg.inter_document_masking:
         of_positions = by_place
 
-    sample = {
-        "tokens": [0 if token == pad else token for token in tokens],
-        "labels": [0 if label == pad else label for label in labels],
-    }
+    loss_mask = np.where(labels == pad, np.float32(0), np.float32(1))
+    if cfg.eod_mask_loss:
+        loss_mask[tokens == cfg.tokenizer.eod] = 0
+    sample = {"tokens": np.where(tokens == pad, 0, tokens)}
+    sample["labels"] = np.where(labels == pad, 0, labels)
     if cfg.create_attention_mask and not cfg.inter_document_masking:
-        rows = []
-        for i in range(S):
-            rows.append([j > i or of_masks[j] != of_masks[i] for j in range(S)])
-        sample["attention_mask"] = [rows]
-    sample["loss_mask"] = []
-    for at in range(S):
-        is_masked = labels[at] == pad or (cfg.eod_mask_loss and tokens[at] == eod)
-        sample["loss_mask"].append(0.0 if is_masked else 1.0)
+        is_later = np.arange(S) > np.arange(S)[:, None]
+        sample["attention_mask"] = [is_later | (of_masks != of_masks[:, None])]
+    sample["loss_mask"] = loss_mask
     sample["position_ids"] = [at - of_positions.index(of_positions[at]) for at in range(S)]
-    sample = {key: torch.tensor(values) for key, values in sample.items()}
     if cfg.inter_document_masking:
         starts = [at for at in range(S) if by_place.index(by_place[at]) == at]
-        cu_seqlens = starts + [S] * (S + 1 - len(starts))
-        sample["cu_seqlens"] = torch.tensor(cu_seqlens, dtype=torch.int32)
-        sample["max_seqlen"] = sample["cu_seqlens"].diff().max()
-    return sample
+        sample["cu_seqlens"] = int32(*starts, *[S] * (S + 1 - len(starts)))
+        sample["max_seqlen"] = np.max(np.diff(sample["cu_seqlens"]))
+    return {key: torch.tensor(values) for key, values in sample.items()}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -1392,8 +1378,11 @@ def test_orders_and_samples_equal_the_loops(mm, tmp_path):
                 same_samples(sample, wanted[k], (case, k, ds.config))
 
 
-def test_indices_are_whole_numbers_of_samples_that_exist(mm, toy):
-    ds = gpt(mm, toy, 3, sequence_length=4)
+@pytest.mark.parametrize("flag", ["create_attention_mask", "inter_document_masking"])
+def test_samples_have_whole_numbers_and_memory_of_their_own(mm, tmp_path, flag):
+    """Nor do they share it with the corpus, here of int64.  Upstream: masks are shared."""
+    prefix = mk(mm, tmp_path / "p", [np.arange(30)], np.int64)
+    ds = gpt(mm, prefix, **{flag: True})
     for data in (ds, mm.BlendedDataset([ds, ds], [1, 2], 3, ds.config)):
         for k in (1.0, "1", [1]):
             check_refused(data, k, TypeError)
@@ -1404,23 +1393,12 @@ def test_indices_are_whole_numbers_of_samples_that_exist(mm, toy):
         for indices in (np.array([0, 1]), torch.tensor([0, 1]), (0, 1), range(2)):
             same_samples(batch_of(data, indices), batch_of(data, [0, 1]))
         assert data.__getitems__([]) == []
-
-
-@pytest.mark.parametrize("flag", ["create_attention_mask", "inter_document_masking"])
-def test_no_two_samples_share_memory(mm, tmp_path, flag):
-    """Nor does one with the corpus, here of int64.  Upstream: masks are shared."""
-    prefix = mk(mm, tmp_path / "p", [np.arange(90)], np.int64)
-    ds = gpt(mm, prefix, **{flag: True})
-    for data in (ds, mm.BlendedDataset([ds, ds], [1, 1], 6, ds.config)):
         one_by_one, several, _ = read_in_all_ways(data, [0, 1, 0, None])
         arrays = [ds.dataset[0], ds.shuffle_index]
         for sample in [*one_by_one, *several, batch_of(data, [0, 1])]:
             arrays += [tensor.numpy() for tensor in sample.values()]
         for a, b in itertools.combinations(arrays, 2):
             assert not np.shares_memory(a, b)
-
-
-# -- padding, and resets that find nothing -----------------------------------------------------
 
 
 PADS = {  # a tokenizer, the pad id that counts, and the one where it may be ambiguous
@@ -1446,15 +1424,13 @@ def test_pad_id(one, pair):
             assert warned == ([] if wanted == if_allowed else [True]), case
 
 
-@pytest.mark.parametrize("flag", ["reset_position_ids", "reset_attention_mask", "eod_mask_loss"])
-def test_resets_without_eod_in_the_corpus_warn(mm, tmp_path, flag):
+def test_resets_without_eod_in_the_corpus_warn(one, tmp_path):
     for last_token, wanted in ((3, [True]), (0, [])):
-        prefix = mk(mm, tmp_path / str(last_token), [[1, 2, last_token]] * 9)
-        _, messages = heard(gpt, mm, prefix, 1, create_attention_mask=True, **{flag: True})
-        assert ["--append-eod" in message for message in messages] == wanted
-
-
-# -- what is refused ---------------------------------------------------------------------------
+        prefix = mk(one, tmp_path / str(last_token), [[1, 2, last_token]] * 9)
+        for flag in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+            fields = {"create_attention_mask": True, flag: True}
+            _, messages = heard(gpt, one, prefix, 1, path_to_cache=tmp_path / flag, **fields)
+            assert ["--append-eod" in message for message in messages] == wanted, flag
 
 
 def test_datasets_that_cannot_be(one, tmp_path):
@@ -1496,9 +1472,8 @@ def test_arrays_of_other_data_that_are_set(mm, toy, extra):
     ):
         ds = copy.copy(good)
         k = place if name == "shuffle_index" else ds.shuffle_index.tolist().index(1)
-        values = np.array(getattr(ds, name))
-        values[place] = value
-        setattr(ds, name, values)
+        setattr(ds, name, np.array(getattr(ds, name)))
+        getattr(ds, name)[place] = value
         check_refused(ds, k, IndexError, re.escape(toy))
 
 
@@ -1573,7 +1548,7 @@ def test_a_subclass_may_return_other_tokens_and_lengths(mm, tmp_path):
 
     class Own(mm.GPTDataset):
         def _query_document_sample_shuffle_indices(self, k):
-            return kept[:k], [], [2, 0, 3, 4]
+            return kept[:k] if k < 11 else kept / 2, [], [2, 0, 3, 4]
 
     fields = {"tokenizer": Tok(pad=7), "inter_document_masking": True}
     own = with_class(Own, gpt(mm, mk(mm, tmp_path / "p", [np.arange(90)]), **fields))
@@ -1586,6 +1561,7 @@ def test_a_subclass_may_return_other_tokens_and_lengths(mm, tmp_path):
         assert short["loss_mask"].tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
     same(kept, np.arange(10))
     check_refused(own, 10, IndexError, "wanted 9 .* got 10")
+    check_refused(own, 11, TypeError, "integers, got float64")
 
 
 # ==============================================================================
@@ -1786,38 +1762,61 @@ def corpora(one, tmp_path, monkeypatch):
     return [A, B, C]
 
 
-# -- which datasets a config means -------------------------------------------------------------
+def parts_of(dataset):
+    """Its path, number of documents, and num_samples; of a blend a list of these."""
+    if dataset is None:
+        return None
+    if hasattr(dataset, "datasets"):
+        return [parts_of(part) for part in dataset.datasets]
+    return dataset.dataset_path, len(dataset.indices), dataset.num_samples
 
 
-def test_blends_of_the_splits_own_are_of_whole_corpora(mm, corpora, caplog):
-    """One corpus is no blend, whatever its weight; none is opened whose weight is 0."""
-    blends = [([A, "in/none", B], [1, 0.0, 3]), ([C], [7]), None]
-    train, valid, test = build(mm, [40, 5, 0], config(mm, blend_per_split=blends))
-    parts = [(part.dataset_path, len(part.indices), part.num_samples) for part in train.datasets]
-    assert parts == [(A, 40, 11), (B, 25, 31)]
-    assert (valid.dataset_path, len(valid.indices), valid.num_samples, test) == (C, 10, 5, None)
-    [note] = caplog.messages
-    assert "weight 0: in/none" in note
+def test_which_datasets_a_config_means(mm, corpora, caplog):
+    """One corpus is no blend, whatever its weight, and needs no size; a weight of 0 opens nothing.
 
-
-def test_a_blend_without_weights_is_one_epoch_of_each_corpus(mm, corpora):
-    """All samples, or as many as are wanted; a corpus too short for a sample is left out."""
-    short = mk(mm, "in/short", [[1, 2]])
-    cfg = config(mm, ([A, short, B, C], None))
-    whole = build(mm, [None, None, None], cfg)[0]
-    assert [part.dataset_path for part in whole.datasets] == corpora
-    same(whole.samples_taken(), np.array([len(gpt(mm, prefix)) for prefix in corpora]))
-    assert len(build(mm, [10, 0, 0], cfg)[0]) == 10
-    _, messages = heard(build, mm, [len(whole), 0, 0], cfg)
-    assert messages == []
-    with pytest.warns(UserWarning, match="end early"):
-        large = build(mm, [1_000_000, 0, 0], cfg)[0]
-    assert len(large) == len(whole)
-
-    nothing = config(mm, ([short, short], None))
-    with pytest.raises(ValueError, match="train: .* no corpus"):
-        build(mm, [5, 0, 0], nothing)
-    assert build(mm, [0, 0, 0], nothing) == [None, None, None]
+    Without weights it is one epoch of each corpus, or as many samples as are wanted.  Phases are
+    for train, and each corpus lasts for all of them.
+    """
+    short = mk(mm, "in/short", [[1, 2]])  # which has no sample
+    counts = [len(gpt(mm, prefix)) for prefix in corpora]
+    epoch = {"blend": ([A, short, B, C], None)}
+    of_epoch = [(A, 40, None), (B, 25, None), (C, 10, None)]
+    nothing = {"blend": ([short, short], None)}
+    cut = {"blend": ([A], None), "split": "1,1,0"}
+    own = {"blend_per_split": [([A, "in/none", B], [1, 0.0, 3]), ([C], [7]), None]}
+    phases = {"blend": (corpora, [0, 1, 1]), "split": "8,1,1"}
+    phases |= {"blend_phases": [(9, [1, 1, 0]), (7, [0, 1, 2])]}
+    of_phases = [
+        [(A, 32, 6), (B, 20, 9), (C, 8, 6)],
+        [(B, 2, 4), (C, 1, 4)],
+        [(B, 3, 4), (C, 1, 4)],
+    ]
+    of_one = {"blend_per_split": [([A], None), None, None]}
+    of_one["blend_phases"] = [(9, [1]), (6, [1])]
+    no_share = ["5 samples are wanted of test"]
+    too_short = [f"train: an epoch has {sum(counts)} samples"]
+    for sizes, fields, wanted, size, warned in (
+        ([40, 5, 0], own, [[(A, 40, 11), (B, 25, 31)], (C, 10, 5), None], 40, []),
+        ([40, None, 5], own, [[(A, 40, 11), (B, 25, 31)], (C, 10, None), None], 40, no_share),
+        ([None, None, None], epoch, [of_epoch, None, None], None, []),
+        ([10, 0, 0], epoch, [of_epoch, None, None], 10, []),
+        ([sum(counts), 0, 0], epoch, [of_epoch, None, None], sum(counts), []),
+        ([10**6, 0, 0], epoch, [of_epoch, None, None], sum(counts), too_short),
+        ([0, 0, 0], nothing, [None, None, None], None, []),
+        ([0, 5, 5], cut, [(A, 20, 0), (A, 20, 5), None], None, no_share),
+        ([0, 5, None], cut, [(A, 20, 0), (A, 20, 5), None], None, []),
+        ([15, 0, 0], of_one, [[(A, 40, 16)], None, None], 15, []),
+        ([12, 5, 5], phases, of_phases, 16, []),
+    ):
+        built, messages = heard(build, mm, sizes, config(mm, **fields))
+        assert [parts_of(dataset) for dataset in built] == wanted
+        assert getattr(built[0], "size", None) == size
+        assert [message.partition(",")[0] for message in messages] == warned
+    train, valid, _ = built
+    assert train.phases == [(9, [0.5, 0.5, 0.0]), (7, [0.0, 1 / 3, 2 / 3])]
+    assert pairs_of(train) == phases_by_hand(train)
+    assert train.datasets[2].dataset is valid.datasets[1].dataset, "each corpus is opened once"
+    assert "weight 0: in/none" in caplog.text
 
 
 def test_a_corpus_that_would_be_exhausted_is_built_larger(one, tmp_path):
@@ -1831,31 +1830,8 @@ def test_a_corpus_that_would_be_exhausted_is_built_larger(one, tmp_path):
         taken = np.bincount(train.dataset_index)
         assert 0 < np.count_nonzero(taken > asked) < 12
         wanted = np.maximum(asked, taken).tolist()
-        assert [part.num_samples for part in train.datasets] == wanted
+        assert parts_of(train) == [(p, 1, n) for p, n in zip(prefixes, wanted, strict=True)]
         assert [len(part) for part in train.datasets] == wanted
-        assert [part.dataset_path for part in train.datasets] == prefixes
-
-
-def test_phases_are_for_train(mm, corpora):
-    """Each corpus lasts for all of them.  Valid and test are made as ever, by the weights."""
-    weights = [0, 1, 1]
-    phases = [(9, [1, 1, 0]), (7, [0, 1, 2])]
-    cfg = config(mm, (corpora, weights), split="8,1,1", blend_phases=phases)
-    train, *others = build(mm, [12, 5, 5], cfg)  # of train there are 16
-    assert train.phases == [(9, [0.5, 0.5, 0.0]), (7, [0.0, 1 / 3, 2 / 3])]
-    assert [part.num_samples for part in train.datasets] == [6, 9, 6], "with a surplus each"
-    assert pairs_of(train) == phases_by_hand(train)
-    assert train.datasets[2].dataset is others[0].datasets[1].dataset, "each corpus is opened once"
-    plain = build(mm, [16, 5, 5], config(mm, (corpora, weights), split="8,1,1"))
-    for found, wanted in zip(others, plain[1:], strict=True):
-        assert found.unique_description == wanted.unique_description
-    with pytest.raises(ValueError, match="16 samples, but 20"):
-        build(mm, [20, 0, 0], cfg)
-
-    blends = [([A], None), None, None]
-    one_corpus = config(mm, blend_per_split=blends, blend_phases=[(9, [1]), (6, [1])])
-    train, *_ = build(mm, [15, 0, 0], one_corpus)
-    assert train.dataset_sample_index.tolist() == list(range(15))
 
 
 def test_datasets_of_the_users_own_are_built_side_by_side(one):
@@ -1882,69 +1858,49 @@ def test_datasets_of_the_users_own_are_built_side_by_side(one):
             build(one, [3, 3, 0], cfg, Numbers)
         setattr(Numbers, name, function)
     train, valid, test = build(one, [3, 3, 0], cfg, Numbers)
-    parts = [(part.dataset_path, len(part)) for part in train.datasets]
-    assert (parts, test) == ([("ten", 5), ("too", 5)], None)
+    assert (parts_of(train), test) == ([("ten", 5, 4), ("too", 5, 2)], None)
     assert batch_of(valid, [0, 1, 2])["number"].tolist() == [15, 15, 16]
 
 
-# -- what is refused ---------------------------------------------------------------------------
-
-
 def test_what_a_builder_refuses(one, corpora):
-    """Sizes before the build.  A split without documents, or a single corpus, needs none."""
+    """Sizes before a file is opened.  Pairs of different tokenizers, in whatever split.
+
+    A pair without a record may be of any tokenizer.  Upstream builds them.
+    """
     two = ([A, B], [1, 1])
     sets = {"blend_per_split": [None, two, two], "multiple_validation_sets": True}
+    none = {"blend": (["in/none"], None)}
+    for prefix, name in ((A, "bytes"), (B, "BPE")):
+        one._write_record(prefix, {"class": name}, [])
+    other_tokenizer = f"{B} was made with .*BPE.* that of {A} is .*bytes"
     for sizes, fields, words in (
-        ([1, 2], {"blend": ([A], None)}, "sizes"),
-        ([-1, 0, 0], {"blend": ([A], None)}, "train.*-1"),
-        ([0, math.inf, 0], {"blend": ([A], None)}, "valid.*inf"),
+        ([1, 2], none, "sizes"),
+        ([-1, 0, 0], none, "train.*-1"),
+        ([0, math.inf, 0], none, "valid.*inf"),
         ([None, 0, 0], {"blend": two}, "train .*needs a size"),
         ([0, None, None], sets, "test .*needs a size"),  # valid is two datasets, and test a blend
         ([0, 5, 9], sets | {"full_validation": True}, "must be None"),
+        ([20, 0, 0], {"blend": two, "blend_phases": [(16, [1, 1])]}, "16 samples, but 20"),
+        ([9, 0, 0], {}, "no blend is given"),
+        ([5, 0, 0], {"blend": ([mk(one, "in/short", [[1]])] * 2, None)}, "train: .* no corpus"),
+        ([5, 5, 0], {"blend": ([C, A, B], [1, 1, 1])}, other_tokenizer),
+        ([5, 5, 0], {"blend_per_split": [([A, C], None), ([B], None), None]}, other_tokenizer),
     ):
-        cfg = config(one, **fields)
         with pytest.raises(ValueError, match=words):
-            one.BlendedMegatronDatasetBuilder(one.GPTDataset, sizes, yes, cfg)
-    for fields in ({"blend": two}, {"blend_per_split": [two, None, ([A], [1])]}):
-        assert len(build(one, [9, None, None], config(one, **fields))[0]) >= 9
-    with pytest.raises(ValueError, match="no blend is given"):
-        build(one, [9, 0, 0], config(one))
+            quiet(build, one, sizes, config(one, **fields))
+    _, messages = heard(build, one, [5, 0, 0], config(one, ([A, C], [1, 1])))
+    assert len(messages) == 1, "the tokenizer of the config is a warning"
     huge = {"numel_low_level_dataset": mock.Mock(return_value=2**31)}  # upstream: the numbers wrap
     huge["_build_arrays"] = None  # which would take 8 GiB
     with mock.patch.multiple(one.GPTDataset, **huge), pytest.raises(ValueError, match="2147483648"):
         build(one, [9, 0, 0], config(one, ([A], None)))
 
 
-def test_samples_of_a_split_without_a_share_are_a_warning(one, corpora):
-    """None is built, as in upstream; of None or 0 samples nothing is said."""
-    blends = [([A], None), None, None]
-    for fields in ({"blend": ([A], None), "split": "1,1,0"}, {"blend_per_split": blends}):
-        with pytest.warns(UserWarning, match="^5 samples are wanted of test, which has no share"):
-            assert build(one, [5, None, 5], config(one, **fields))[2] is None
-        _, messages = heard(build, one, [5, None, None], config(one, **fields))
-        assert messages == []
-
-
-def test_pairs_of_different_tokenizers_are_no_config(one, corpora):
-    """In whatever split; a pair without a record may be of any.  Upstream builds them."""
-    for prefix, name in ((A, "bytes"), (B, "BPE")):
-        one._write_record(prefix, {"class": name}, [])
-    blends = [([A, C], None), ([B], None), None]
-    for fields in ({"blend": ([C, A, B], [1, 1, 1])}, {"blend_per_split": blends}):
-        with pytest.raises(ValueError, match=f"{B} was made with .*BPE.* that of {A} is .*bytes"):
-            quiet(build, one, [5, 5, 0], config(one, **fields))
-    _, messages = heard(build, one, [5, 0, 0], config(one, ([A, C], [1, 1])))
-    assert len(messages) == 1, "the tokenizer of the config is a warning"
-
-
 @linux
 def test_60_corpora_build_and_train_with_100_open_files(one, tmp_path):
     """Of 3,000 documents each; the soft limit is raised.  Upstream: a bare [Errno 24]."""
-    prefixes = [mk(one, tmp_path / "0", [[1] * 3] * 3000)]
-    for number in range(1, 60):
-        prefixes.append(str(tmp_path / str(number)))
-        for kind in ("bin", "idx"):
-            os.symlink(f"{prefixes[0]}.{kind}", f"{prefixes[-1]}.{kind}")
+    mk(one, tmp_path / "p", [[1] * 3] * 3000)
+    prefixes = [f"{tmp_path}/{'./' * number}p" for number in range(60)]  # each is opened by itself
 
     def build_and_read():
         resource = importlib.import_module("resource")
