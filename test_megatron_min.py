@@ -6054,7 +6054,11 @@ REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the err
     "no object of a pattern": (GOOD, {"input": "memory://none*.jsonl"}, "matches none"),
     "two kinds of input": (GOOD, {"texts": ["a"]}, "one of input, which are paths, and texts"),
     "no input": (GOOD, {"input": []}, "input"),
-    "no folder": (GOOD, {"output_prefix": "none/o", "workers": 2}, "none: no such local folder"),
+    "no folder": (
+        GOOD,
+        {"output_prefix": "none/o", "workers": 2},
+        "No such file or directory: .none/o",
+    ),
     "no prefix": (GOOD, {"output_prefix": None}, "wants an output_prefix"),
     "no keys": (GOOD, {"json_keys": []}, "at least one of json_keys"),
     "bad lines alone": (b"oops\n\n{}\n", {"on_error": "skip"}, r"all 2 lines .*a\.jsonl: line 1: "),
