@@ -5934,8 +5934,8 @@ def _refuse_passwords(names: typing.Any, is_input: bool = False) -> None:
 #   rank 3   works     -> 4 --+                   +-----------------------> "rank 2: no such file"
 #
 # A rank that works gives the number of ranks; a rank that fails gives its own number.  If all work,
-# nothing more is sent.  A process that dies takes part in nothing: its launcher (torchrun) stops the
-# others and names it.  So it is with one that is told to end, by an error of these classes:
+# nothing more is sent.  A process that dies takes part in nothing: its launcher (torchrun) stops
+# the others and names it.  So it is with one that is told to end, by an error of these classes:
 _ENDS_OF_A_PROCESS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
