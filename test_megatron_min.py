@@ -4931,7 +4931,8 @@ def check_build(monkeypatch, folder, setting, words):
 @linux
 def test_shuffles_beyond_2_32_items_are_numpys(c, tmp_path):
     """There a draw is two words.  The file has a hole of this size."""
-    call = toy_call("shuffle") | {"array": np.memmap(tmp_path / "a", "i4", "w+", shape=2**32 + 1)}
+    call = toy_call(c, "shuffle")
+    call["array"] = np.memmap(tmp_path / "a", "i4", "w+", shape=2**32 + 1)
     assert is_refused(c, "shuffle", call)
 
 
@@ -4954,7 +4955,7 @@ def test_shuffle_goes_on_where_numpy_would(c, dtype):
 def test_what_c_can_read_is_left_to_c(c, toy, monkeypatch):
     """Else all would be right, and ten times slower."""
     monkeypatch.setattr(c, "_FEW_ITEMS", 0)
-    for name in ("_make_batch", *HOSTILE):
+    for name in ("_make_batch", *ARGUMENTS):
         monkeypatch.setattr(getattr(c, name), "__wrapped__", None)
     monkeypatch.setattr(c.GPTDataset.__getitem__, "__wrapped__", None)
     for fields in ({"tokenizer": Tok(eod=None)}, DOCUMENTS, WITH_MASK | RESETS):
@@ -4984,44 +4985,27 @@ def test_what_c_cannot_read_is_left_to_the_definition(mm, toy):
 
 # -- arguments in all forms: C takes and refuses what the definition does -----------------------
 
-
-def good_arguments(name):
-    """Arguments of a function, made anew."""
-    if name == "shuffle":
-        return {"items": np.arange(9), "random_state": np.random.RandomState(3)}
-    if name == "build_sample_idx":
-        arguments = {"sizes": int32(4, 3, 6), "document_indices": int32(0, 1, 2)}
-        arguments |= {"sequence_length": 4, "num_epochs": 1, "tokens_per_epoch": 13}
-        flags = {"drop_last_partial_sequence": True, "add_extra_token_to_sequence": True}
-        return arguments | flags
-    arguments = {"dataset_index": np.zeros(4, np.int16)}
-    arguments |= {"dataset_sample_index": np.zeros(4, np.int64)}
-    if name == "build_blending_indices":
-        return arguments | {"weights": np.array([0.25, 0.75]), "num_datasets": 2, "size": 4}
-    return arguments | {"sizes": np.array([1, 3]), "num_datasets": 2}
+BLEND = [np.zeros(4, np.int16), np.zeros(4, np.int64)]  # that is filled
+ARGUMENTS = {  # {function: good arguments, in order}
+    "build_sample_idx": [int32(4, 3, 6), int32(0, 1, 2), 4, 1, 13, True, True],
+    "shuffle": [np.arange(9), np.random.RandomState(3)],
+    "build_blending_indices": [*BLEND, np.array([0.25, 0.75]), 2, 4],
+    "build_exhaustive_blending_indices": [*BLEND, np.array([1, 3]), 2],
+}
+HOSTILE = {  # {argument: what is refused}; upstream crashes at many of them
+    "dataset_index": [array.array("h", [0] * 4), np.zeros(4, np.int32), np.zeros(3, np.int16)],
+    "dataset_sample_index": [np.zeros((4, 1), np.int64), b"\0" * 32],
+    "weights": [[0.5, math.nan], [0.5, math.inf], [0.5, -0.5], [1.0], ["a", "b"], 1.0],
+    "num_datasets": [0, 3, -1],
+    "size": [5, -1, 2.5, 4.0, 2**70],
+    "sizes": [[4], np.array([2.5, 1.5]), [5, -1], [2**62, 2**62], 4],
+}
 
 
 def read_only(values):
     values = values.copy()
     values.flags.writeable = False
     return values
-
-
-HOSTILE = {  # {function: {argument: what is refused}}; upstream crashes at many of them
-    "build_sample_idx": {},  # see section 4
-    "shuffle": {},
-    "build_blending_indices": {
-        "dataset_index": [array.array("h", [0] * 4), np.zeros(4, np.int32)],
-        "dataset_sample_index": [np.zeros((4, 1), np.int64), read_only(np.zeros(4, np.int64))],
-        "weights": [[0.5, math.nan], [0.5, math.inf], [0.5, -0.5], [1.0], ["a", "b"], 1.0],
-        "num_datasets": [0, 3, -1],
-        "size": [5, -1, 2.5, 4.0, 2**70],
-    },
-    "build_exhaustive_blending_indices": {
-        "dataset_index": [np.zeros(3, np.int16)],
-        "sizes": [[4], np.array([2.5, 1.5]), [5, -1], [2**62, 2**62], 4],
-    },
-}
 
 
 def other_forms(value):
@@ -5038,21 +5022,26 @@ def other_forms(value):
     return [*forms, torch.tensor(value), value > 0, -value, 0, 2, 2**63, None]
 
 
+def good_arguments(name):
+    """Arguments of a function, made anew."""
+    names = inspect.signature(getattr(copy_of_module("python"), name)).parameters
+    return dict(zip(names, copy.deepcopy(ARGUMENTS[name]), strict=False))
+
+
 def odd_calls(name):
     """Calls with an argument, or two, in other forms -> (call, is it refused?  None: perhaps)."""
     good = good_arguments(name)
     for argument, value in good.items():
-        for other in HOSTILE[name].get(argument, []):
-            yield good_arguments(name) | {argument: other}, True
+        if "blend" in name:
+            for other in HOSTILE[argument]:
+                yield good_arguments(name) | {argument: other}, True
         for other in other_forms(value):
             yield good_arguments(name) | {argument: other}, None
     if name == "build_sample_idx":  # a document that is none, of a stream too long for memory
         too_long = {"sequence_length": 1, "tokens_per_epoch": 6 * 10**9}
         yield good | too_long | {"document_indices": int32(0, 3, 2)}, None
     elif name != "shuffle":
-        names = ["dataset_index", "dataset_sample_index"]
-        arrays = overlapping(*[good[key] for key in names])
-        yield good | dict(zip(names, arrays, strict=True)), None
+        yield good | dict(zip(good, overlapping(*BLEND), strict=False)), None
 
 
 def outcome(mm, name, call):
@@ -5065,7 +5054,7 @@ def outcome(mm, name, call):
     return repr((result, held))
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", ARGUMENTS)
 def test_what_c_takes_is_what_python_takes(c, one, name, monkeypatch):
     """The same result, or the same error with the same sentence."""
     monkeypatch.setattr(c, "_FEW_ITEMS", 0)
@@ -5082,61 +5071,36 @@ def test_what_c_takes_is_what_python_takes(c, one, name, monkeypatch):
 #
 # A call is the arguments of a function of _megatron_min, by name and in order.
 
-FILLED = {  # {function: how many arrays it fills, its first arguments}
-    "build_sample_idx": 1,
-    "shuffle": 2,
-    "build_blend": 2,
-    "read_samples": 7,
+READ = [np.zeros((3, 4), dtype) for dtype in ("i8", "i8", "f4", "i8")]  # tokens .. position_ids
+READ += [np.zeros((3, 5), np.int32), np.zeros(3, np.int32)]  # cu_seqlens, max_seqlen
+READ += [np.zeros((3, 1, 4, 4), bool), np.arange(3), np.array([0, -2, 2])]  # mask, places, wanted
+READ += [int32(*b"aaaabbbcccccc"), np.array([0, 16, 28])]  # items, pointers
+READ += ARGUMENTS["build_sample_idx"][:2]  # lengths, document_index
+READ += [np.array([[0, 0], [1, 0], [2, 1], [2, 5]]), np.arange(3)]  # sample_index, shuffle_index
+READ += [1, -1, 0, True, True, True]  # extra, pad, eod, by_eod, mask_loss, reset_mask
+KEY = np.random.RandomState(0).get_state()[1]
+CALLS = {  # {function: how many arrays it fills, good arguments}: the toy corpus, or two datasets
+    "build_sample_idx": (1, [np.zeros((4, 2), "i4"), *ARGUMENTS["build_sample_idx"][:3], 1, 13]),
+    "shuffle": (2, [np.arange(9), KEY, 600]),
+    "build_blend": (2, [*BLEND, np.array([0.25, 0.75]), np.array([1.0, 3.0]), 4]),
+    "read_samples": (7, READ),
 }
 
 
-def toy_call(name):
-    """A good call for the toy corpus in three samples of 4 tokens, or for a blend of two.
-
-    In front and behind of each array lies a copy of an item, which would do as one more.
-    """
-    call = toy_arguments(name)
+def toy_call(c, name):
+    """A good call.  In front and behind each array lies an item, which would do as one more."""
+    names = inspect.signature(getattr(c._megatron_min, name)).parameters  # as help() shows them
+    call = dict(zip(names, CALLS[name][1], strict=True))
     for key, value in call.items():
         if isinstance(value, np.ndarray):
             call[key] = np.concatenate([value[:1], value, value[-1:]])[1:-1]
     return call
 
 
-def toy_arguments(name):
-    if name == "build_blend":
-        call = {"dataset_index": np.zeros(4, np.int16), "dataset_sample_index": np.zeros(4, int)}
-        call |= {"weights": np.array([0.25, 0.75]), "limits": np.array([1.0, 3.0])}
-        return call | {"size": 4}
-    if name == "shuffle":
-        key = np.random.RandomState(0).get_state()[1].copy()
-        return {"array": np.arange(9), "key": key, "pos": 600}
-    sizes = int32(4, 3, 6)
-    documents = int32(0, 1, 2)
-    if name == "build_sample_idx":
-        call = {"sample_index": np.zeros((4, 2), np.int32), "sizes": sizes}
-        call |= {"document_index": documents, "sequence_length": 4}
-        return call | {"add_extra_token": 1, "last_token": 13}
-    call = {key: np.zeros((3, 4), np.int64) for key in ("tokens", "labels")}
-    call |= {"loss_mask": np.zeros((3, 4), np.float32), "position_ids": np.zeros((3, 4), np.int64)}
-    call |= {"cu_seqlens": np.zeros((3, 5), np.int32), "max_seqlen": np.zeros(3, np.int32)}
-    call |= {"attention_mask": np.zeros((3, 1, 4, 4), bool)}
-    call |= {"places": np.arange(3), "wanted": np.array([0, -2, 2])}
-    call |= {"items": int32(*b"aaaabbbcccccc"), "pointers": np.array([0, 16, 28])}
-    call |= {"lengths": sizes, "document_index": documents}
-    call |= {"sample_index": np.array([[0, 0], [1, 0], [2, 1], [2, 5]])}
-    call |= {"shuffle_index": np.arange(3), "extra": 1, "pad": -1, "eod": 0}
-    return call | {"by_eod": True, "mask_loss": True, "reset_mask": True}
-
-
-def call_c(c, name, call):
-    """Call a function of C, which takes no keywords."""
-    return getattr(c._megatron_min, name)(*call.values())
-
-
 def is_refused(c, name, call):
     """Does a function of C raise an error, or say that a number leads to no place?"""
     try:
-        return call_c(c, name, call) is False
+        return getattr(c._megatron_min, name)(*call.values()) is False
     except (TypeError, ValueError, OverflowError):
         return True
 
@@ -5199,10 +5163,9 @@ def overlapping(values, others):
     return first, np.ndarray(others.shape, others.dtype, memory, values.nbytes - 1)
 
 
-def refused_calls(name):
-    """The toy call with an argument, or two, that a function of C has to refuse."""
-    usual = toy_call(name)
-    filled = list(usual)[: FILLED[name]]
+def refused_changes(name, usual):
+    """Changes of the toy call, of an argument or two, that a function of C has to refuse."""
+    filled = list(usual)[: CALLS[name][0]]
     for key, value in usual.items():
         wrong = list(WRONG[name].get(key, []))
         if isinstance(value, np.ndarray):
@@ -5211,51 +5174,48 @@ def refused_calls(name):
             wrong += [None, "4", 1.5]
         if key in filled:
             wrong.append(read_only(value))
+            if key != "array":  # any array may be shuffled
+                wrong += [np.delete(value, -1, axis) for axis in range(value.ndim)]
             for other, values in usual.items():
                 if other != key and isinstance(values, np.ndarray):
-                    first, last = overlapping(value, values)
-                    yield toy_call(name) | {key: first, other: last}
-        if key in filled and key != "array":  # any array may be shuffled
-            wrong += [np.delete(value, -1, axis) for axis in range(value.ndim)]
-        for one_of_them in wrong:
-            yield toy_call(name) | {key: one_of_them}
+                    yield dict(zip((key, other), overlapping(value, values), strict=True))
+        yield from [{key: one_of_them} for one_of_them in wrong]
     if name == "read_samples":
         for k, key, values in NO_PLACES:
-            call = toy_call(name) | {"places": np.array([0]), "wanted": np.array([k])}
-            call[key][...] = values
-            yield call
+            some = {"places": np.array([0]), "wanted": np.array([k])}
+            yield some | {key: np.array(values, usual[key].dtype)}
 
 
-@pytest.mark.parametrize("name", FILLED)
+@pytest.mark.parametrize("name", CALLS)
 def test_c_refuses_bad_calls(c, name):
-    """And gives back what it has borrowed, as after a good call; help() shows the arguments."""
-    good = toy_call(name)
-    for call in (good, *refused_calls(name)):
+    """And gives back what it has borrowed, as after a good call."""
+    usual = toy_call(c, name)
+    for change in ({}, *refused_changes(name, usual)):
+        call = toy_call(c, name) | change
         arrays = [value for value in call.values() if isinstance(value, np.ndarray)]
         counts = [sys.getrefcount(values) for values in arrays]
-        wrong = [key for key in call if call[key] is not good[key]]
-        assert is_refused(c, name, call) == (call is not good), wrong
-        assert [sys.getrefcount(values) for values in arrays] == counts, wrong
-    function = getattr(c._megatron_min, name)
-    assert list(inspect.signature(function).parameters) == list(good)
+        assert is_refused(c, name, call) == (change != {}), change
+        assert [sys.getrefcount(values) for values in arrays] == counts, change
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FILLED)
+@pytest.mark.parametrize("name", CALLS)
 def test_c_releases_the_gil(c, name):
     """Another thread ends while this one does nothing but call."""
     thread = threading.Thread(target=time.sleep, args=[0.001])
-    call = toy_call(name)
-    with contextlib.ExitStack() as stack:
-        stack.callback(thread.join)
-        stack.callback(sys.setswitchinterval, sys.getswitchinterval())
-        sys.setswitchinterval(1000)  # only a lock that is released lets the other thread in
-        thread.start()
+    call = toy_call(c, name)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # only a lock that is released lets the other thread in
+    thread.start()
+    try:
         for _ in range(1_000_000):  # a call is short, and the system may wake the thread late
-            call_c(c, name, call)
+            is_refused(c, name, call)
             if not thread.is_alive():
                 break
         assert not thread.is_alive()
+    finally:
+        sys.setswitchinterval(before)
+        thread.join()
 
 
 # -- what setup.py builds and packs ------------------------------------------------------------
@@ -5279,38 +5239,37 @@ WHEELS = {  # {why: (environment, the tag of the wheel; with C required, what an
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", WHEELS)
-def test_wheels_of_the_sources_as_they_are_packed(tmp_path, monkeypatch, case):
+def test_wheels_of_the_sources_as_they_are_packed(tmp_path, monkeypatch):
     """Without C a wheel is pure, or an error where C is wanted, as by who names flags."""
     if not (HERE / "setup.py").exists():
         pytest.skip("setup.py is not beside this file")
     pytest.importorskip("setuptools.command.bdist_wheel", reason="setuptools is before 70.1")
-    if "c" not in IMPLEMENTATIONS and case in ("C", "flags that C refuses"):
-        pytest.skip("there is no C compiler")
     copied = tmp_path / "sources"
     shutil.copytree(HERE, copied, ignore=shutil.ignore_patterns("*.so", "build", "dist", ".git"))
     run_setup(copied, "sdist")
     [archive] = (copied / "dist").iterdir()
-    shutil.unpack_archive(archive, tmp_path)
-    [folder] = tmp_path.glob("megatron_min-*")
-    variables, words = WHEELS[case]
-    if words in ("'false'", "#error"):
-        with pytest.raises(subprocess.CalledProcessError) as error:
-            run_setup(folder, "bdist_wheel", **variables)
-        assert words in error.value.stderr.decode()
-        return
-    run_setup(folder, "bdist_wheel", **variables)
-    [wheel] = (folder / "dist").iterdir()
-    assert words in wheel.name
-    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
-    built = list((tmp_path / "installed").glob("_megatron_min.*"))
-    assert len(built) == (case == "C")
-    if built:
-        monkeypatch.syspath_prepend(tmp_path / "installed")
-        monkeypatch.delitem(sys.modules, "_megatron_min", raising=False)
-        module = runpy.run_path(str(tmp_path / "installed" / "megatron_min.py"))
-        assert module["IMPLEMENTATION"] == "c"
-        test_blends_by_a_loop(types.SimpleNamespace(**module))
+    for case, (variables, words) in WHEELS.items():
+        if "c" not in IMPLEMENTATIONS and case in ("C", "flags that C refuses"):
+            continue  # there is no C compiler
+        shutil.unpack_archive(archive, tmp_path / case)
+        [folder] = (tmp_path / case).iterdir()
+        if words in ("'false'", "#error"):
+            with pytest.raises(subprocess.CalledProcessError) as error:
+                run_setup(folder, "bdist_wheel", **variables)
+            assert words in error.value.stderr.decode()
+            continue
+        run_setup(folder, "bdist_wheel", **variables)
+        [wheel] = (folder / "dist").iterdir()
+        assert words in wheel.name
+        installed = folder / "installed"
+        zipfile.ZipFile(wheel).extractall(installed)
+        assert len(list(installed.glob("_megatron_min.*"))) == (case == "C")
+        if case == "C":
+            monkeypatch.syspath_prepend(installed)
+            monkeypatch.delitem(sys.modules, "_megatron_min", raising=False)
+            module = runpy.run_path(str(installed / "megatron_min.py"))
+            assert module["IMPLEMENTATION"] == "c"
+            test_blends_by_a_loop(types.SimpleNamespace(**module))
 
 
 @pytest.mark.slow
