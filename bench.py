@@ -492,9 +492,7 @@ def main():
         if cells[2] == "NO":
             exit_code = 1
     print(f"\nmilliseconds; x: times faster than {first}")
-    print(
-        "*: re-created, as upstream's package lacks it; of text to pair with tokenizers on all cores"
-    )
+    print("*: upstream's package lacks it: re-created; text to pair with tokenizers on all cores")
     return exit_code
 
 
