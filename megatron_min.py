@@ -5262,15 +5262,14 @@ def _rank(group=None) -> int:
 
 
 class _NewFile:
-    """A binary file that appears as path, whole, at commit().
+    """A binary file that appears as path, whole, at the end of a with block.
 
     path       made absolute: the process may change its folder meanwhile
     synced     have the disk hold the file before it gets its name; False for what can be made again
     digits     a part of the temporary name, random by default; an .idx has those of its .bin
 
-    In a with block the file is committed at the end, or removed if an exception ends the block.
-    It is also removed, by the process that began it and by no other, when this object goes.
-    An OSError, as of a full disk, names the file.
+    It is removed if an exception ends the block, or, by the process that began it and by no other,
+    when this object goes.  An OSError, as of a full disk, names the file.
     """
 
     def __init__(self, path: str | os.PathLike, synced: bool = True, digits: str = "") -> None:
@@ -5300,20 +5299,14 @@ class _NewFile:
             os.fsync(self.file.fileno())
 
     def finish(self) -> None:
-        """Close the whole file; it has its temporary name still."""
-        if self.synced:
+        """Close the whole file, unless it is closed; it has its temporary name still."""
+        if self.synced and not self.file.closed:
             self.sync()
         with _named(self.temporary, "cannot be written"):
             self.file.close()
 
-    def commit(self) -> None:
-        """Give the file its name."""
-        if not self.file.closed:
-            self.finish()
-        os.replace(self.temporary, self.path)
-
     def discard(self) -> None:
-        """Close and remove the file; after commit() there is none."""
+        """Close and remove the file; once it has its name there is none."""
         with contextlib.suppress(OSError):
             self.file.raw.close()  # without what is not yet written
         self._remove()
@@ -5324,7 +5317,8 @@ class _NewFile:
     def __exit__(self, kind, error, traceback):
         try:
             if kind is None:
-                self.commit()
+                self.finish()
+                os.replace(self.temporary, self.path)
         finally:
             self.discard()
 
