@@ -5889,7 +5889,7 @@ def _fetch_index(url: str, stamp: dict, config: ObjectStorageConfig) -> str:
 
 # Of a URL, and each link of a chain: what is more than a name or [::1], and a port; https://me@host.
 _PASSWORD = re.compile(
-    r"://(?![^/:]*(\[[^/\]]*\])?(:[0-9]+)?(/|\Z|::[^/]*://))|https?://[^/]*@", re.IGNORECASE
+    r"://(?![^/:]*(\[[^/\]]*\])?(:[0-9]+)?(/|\Z|::[^/@]*://))|https?://[^/]*@", re.IGNORECASE
 )
 _QUERY_OR_CHAIN = re.compile(r"://.*\?|::[^/]*://")
 
