@@ -5300,7 +5300,9 @@ class _NewFile:
 
     def finish(self) -> None:
         """Close the whole file, unless it is closed; it has its temporary name still."""
-        if self.synced and not self.file.closed:
+        if self.file.closed:
+            return
+        if self.synced:
             self.sync()
         with _named(self.temporary, "cannot be written"):
             self.file.close()
