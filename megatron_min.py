@@ -5240,23 +5240,20 @@ def _refuse_ramp(ramp, global_batch_size, samples_per_round):
 # X, or, where corpus.bin.X.tmp is gone, in corpus.bin and corpus.idx.X.tmp.  Rename them by hand,
 # the .bin first.  An OSError names them.
 #
-# All other temporary files are removed, at the latest when the process ends.  A kill leaves them
-# behind: they can be deleted, but for those of such a pair.  (The steps of two jobs that write one
-# pair at the same moment may mix: there are no locks, which not all disks have.)
+# Other temporary files are removed, at the latest when the process ends, but for those of a kill:
+# delete them.  (The steps of two jobs that write one pair at the same moment may mix: there are no
+# locks, which not all disks have.)
 
 
 class _NewFile:
-    """A binary file that appears as path, whole, at commit().
+    """A binary file that appears as path, whole, at the end of a with block.
 
     path       made absolute: the process may change its folder meanwhile
     synced     have the disk hold the file before it gets its name; False for what can be made again
-    digits     a part of its temporary name, random by default; an .idx has those of its .bin
-    file       the open file
-    temporary  its name until commit()
+    digits     a part of the temporary name, random by default; an .idx has those of its .bin
 
-    In a with block the file is committed at the end, or removed if an exception ends the block.
-    It is also removed, by the process that began it and by no other, when this object goes.
-    OSError, with the name of the file, if the folder is missing or the disk is full.
+    It is removed if an exception ends the block, or, by the process that began it and by no other,
+    when this object goes.  An OSError, as of a full disk, names the file.
     """
 
     def __init__(self, path: str | os.PathLike, synced: bool = True, digits: str = "") -> None:
@@ -5265,12 +5262,10 @@ class _NewFile:
         self.synced = synced
         self.digits = digits or secrets.token_hex(8)
         self.temporary = f"{self.path}.{self.digits}.tmp"
-        folder = os.path.dirname(os.fspath(path))
-        if folder and not os.path.isdir(folder):
-            raise FileNotFoundError(f"{folder}: no such local folder")
         # Before the file is there: a signal may come at any moment.
         self._remove = weakref.finalize(self, _remove_file, self.temporary, os.getpid())
-        self.file = open(self.temporary, "xb", 1 << 20)
+        with _named(path, "cannot be written"):
+            self.file = open(self.temporary, "xb", 1 << 20)
         weakref.finalize(self, self.file.raw.close)  # for one that nobody ends
 
     def write(self, content: typing.Any) -> None:
@@ -5288,20 +5283,16 @@ class _NewFile:
             os.fsync(self.file.fileno())
 
     def finish(self) -> None:
-        """Close the whole file; it has its temporary name still."""
+        """Close the whole file, unless it is closed; it has its temporary name still."""
+        if self.file.closed:
+            return
         if self.synced:
             self.sync()
         with _named(self.temporary, "cannot be written"):
             self.file.close()
 
-    def commit(self) -> None:
-        """Give the file its name."""
-        if not self.file.closed:
-            self.finish()
-        os.replace(self.temporary, self.path)
-
     def discard(self) -> None:
-        """Close and remove the file; after commit() there is none."""
+        """Close and remove the file; once it has its name there is none."""
         with contextlib.suppress(OSError):
             self.file.raw.close()  # without what is not yet written
         self._remove()
@@ -5312,7 +5303,8 @@ class _NewFile:
     def __exit__(self, kind, error, traceback):
         try:
             if kind is None:
-                self.commit()
+                self.finish()
+                os.replace(self.temporary, self.path)
         finally:
             self.discard()
 
@@ -5340,14 +5332,14 @@ def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
             _sync_folder(folder)
     except BaseException:
         # A step over a network may fail and be made: look which names are there.
-        if _is_there(tokens.temporary) and has_old == _is_there(index.path):
+        names = []
+        for new_file in (tokens, index):
+            is_temporary = _is_there(new_file.temporary)
+            names.append(new_file.temporary if is_temporary else new_file.path)
+        if names[0] == tokens.temporary and has_old == _is_there(index.path):
             _remove_file(index.temporary, os.getpid())
             _remove_file(tokens.temporary, os.getpid())
             raise
-        names = []
-        for new_file in (tokens, index):
-            has_name = not _is_there(new_file.temporary)
-            names.append(new_file.path if has_name else new_file.temporary)
         with _named(" and ".join(names), "the new pair is whole in these two files"):
             raise
 
@@ -5592,7 +5584,6 @@ def _what_orders_are_made_from(dataset):
 def _file_stamp(path: str | os.PathLike) -> dict:
     """Return what tells a file from one that is written later: its size, and its last change."""
     if _is_remote(path):
-        _refuse_passwords(path)
         return _RemoteFile(path).stamp()
     stat = os.stat(path)
     # What unpacks or copies a file may set its st_mtime_ns to an old time, but not its st_ctime_ns.
@@ -5760,8 +5751,6 @@ def _as_range(documents):
 # ==============================================================================
 # Question answered here: how are tokens read that are not mapped, as over a network?
 #
-# With mmap=False they are read from a .bin file that stays open, each time anew: _FileTokens.
-#
 # Object storage is everything with a name such as s3://bucket/corpus or https://host/corpus.  It is
 # read with the package fsspec, which comes with torch, and never written.
 #
@@ -5806,7 +5795,7 @@ class ObjectStorageConfig:
 
 
 class _FileTokens:
-    """The tokens of a .bin file that stays open; a read is a new array."""
+    """The tokens of a .bin file that is not mapped (mmap=False) but stays open."""
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
         self.path = os.fspath(path)
@@ -5815,13 +5804,12 @@ class _FileTokens:
         weakref.finalize(self, self._file.close)  # closes the file when this object is gone
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """Return count tokens from token first on; DatasetFormatError if the file ends before."""
+        """Return a new array of tokens; DatasetFormatError if the file ends before."""
         begin = first * self.dtype.itemsize
         size = count * self.dtype.itemsize
         content = bytearray()
         while len(content) < size:  # the system may return a part of what is there
-            place = begin + len(content)
-            part = os.pread(self._file.fileno(), size - len(content), place)
+            part = os.pread(self._file.fileno(), size - len(content), begin + len(content))
             if not part:
                 raise _format_error(self.path, f"bytes at {begin}", size, len(content))
             content += part
@@ -5833,24 +5821,22 @@ class _FileTokens:
 
 
 class _RemoteFile:
-    """An object on object storage, by its URL.
+    """An object on object storage, of tokens of a dtype; is_input: of text, and no file of a pair.
 
-    url     such as s3://bucket/corpus.bin
-    dtype   of its tokens; by default they are bytes
-
-    Every request is tried again after growing pauses, unless the object is not there, may not be
-    read, or comes as a whole where a range was asked for.  An error names the object.  Objects can
-    be pickled, and used by threads and by forked processes: fsspec keeps one connection for each
-    process.
+    A request is made again after growing pauses, unless its error is one that stays.  The error
+    names the object.  A _RemoteFile can be pickled, and used by threads and by forked processes:
+    fsspec keeps one connection for each process.
     """
 
     _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
+    _LASTING = {FileNotFoundError: (404, 410), PermissionError: (401, 403)}  # statuses of HTTP
+    _LASTING |= {io.UnsupportedOperation: (), MemoryError: ()}
     # the names under which storages tell an ETag, a digest or the time of the last change
     _CHANGED = ("ETag", "etag", "blob_id", "sha")
     _CHANGED += ("Last-Modified", "LastModified", "modificationTime", "mtime", "created")
 
-    def __init__(self, url: str | os.PathLike, dtype: type = np.uint8) -> None:
-        _refuse_passwords(url, is_input=True)
+    def __init__(self, url: str | os.PathLike, dtype=np.uint8, is_input=False) -> None:
+        _refuse_passwords(url, is_input)
         self.url = os.fspath(url)
         self.dtype = np.dtype(dtype)
 
@@ -5862,41 +5848,38 @@ class _RemoteFile:
         """Return new arrays, whose ranges are fetched at the same time."""
         size = self.dtype.itemsize
         ranges = [(first * size, (first + count) * size) for first, count in spans]
-        contents = {(begin, end): b"" for begin, end in ranges if begin == end}
-        self._request(self._fetch_missing, ranges, contents)
+        contents = dict.fromkeys(ranges, b"")
+        self._request(self._fetch_missing, contents)
         return [np.frombuffer(contents[span], self.dtype) for span in ranges]
 
-    def _fetch_missing(self, file_system, path, ranges, contents):
-        """Fetch the ranges that contents lacks; what came is kept, and the first error raised."""
-        missing = [span for span in dict.fromkeys(ranges) if span not in contents]
+    def _fetch_missing(self, file_system, path, contents):
+        """Fetch the ranges that contents lacks; what came is kept, and an error raised."""
+        missing = [
+            (begin, end) for begin, end in contents if len(contents[begin, end]) < end - begin
+        ]
         begins = [begin for begin, _ in missing]
         ends = [end for _, end in missing]
         found = file_system.cat_ranges([path] * len(missing), begins, ends, on_error="return")
-        errors = []
+        error = None
         for (begin, end), content in zip(missing, found, strict=True):
             if isinstance(content, BaseException):
-                errors.append(content)
+                error = content
             elif len(content) == end - begin:
                 contents[begin, end] = content
             else:
-                reason = f"bytes {begin} to {end} came as {len(content)} bytes"
+                error = OSError(f"bytes {begin} to {end} came as {len(content)} bytes")
                 if len(content) > end - begin:
-                    raise io.UnsupportedOperation(f"{reason}: the server does not know ranges")
-                errors.append(OSError(reason))
-        if errors:
-            raise errors[0]
+                    raise io.UnsupportedOperation(f"{error}: the server does not know ranges")
+        if error is not None:
+            raise error
 
     def stamp(self) -> dict:
         """Return {"size": bytes, "changed": ...}, which tell the object from a later one."""
         found = self._request(self._look)
         if found["size"] is None:
-            raise OSError(f"{self.url}: the storage does not tell its size, so it has no ranges")
+            raise OSError(f"{self.url}: the storage tells no size, so it has no ranges")
         changed = [str(found[name]) for name in self._CHANGED if name in found]
         return {"size": found["size"], "changed": " ".join(changed)}
-
-    def size(self) -> int | None:
-        """Return the bytes of the object; None where the storage does not tell."""
-        return self._request(self._look)["size"]
 
     def _look(self, file_system, path):
         """What the storage says of the object."""
@@ -5907,9 +5890,12 @@ class _RemoteFile:
         return found
 
     def find(self) -> list[tuple[str, int | None]]:
-        """Return [(URL, size)] of the object, or, if it is not there, of what its URL matches."""
+        """Return [(URL, size)] of the object, or, if it is not there, of what its URL matches.
+
+        None is the size that a storage does not tell.
+        """
         with contextlib.suppress(FileNotFoundError):
-            return [(self.url, self.size())]
+            return [(self.url, self._request(self._look)["size"])]
         return self._request(self._list)
 
     def _list(self, file_system, path):
@@ -5931,31 +5917,23 @@ class _RemoteFile:
             try:
                 return function(file_system, path, *arguments)
             except Exception as error:
-                kind, reason = self._kind_of_error(error)
+                if self.url.startswith("http") and isinstance(error, FileNotFoundError):
+                    # fsspec says so whatever happened; the cause is what did
+                    error = error.__cause__ or error
+                kind = OSError  # it may pass
+                for lasting, statuses in self._LASTING.items():
+                    if isinstance(error, lasting) or getattr(error, "status", None) in statuses:
+                        kind = lasting
                 if pause is None or kind is not OSError:
-                    raise kind(f"{self.url}: {type(reason).__name__}: {reason}") from reason
+                    raise kind(f"{self.url}: {type(error).__name__}: {error}") from error
             time.sleep(pause)
-
-    def _kind_of_error(self, error):
-        """(class, cause) of a client's error; only a plain OSError is worth another try."""
-        if self.url.startswith("http") and isinstance(error, FileNotFoundError):
-            if error.__cause__ is not None:  # fsspec says so, whatever happened to its question
-                error = error.__cause__
-        status = getattr(error, "status", None)  # of HTTP
-        kinds = {FileNotFoundError: (404, 410), PermissionError: (401, 403)}
-        kinds |= {io.UnsupportedOperation: (), MemoryError: ()}
-        for kind, statuses in kinds.items():
-            if isinstance(error, kind) or status in statuses:
-                return kind, error
-        return OSError, error
 
 
 def _fetch_index(url: str, stamp: dict, config: ObjectStorageConfig) -> str:
     """Return the path of a local copy of an .idx file, which is made where there is none.
 
     Its name says which object it is of, and which state of it; where the storage tells no state, it
-    is copied each time.  Processes that start together may copy it at the same time: each copy
-    appears whole, and they are equal.
+    is copied each time.  Processes may copy it at the same time: each copy appears whole.
     """
     name = _md5(f"{url} {stamp['size']} {stamp['changed']}")
     copied = os.path.join(config.path_to_idx_cache, f"{name}.idx")
@@ -5972,13 +5950,11 @@ def _fetch_index(url: str, stamp: dict, config: ObjectStorageConfig) -> str:
     return copied
 
 
-# How a password is recognized; rather one URL too many is refused.
+# Of a URL, and each link of a chain: what is more than a name or [::1], and a port; https://me@host.
 _PASSWORD = re.compile(
-    r"(^|::)[a-z][a-z0-9+.-]*://"  # the URL begins here, or another link of a chain, and then comes
-    r"(?![^/:]*(\[[^/\]]*\])?(:[0-9]+)?(/|\Z|::[a-z0-9+.:-]*://))"  # more than name, [::1] and port
-    r"|(^|::)https?://[^/]*@",
-    re.IGNORECASE,
+    r"://(?![^/:]*(\[[^/\]]*\])?(:[0-9]+)?(/|\Z|::[^/@]*://))|https?://[^/]*@", re.IGNORECASE
 )
+_QUERY_OR_CHAIN = re.compile(r"://.*\?|::[^/]*://")
 
 
 def _refuse_passwords(names: typing.Any, is_input: bool = False) -> None:
@@ -5986,20 +5962,14 @@ def _refuse_passwords(names: typing.Any, is_input: bool = False) -> None:
 
     Unless it is an input, also for one with a query, which may be a signature, and for a chain of
     fsspec, whose own cache would answer for an object that has changed.
-
-    >>> urls = ["s3://KEY:SECRET@bucket/c", "http://host:8080/a@b"]
-    >>> [_PASSWORD.search(url) is not None for url in urls]
-    [True, False]
     """
     if isinstance(names, (str, os.PathLike)):
         url = os.fspath(names)
-        is_no_pair = _is_remote(url) and re.search(r"\?|::[A-Za-z0-9+.:-]*://", url)
-        if _PASSWORD.search(url) or (is_no_pair and not is_input):
+        if _PASSWORD.search(url) or (not is_input and _QUERY_OR_CHAIN.search(url)):
             raise ValueError(
                 "a URL that holds a password is refused, and, of a pair, one with a query (?) or a "
-                "chain such as simplecache::s3://, for names get into messages and files: give "
-                "secrets to the package fsspec by its own configuration, such as FSSPEC_S3_KEY and "
-                "FSSPEC_S3_SECRET in the environment"
+                "chain (::), as names get into messages and files: give secrets to fsspec by its "
+                "configuration, such as FSSPEC_S3_KEY and FSSPEC_S3_SECRET in the environment"
             )
     elif isinstance(names, collections.abc.Sequence):
         for name in names:
@@ -6021,16 +5991,15 @@ def _refuse_passwords(names: typing.Any, is_input: bool = False) -> None:
 #   rank 3   works     -> 4 --+                   +-----------------------> "rank 2: no such file"
 #
 # A rank that works gives the number of ranks; a rank that fails gives its own number.  If all work,
-# the smallest is the number of ranks, and nothing more is sent.  A process that dies takes part in
-# nothing: its launcher (torchrun) stops the others and names it.  So it is with a process that is
-# told to end, by an error of these classes:
+# nothing more is sent.  A process that dies takes part in nothing: its launcher (torchrun) stops
+# the others and names it.  So it is with one that is told to end, by an error of these classes:
 _ENDS_OF_A_PROCESS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 def _attempt(step, *arguments):
     """Call a function: return (what it returns, None), or (None, the error that it raises).
 
-    Every error is caught but those that end a process.  (A panic of native code is no Exception.)
+    All errors are caught but ends of a process.  (A panic of native code is no Exception.)
     """
     try:
         return step(*arguments), None
@@ -6060,9 +6029,7 @@ def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = No
     >>> _on_every_rank(os.getpid) == os.getpid()
     True
     """
-    world = 1
-    if _is_distributed():
-        world = torch.distributed.get_world_size(group)
+    world = torch.distributed.get_world_size(group) if _is_distributed() else 1
     if world == 1:
         return step()
     result, error = _attempt(step)
@@ -6081,25 +6048,22 @@ def _raise_error_of(source, error, group):
     none: then a ValueError or a StopIteration says so if it was one there, else a RuntimeError with
     the name of its class.  The sentence begins with the number of the rank in the whole job.
     """
-    words = ""
-    with contextlib.suppress(Exception):  # of a class that has none
-        words = str(error)
-    told = [_kind_of_error(error), type(error).__name__, f"rank {_rank()}: {words}"]
+    sentence = f"rank {_rank()}: "
+    with contextlib.suppress(Exception):  # of a class that has no words
+        sentence += str(error)
+    if isinstance(error, ValueError):
+        kind = ValueError
+    elif isinstance(error, StopIteration):
+        kind = StopIteration
+    else:
+        kind = RuntimeError
+        sentence += f" ({type(error).__name__})"
+    told = [kind, sentence]
     torch.distributed.broadcast_object_list(told, group=group, group_src=source)
     if error is not None:
         raise error
-    kind, name, sentence = told
-    if kind is RuntimeError:
-        sentence = f"{sentence} ({name})"
+    kind, sentence = told
     raise kind(sentence)
-
-
-def _kind_of_error(error):
-    """What an error of this rank is on the other ranks."""
-    for kind in (ValueError, StopIteration):
-        if isinstance(error, kind):
-            return kind
-    return RuntimeError
 
 
 # ==============================================================================
@@ -6837,7 +6801,6 @@ def _find_inputs(paths):
     if isinstance(paths, (str, os.PathLike)):
         paths = [paths]
     paths = [os.fspath(path) for path in paths]
-    _refuse_passwords(paths, is_input=True)
     inputs = []
     for path in paths:
         with _query_left_out(path):
@@ -6858,7 +6821,7 @@ def _find_sizes(path):
     has none, such as standard input.  Storages tell sizes with the list: nothing is asked twice.
     """
     if _is_remote(path):
-        return _RemoteFile(path).find()
+        return _RemoteFile(path, is_input=True).find()
     if path == "-":
         return [(path, None)]
     paths = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
