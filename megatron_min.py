@@ -6580,9 +6580,7 @@ def _check_tokenizer_of_corpus(tokenizer, append_eod):
 #    "inputs": [["b.jsonl", 1], ["c.jsonl.gz", 5]],     document 0 is that of b.jsonl
 #    "job": "5d41402abc4b2a76b9719d911017c592"}         of a shard: a digest of all inputs
 
-# How much text a worker gets at a time.  Smaller blocks cost more messages; larger ones more
-# memory, and more time until the death of a worker is noticed.
-_BLOCK_BYTES = 1 << 19
+_BLOCK_BYTES = 1 << 19  # of text for a worker at a time: more of it takes more memory
 _LONGEST_LINE = 2**31 - 1  # bytes; no sequence may have more tokens
 
 
@@ -6602,9 +6600,9 @@ def preprocess(
 ) -> dict[str, str]:
     """Write files of JSON lines as pairs, <output_prefix>_<key>_document.bin and .idx for each key.
 
-    input         a path, URL or pattern such as s3://bucket/*.jsonl, or a list of these, which are
-                  read in this order; the files of a pattern are read in sorted order.  They are
-                  compressed if their names end in .gz or .zst.  "-" is standard input.
+    input         a path, URL or pattern such as s3://bucket/*.jsonl, or a list of these; the files
+                  of a pattern are read in sorted order, and decompressed if their names end in .gz
+                  or .zst.  "-" is standard input.
     texts         in the place of input: an iterable of texts, or of dicts with the JSON keys; its
                   rows count as lines
     tokenizer     an object as described in section 2, or its name as in section 19
@@ -6613,13 +6611,13 @@ def preprocess(
     split_sentences  each sentence becomes a sequence, as nltk finds sentences; the names end in
                   _sentence instead of _document
     workers       how many processes tokenize
-    shard         (i, n), 0 <= i < n: read the inputs that begin in the i-th of n shares of all
-                  bytes, and add its number to the names, as in _00001_of_00016
+    shard         (i, n), 0 <= i < n: make the i-th of n shards; the names end in its number, as in
+                  _00001_of_00016
     on_error      "stop": the first bad line is an error; "skip": each becomes a document without
-                  tokens, and a warning counts them and names the first five; if all are bad, it is
-                  an error.  A line is bad if it is no JSON object in UTF-8 with a text under each
-                  key, is too long, or if the tokenizer raises an error at it, but for MemoryError
-                  and OSError, which end the job.
+                  tokens, and a warning counts them and names the first five.  Bad is a line that is
+                  no JSON object in UTF-8 with a text under each key, is too long, or at which the
+                  tokenizer raises an error.  MemoryError, OSError, and bad lines alone are no
+                  line's fault: they end the job.
     verbose       show a bar, where tqdm is installed, and at the end one line on stderr
     Returns       {key: path prefix of its pair}
     Raises        ValueError that names file, line and reason, or another error; then no pair
@@ -6632,37 +6630,25 @@ def preprocess(
     ...     IndexedDataset(prefixes["text"])[:]
     [array([ 97,  97,  97,  97, 256], dtype=uint16), array([ 98,  98,  98, 256], dtype=uint16)]
     """
-    if on_error not in ("stop", "skip"):
-        raise ValueError(f"on_error must be stop or skip, got {on_error!r}")
-    if workers < 1:
-        raise ValueError(f"workers must be >= 1, got {workers}")
-    if workers > 1 and multiprocessing.current_process().daemon:
-        raise ValueError("a daemonic process, as this one is, may start no other: use workers=1")
-    index, count = shard
-    if not 0 <= index < count:
-        raise ValueError(f"wanted a shard i/n with 0 <= i < n, got {index}/{count}")
-    if (input is None) == (texts is None):
-        raise ValueError("preprocess wants one of input, which are paths, and texts")
+    _check_job(input, output_prefix, texts, json_keys, workers, shard, on_error)
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = build_tokenizer(tokenizer)
     _check_tokenizer_of_corpus(tokenizer, append_eod)
     if isinstance(json_keys, str):
         json_keys = [json_keys]
-    if output_prefix is None or len(json_keys) == 0:
-        raise ValueError("preprocess wants an output_prefix, and at least one of json_keys")
-    suffix = "_sentence" if split_sentences else "_document"
-    if count > 1:
-        suffix += f"_{index:05}_of_{count:05}"  # so that the names sort as the shards do
-    prefixes = {key: f"{os.fspath(output_prefix)}_{key}{suffix}" for key in json_keys}
     if texts is None:
         inputs = _find_inputs(input)
     else:
         inputs = [_Input("texts", None, _read_rows(texts, json_keys))]
+    suffix = "_sentence" if split_sentences else "_document"
     job = None
+    index, count = shard
     if count > 1:
+        suffix += f"_{index:05}_of_{count:05}"  # so that the names sort as the shards do
         sizes = [[os.path.basename(each.name), each.size] for each in inputs]
         job = _md5(json.dumps([sizes, bool(append_eod)]))  # what all shards have in common
         inputs = _take_shard(inputs, index, count)
+    prefixes = {key: f"{os.fspath(output_prefix)}_{key}{suffix}" for key in json_keys}
 
     started = time.perf_counter()
     encoder = _Encoder(tokenizer, json_keys, append_eod, split_sentences)
@@ -6687,6 +6673,26 @@ def preprocess(
     return prefixes
 
 
+def _check_job(input, output_prefix, texts, json_keys, workers, shard, on_error):
+    """Check the arguments of preprocess()."""
+    if on_error not in ("stop", "skip"):
+        raise ValueError(f"on_error must be stop or skip, got {on_error!r}")
+    if workers < 1:
+        raise ValueError(f"workers must be >= 1, got {workers}")
+    if workers > 1 and multiprocessing.current_process().daemon:
+        raise ValueError("a daemonic process, as this one is, may start no other: use workers=1")
+    index, count = shard
+    if not 0 <= index < count:
+        raise ValueError(f"wanted a shard i/n with 0 <= i < n, got {index}/{count}")
+    if output_prefix is None or len(json_keys) == 0:
+        raise ValueError("preprocess wants an output_prefix, and at least one of json_keys")
+    if (input is None) == (texts is None):
+        raise ValueError("preprocess wants one of input, which are paths, and texts")
+    is_table = isinstance(texts, collections.abc.Mapping) or hasattr(texts, "columns")
+    if is_table or isinstance(texts, (str, bytes)):
+        raise ValueError("texts must be an iterable of texts or dicts, such as a table's column")
+
+
 def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
     """The loop of encode_jsonl(), for blocks of lines and {key: prefix of a pair}.
 
@@ -6702,7 +6708,9 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
             with contextlib.suppress(ModuleNotFoundError):
                 import tqdm
 
-                total = sum(each.num_bytes for each in inputs)  # math.inf: no end is shown
+                plain = [each.size for each in inputs if each.compression is None]
+                is_known = len(plain) == len(inputs) and None not in plain
+                total = sum(plain) if is_known else None  # None: no end is shown
                 # disable=None: for a terminal alone
                 bar = tqdm.tqdm(total=total, unit="B", unit_scale=True, disable=None)
                 stack.enter_context(bar)
@@ -6724,8 +6732,7 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
                     begin = len(builders[key].sequence_lengths)
                     builders[key].add_sequences(content, lengths)
                     builders[key].document_indices.extend(begin + end for end in ends)
-                _, _, ends = documents[encoder.json_keys[0]]
-                source.documents += len(ends)  # as many as of each key
+                source.documents += len(ends)  # of each key as many
             if num_bad > 0 and on_error == "stop":
                 raise ValueError(f'{first_bad[0]} (on_error="skip", --on-error skip, goes on)')
             source.lines_read += len(lines)
@@ -6755,9 +6762,6 @@ class _Input:
         self.size = size
         self.name = _name_of_input(path)  # for messages and records
         self.compression = _find_compression(self.name)
-        self.num_bytes = math.inf  # of its lines, where that is known
-        if size is not None and self.compression is None:
-            self.num_bytes = size
         self.lines = _read_lines(self) if lines is None else lines
         self.lines_read = 0  # that have become documents
         self.documents = 0  # that it has given so far
@@ -6765,21 +6769,26 @@ class _Input:
 
 def _find_inputs(paths):
     """Return an _Input of each file that is meant."""
-    if isinstance(paths, (str, os.PathLike)):
-        paths = [paths]
-    paths = [os.fspath(path) for path in paths]
-    _refuse_passwords(paths, is_input=True)
     inputs = []
-    for path in paths:
-        with _query_left_out(path):
+    for path in _as_paths(paths, is_input=True):
+        with _reading(path):
             found = _find_sizes(path)
         if len(found) == 0:
             name = _name_of_input(path)
             raise FileNotFoundError(f"{name}: no such file, and as a pattern it matches none")
         inputs.extend(_Input(name, size) for name, size in found)
-    if len(inputs) == 0:
-        raise ValueError("preprocess wants at least one input")
     return inputs
+
+
+def _as_paths(paths, is_input=False):
+    """One path, or several -> a list of str; ValueError if there is none, or for a password."""
+    if isinstance(paths, (str, os.PathLike)):
+        paths = [paths]
+    paths = [os.fspath(path) for path in paths]
+    if len(paths) == 0:
+        raise ValueError("wanted at least one input, got none")
+    _refuse_passwords(paths, is_input)
+    return paths
 
 
 def _find_sizes(path):
@@ -6802,12 +6811,13 @@ def _name_of_input(path):
 
 
 @contextlib.contextmanager
-def _query_left_out(path):
-    """Have no error show the query of a URL, as the errors of storages and their causes do."""
+def _reading(path):
+    """Have an error say which input cannot be read; storages would show the query of a URL."""
     name = _name_of_input(path)
     try:
-        yield
-    except Exception as error:
+        with _named(name, "cannot be read", OSError):
+            yield
+    except OSError as error:
         if name == path:
             raise
         reason = _one_line(error).replace(path, name)
@@ -6816,16 +6826,16 @@ def _query_left_out(path):
 
 def _find_compression(name):
     """Return the module that reads a compressed file, by the end of its name; None: it is not."""
-    lower = name.lower()
-    if lower.endswith((".bz2", ".xz", ".lzma", ".zip", ".tar")):
+    extension = os.path.splitext(name)[1].lower()
+    if extension in (".bz2", ".xz", ".lzma", ".zip", ".tar"):
         # Python's bz2 and lzma take a damaged second stream for the end of the file.
         raise ValueError(
             f"{name}: only .gz and .zst are read: unpack or recompress it first, as by "
             "bzcat F | zstd > F.zst"
         )
-    if lower.endswith(".gz"):
+    if extension == ".gz":
         return gzip
-    if not lower.endswith(".zst"):
+    if extension != ".zst":
         return None
     for module in ("compression.zstd", "backports.zstd"):
         with contextlib.suppress(ModuleNotFoundError):
@@ -6835,17 +6845,16 @@ def _find_compression(name):
 
 def _take_shard(inputs, index, count):
     """Return the inputs of shard number index of count; a warning if shares are very unequal."""
-    for each in inputs:
-        if each.size is None:
-            raise ValueError(f"{each.name}: its size is not known, so it cannot be in a shard")
-    total = sum(each.size for each in inputs)
-    shards = []  # the number of the shard of each input
-    start = 0  # where it begins, if all inputs are laid end to end
-    for each in inputs:
-        shards.append(min(start * count // max(total, 1), count - 1))  # all may be empty
-        start += each.size
+    sizes = [each.size for each in inputs]
+    if None in sizes:
+        name = inputs[sizes.index(None)].name
+        raise ValueError(f"{name}: its size is not known, so it cannot be in a shard")
+    total = sum(sizes)
+    starts = itertools.accumulate(sizes[:-1], initial=0)
+    # all may be empty
+    shards = [min(start * count // max(total, 1), count - 1) for start in starts]
     num_filled = len(set(shards))
-    if num_filled < count or max(each.size for each in inputs) * count > total:
+    if num_filled < count or max(sizes) * count > total:
         warnings.warn(
             f"the {len(inputs):,} inputs give {num_filled:,} of {count:,} shards, of unequal "
             "sizes, as each is read whole: cut large ones first, as by split -n l/16 "
@@ -6860,9 +6869,7 @@ def _read_lines(source):
 
     OSError if fewer bytes came than were told, as from a server that fails, or if it has changed.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_query_left_out(source.path))
-        stack.enter_context(_named(source.name, "cannot be read", OSError))
+    with _reading(source.path), contextlib.ExitStack() as stack:
         if source.path == "-":
             file = sys.stdin.buffer
         elif _is_remote(source.path):
@@ -6872,14 +6879,9 @@ def _read_lines(source):
             file = io.BufferedReader(file, 1 << 16)  # its readline() takes a limit
         else:
             file = stack.enter_context(open(source.path, "rb"))
-        lines = file
-        if source.compression is not None:
-            lines = source.compression.open(file)
+        lines = file if source.compression is None else source.compression.open(file)
         is_rest = False  # of a line that is read already, as far as it is needed
-        while True:
-            line = lines.readline(_LONGEST_LINE + 1)
-            if len(line) == 0:
-                break
+        while line := lines.readline(_LONGEST_LINE + 1):
             if not is_rest:
                 yield line
             is_rest = not line.endswith(b"\n")
@@ -6893,9 +6895,6 @@ def _read_lines(source):
 
 def _read_rows(texts, json_keys):
     """Yield the JSON lines of texts or dicts; of another row, as a str, what is wrong with it."""
-    is_table = isinstance(texts, collections.abc.Mapping) or hasattr(texts, "columns")
-    if is_table or isinstance(texts, (str, bytes)):
-        raise ValueError("texts must be an iterable of texts or dicts, such as a table's column")
     for row in texts:
         line = None
         if isinstance(row, str):
@@ -6909,20 +6908,18 @@ def _read_rows(texts, json_keys):
 
 
 def _cut_blocks(inputs):
-    """Yield the lines of inputs in blocks: (input, lines), where a str says why a line is bad."""
+    """Yield the lines of all inputs in blocks: (input, lines)."""
     for source in inputs:
-        of_block = []
+        lines = []
         size = 0
         for line in source.lines:
-            if len(line) > _LONGEST_LINE:
-                line = f"longer than {_LONGEST_LINE:,} bytes"
-            of_block.append(line)
+            lines.append(line)
             size += len(line)
             if size >= _BLOCK_BYTES:
-                yield source, of_block
-                of_block = []
+                yield source, lines
+                lines = []
                 size = 0
-        yield source, of_block
+        yield source, lines
 
 
 # -- Workers -----------------------------------------------------------------------------------
@@ -6932,6 +6929,8 @@ def _read_object(line):
     """Return the JSON object on a line; ValueError if there is none; a str says why itself."""
     if isinstance(line, str):
         raise ValueError(line)
+    if len(line) > _LONGEST_LINE:
+        raise ValueError(f"longer than {_LONGEST_LINE:,} bytes")
     try:
         found = json.loads(line.decode("utf-8-sig"))  # of bytes json would guess the encoding
         if isinstance(found, dict):
@@ -6947,18 +6946,17 @@ def _read_object(line):
 
 def _read_sentences(row, key):
     """Return the sentences that an object has under a key; ValueError if it has none."""
-    if key not in row:
-        found = f"in an object with the keys {list(row)!s:.60}"
-        raise ValueError(f"wanted a text under {key!r}, {found}")
     try:
         sentences = _sentences(row[key])
         "".join(sentences).encode()
         return sentences
+    except KeyError:
+        found = f"in an object with the keys {list(row)!s:.60}"
     except UnicodeEncodeError:
-        found = "one with a lone surrogate"
+        found = "got one with a lone surrogate"
     except ValueError:
-        found = f"{row[key]!r:.60}"
-    raise ValueError(f"wanted a text under {key!r}, got {found}")
+        found = f"got {row[key]!r:.60}"
+    raise ValueError(f"wanted a text under {key!r}, {found}")
 
 
 class _Encoder:
@@ -6981,8 +6979,8 @@ class _Encoder:
             except LookupError:
                 self.splitter = punkt.PunktSentenceTokenizer()
                 warnings.warn(
-                    "nltk has no model of English sentences here, so those of its untrained Punkt "
-                    'are taken, which end after "Dr." too: python -m nltk.downloader punkt_tab',
+                    "nltk's untrained Punkt finds the sentences, as it has no model of English here: "
+                    'they end after "Dr.", too; python -m nltk.downloader punkt_tab gets a model',
                     stacklevel=3,
                 )
         self.dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
@@ -7074,8 +7072,7 @@ def _encode_blocks(encoder, blocks, workers):
             try:
                 answer = pipe.recv()
                 if block is not None:
-                    _, lines = block
-                    pipe.send(lines)
+                    pipe.send(block[1])
             except (EOFError, ConnectionError):  # the worker has closed its end
                 process.join()
                 raise ChildProcessError(
@@ -7147,31 +7144,25 @@ def merge(
     >>> IndexedDataset(prefix + "2").document_indices.tolist()
     [0, 1, 2, 3, 4, 5, 6]
     """
-    if isinstance(prefixes, (str, os.PathLike)):
-        prefixes = [prefixes]
-    prefixes = [os.fspath(prefix) for prefix in prefixes]
-    if len(prefixes) == 0:
-        raise ValueError("merge wants at least one input prefix")
-    _refuse_passwords(prefixes)
+    prefixes = _as_paths(prefixes)
     records = [_read_record(prefix) for prefix in prefixes]
     _check_shards(prefixes, records)
     tokenizer = None
-    inputs = []
     for prefix, record in zip(prefixes, records, strict=True):
         difference = _compare_tokenizers(prefix, record, "a pair before it", tokenizer)
         if difference is not None:
             raise ValueError(difference)
         if tokenizer is None:
             tokenizer = record.get("tokenizer")
-        if record == {}:  # such as upstream's pair: an input of its own
-            num_documents = len(IndexedDataset(prefix).document_indices) - 1
-            inputs.append([prefix, num_documents])
-        else:
-            inputs += record["inputs"]
     dtype = IndexedDataset(prefixes[0]).dtype
+    inputs = []
     with IndexedDatasetBuilder(get_bin_path(output_prefix), dtype, multimodal) as builder:
-        for prefix in prefixes:
+        for prefix, record in zip(prefixes, records, strict=True):
+            before = len(builder.document_indices)
             builder.add_index(prefix)
+            # a pair without a record, such as upstream's, is an input of its own
+            documents = len(builder.document_indices) - before
+            inputs += record.get("inputs", [[prefix, documents]])
     _write_record(output_prefix, tokenizer, inputs)
 
 
@@ -7183,13 +7174,13 @@ def _check_shards(prefixes, records):
         shard = re.fullmatch(r"(.*)_\d{5}_of_(\d{5})", name)
         if shard is not None and len(wanted) == 0:
             wanted = [f"{shard[1]}_{index:05}_of_{shard[2]}" for index in range(int(shard[2]))]
-            jobs = []  # what the records of these shards say of their job
+            jobs = set()  # what the records of these shards say of their job
         next_name = wanted.pop(0) if len(wanted) > 0 else name
         if name != next_name:
             raise ValueError(f"wanted {next_name} in the place of {prefix}: merge all shards")
         if shard is not None and record != {}:
-            jobs.append(record.get("job"))
-            if jobs[-1] != jobs[0]:
+            jobs.add(record.get("job"))
+            if len(jobs) > 1:
                 raise ValueError(
                     f"{prefix} was made from other inputs than the shards before it, or with "
                     "another append_eod: its record says so; make all shards anew"
@@ -7226,10 +7217,9 @@ def _read_record(path_prefix):
         with open(f"{os.fspath(path_prefix)}.record.json", "rb") as file:
             found = json.load(file)
         job = found.get("job")
-        record = _make_record(path_prefix, found["tokenizer"], found["inputs"], job)
-        if found == record:
-            ends = itertools.accumulate(documents for _, documents in record["inputs"])
-            return record | {"ends": list(ends)}
+        if found == _make_record(path_prefix, found["tokenizer"], found["inputs"], job):
+            ends = itertools.accumulate(documents for _, documents in found["inputs"])
+            return found | {"ends": list(ends)}
     return {}
 
 
