@@ -2989,20 +2989,11 @@ def _build_nothing():
 
 def _check_tokenizers_of_pairs(opened):
     """ValueError where the records of {prefix: pair} name different tokenizers (section 20)."""
-    first = None  # the prefix of the first pair whose record names one
-    tokenizer = None
+    records = {}
     for prefix, pair in opened.items():
-        record = None
         if isinstance(pair, IndexedDataset):
-            record = _read_record(pair.absolute_prefix)
-        if not record:  # not one of ours: its tokenizer is not known
-            continue
-        difference = _compare_tokenizers(prefix, record, first, tokenizer)
-        if difference is not None:
-            raise ValueError(difference)
-        if tokenizer is None:
-            first = prefix
-            tokenizer = record["tokenizer"]
+            records[prefix] = _read_record(pair.absolute_prefix)
+    _tokenizer_of(records)
 
 
 def _allow_open_files():
@@ -6544,7 +6535,6 @@ def _check_tokenizer_of_corpus(tokenizer, append_eod):
 # Question answered here: how is a big corpus tokenized, on all cores and on many machines?
 #
 #   this process         worker processes, each with a pipe        this process
-#
 #   reads the inputs     parse JSON, run the tokenizer             writes the pairs
 #
 #   block 0  -- pipe 1 ->  worker 1  -- tokens of block 0 ->  .bin, .idx
@@ -6552,9 +6542,9 @@ def _check_tokenizer_of_corpus(tokenizer, append_eod):
 #   block 2  -- pipe 1 ->  worker 1  ...
 #
 # This process goes round the workers: it takes the tokens of a block from the next one, sends it a
-# new block, and writes the tokens.  So the files do not depend on the number of workers: they are
-# those of encode_jsonl() in section 2, one pair for each JSON key.  A worker has one block at a
-# time, so nothing fills up; and where a worker dies its pipe ends, which is an error.
+# new block, and writes the tokens.  So the files are those of encode_jsonl() in section 2, one pair
+# for each JSON key, whatever the number of workers.  A worker has one block at a time, so nothing
+# fills up; and where a worker dies its pipe ends, which is an error.
 #
 #   the loop of encode_jsonl()                  here, a block of lines at a time
 #
@@ -6608,20 +6598,18 @@ def preprocess(
     tokenizer     an object as described in section 2, or its name as in section 19
     append_eod    put tokenizer.eod after each document that has tokens
     json_keys     each key of these becomes a pair of its own
-    split_sentences  each sentence becomes a sequence, as nltk finds sentences; the names end in
-                  _sentence instead of _document
+    split_sentences  each sentence that nltk finds is a sequence; names end in _sentence
     workers       how many processes tokenize
-    shard         (i, n), 0 <= i < n: make the i-th of n shards; the names end in its number, as in
-                  _00001_of_00016
+    shard         (i, n), 0 <= i < n: make the i-th of n shards; names end as in _00001_of_00016
     on_error      "stop": the first bad line is an error; "skip": each becomes a document without
                   tokens, and a warning counts them and names the first five.  Bad is a line that is
                   no JSON object in UTF-8 with a text under each key, is too long, or at which the
-                  tokenizer raises an error.  MemoryError, OSError, and bad lines alone are no
-                  line's fault: they end the job.
+                  tokenizer raises an error; but MemoryError, OSError, and a job of bad lines alone
+                  are an error also with "skip".
     verbose       show a bar, where tqdm is installed, and at the end one line on stderr
     Returns       {key: path prefix of its pair}
-    Raises        ValueError that names file, line and reason, or another error; then no pair
-                  appears, but if it comes while several get their names, each is whole or not there
+    Raises        ValueError that names file, line and reason, or another error; no pair appears
+                  then, but while several get their names, each of which is whole or not there
     Upstream      tools/preprocess_data.py; the files are equal byte for byte
 
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -6851,8 +6839,7 @@ def _take_shard(inputs, index, count):
         raise ValueError(f"{name}: its size is not known, so it cannot be in a shard")
     total = sum(sizes)
     starts = itertools.accumulate(sizes[:-1], initial=0)
-    # all may be empty
-    shards = [min(start * count // max(total, 1), count - 1) for start in starts]
+    shards = [min(start * count // max(total, 1), count - 1) for start in starts]  # total may be 0
     num_filled = len(set(shards))
     if num_filled < count or max(sizes) * count > total:
         warnings.warn(
@@ -6865,10 +6852,7 @@ def _take_shard(inputs, index, count):
 
 
 def _read_lines(source):
-    """Yield the lines of an _Input; one that is too long is cut off.
-
-    OSError if fewer bytes came than were told, as from a server that fails, or if it has changed.
-    """
+    """Yield the lines of an _Input; one that is too long is cut off.  OSError if it changes."""
     with _reading(source.path), contextlib.ExitStack() as stack:
         if source.path == "-":
             file = sys.stdin.buffer
@@ -6979,8 +6963,8 @@ class _Encoder:
             except LookupError:
                 self.splitter = punkt.PunktSentenceTokenizer()
                 warnings.warn(
-                    "nltk's untrained Punkt finds the sentences, as it has no model of English here: "
-                    'they end after "Dr.", too; python -m nltk.downloader punkt_tab gets a model',
+                    "nltk has no model of English sentences here, and its untrained Punkt ends one "
+                    'after "Dr.", too: python -m nltk.downloader punkt_tab',
                     stacklevel=3,
                 )
         self.dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
@@ -6991,8 +6975,7 @@ class _Encoder:
     def encode_block(self, lines):
         """Return, in a list, what encode() makes of the lines, or, if it raises an error, of each.
 
-        A str in the list says why a line is bad.  A tokenizer may raise anything, and says nothing
-        about lines.
+        A str in the list says why a line is bad.  Of many lines an error does not say which.
         """
         documents, error = _attempt(self.encode, lines)
         if error is None:
@@ -7006,10 +6989,8 @@ class _Encoder:
     def encode(self, lines):
         """Return {key: (content, lengths, ends)}: section 2's loop, for many lines."""
         rows = [_read_object(line) for line in lines if not line.isspace()]
-        encoded = {}
-        for key in self.json_keys:
-            encoded[key] = self._encode_documents([_read_sentences(row, key) for row in rows])
-        return encoded
+        documents = {key: [_read_sentences(row, key) for row in rows] for key in self.json_keys}
+        return {key: self._encode_documents(found) for key, found in documents.items()}
 
     def _encode_documents(self, documents):
         """Return (content, lengths, ends) of lists of sentences: encode_document(), for many."""
@@ -7145,31 +7126,26 @@ def merge(
     [0, 1, 2, 3, 4, 5, 6]
     """
     prefixes = _as_paths(prefixes)
-    records = [_read_record(prefix) for prefix in prefixes]
+    records = {prefix: _read_record(prefix) for prefix in prefixes}
     _check_shards(prefixes, records)
-    tokenizer = None
-    for prefix, record in zip(prefixes, records, strict=True):
-        difference = _compare_tokenizers(prefix, record, "a pair before it", tokenizer)
-        if difference is not None:
-            raise ValueError(difference)
-        if tokenizer is None:
-            tokenizer = record.get("tokenizer")
+    tokenizer = _tokenizer_of(records)
     dtype = IndexedDataset(prefixes[0]).dtype
     inputs = []
     with IndexedDatasetBuilder(get_bin_path(output_prefix), dtype, multimodal) as builder:
-        for prefix, record in zip(prefixes, records, strict=True):
+        for prefix in prefixes:
             before = len(builder.document_indices)
             builder.add_index(prefix)
             # a pair without a record, such as upstream's, is an input of its own
             documents = len(builder.document_indices) - before
-            inputs += record.get("inputs", [[prefix, documents]])
+            inputs += records[prefix].get("inputs", [[prefix, documents]])
     _write_record(output_prefix, tokenizer, inputs)
 
 
 def _check_shards(prefixes, records):
     """Check that of a job whose shards are merged all are there, in order, of the same inputs."""
     wanted = []  # the names of the shards of a job that must come next, in order
-    for prefix, record in [*zip(prefixes, records, strict=True), ("the end", {})]:
+    for prefix in [*prefixes, "the end"]:
+        record = records.get(prefix, {})
         name = os.path.basename(prefix)  # each machine may have a folder of its own
         shard = re.fullmatch(r"(.*)_\d{5}_of_(\d{5})", name)
         if shard is not None and len(wanted) == 0:
@@ -7217,9 +7193,10 @@ def _read_record(path_prefix):
         with open(f"{os.fspath(path_prefix)}.record.json", "rb") as file:
             found = json.load(file)
         job = found.get("job")
-        if found == _make_record(path_prefix, found["tokenizer"], found["inputs"], job):
-            ends = itertools.accumulate(documents for _, documents in found["inputs"])
-            return found | {"ends": list(ends)}
+        record = _make_record(path_prefix, found["tokenizer"], found["inputs"], job)
+        if found == record:
+            ends = itertools.accumulate(documents for _, documents in record["inputs"])
+            return record | {"ends": list(ends)}
     return {}
 
 
@@ -7256,6 +7233,20 @@ def _compare_tokenizers(prefix, record, other_place, other):
     if found is None or other is None or found | {"package": None} == other | {"package": None}:
         return None
     return f"{prefix} was made with the tokenizer {found}, and that of {other_place} is {other}"
+
+
+def _tokenizer_of(records):
+    """The tokenizer that the records of {prefix: record} name; ValueError if they name several."""
+    first = None
+    tokenizer = None
+    for prefix, record in records.items():
+        difference = _compare_tokenizers(prefix, record, first, tokenizer)
+        if difference is not None:
+            raise ValueError(difference)
+        if tokenizer is None:
+            first = prefix
+            tokenizer = record.get("tokenizer")
+    return tokenizer
 
 
 def _warn_of_other_tokenizer(pair, tokenizer):

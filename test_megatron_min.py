@@ -5807,7 +5807,7 @@ def test_another_tokenizer_than_that_of_the_pair(one, tmp_path):
         prefixes[name] = one.preprocess(texts=["1 2 3 4 5 6 7 8 9"] * 2, **job)["text"]
     merged = str(tmp_path / "merged")
     for names, words in (
-        ("tok, five", "five_text_document was made .*'eod': 5.*a pair before it is .*'eod': 0"),
+        ("tok, five", "five_text_document was made .*'eod': 5.*tok_text_document is .*'eod': 0"),
         ("tok, tok, bare, file", "file_text_document was made .*HuggingFace.*'Tok'"),
         ("file, gigatoken, file", None),
         ("bare, tok, nameless, tok", None),
