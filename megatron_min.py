@@ -1851,10 +1851,6 @@ class GPTDataset(MegatronDataset):
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
             self.eod_token_id = _attribute(config.tokenizer, "eod")
 
-        if isinstance(indexed_dataset, IndexedDataset):
-            # a warning if preprocess() made the pair with another tokenizer (section 20)
-            _warn_of_other_tokenizer(indexed_dataset, config.tokenizer)
-
         # Upstream's identifiers leave these out, and so let datasets that differ share files.  With
         # all defaults the names of the files are upstream's.
         if not self._extra:
@@ -2919,7 +2915,7 @@ class BlendedMegatronDatasetBuilder:
         _allow_open_files()  # a start opens hundreds, where many corpora are mixed
         corpora = self._for_each(self._open, prefixes)
         opened = dict(zip(prefixes, corpora, strict=True))
-        _check_tokenizers_of_pairs(opened)
+        _check_tokenizers(opened, self.config.tokenizer)  # those of preprocess(): section 20
         return opened
 
     def _open(self, prefix):
@@ -2985,15 +2981,6 @@ class BlendedMegatronDatasetBuilder:
 def _build_nothing():
     """What _build_and_describe() gives on a rank that only waits for the others."""
     return [None] * len(Split), None, {}
-
-
-def _check_tokenizers_of_pairs(opened):
-    """ValueError where the records of {prefix: pair} name different tokenizers (section 20)."""
-    records = {}
-    for prefix, pair in opened.items():
-        if isinstance(pair, IndexedDataset):
-            records[prefix] = _read_record(pair.absolute_prefix)
-    _tokenizer_of(records)
 
 
 def _allow_open_files():
@@ -7249,11 +7236,19 @@ def _tokenizer_of(records):
     return tokenizer
 
 
-def _warn_of_other_tokenizer(pair, tokenizer):
-    """Warn, once, if the record of an opened pair names another tokenizer than the config's."""
-    if pair._record is None:
-        identity = _identity_of_tokenizer(tokenizer)
-        difference = _compare_tokenizers(pair.path_prefix, _record_of(pair), "the config", identity)
+def _check_tokenizers(opened, tokenizer):
+    """Check the records of {prefix: what is opened} against each other, and against a config's.
+
+    ValueError if they name several tokenizers; a warning if they name another than the config's.
+    """
+    records = {}
+    for prefix, pair in opened.items():
+        if isinstance(pair, IndexedDataset):
+            records[prefix] = _record_of(pair)
+    _tokenizer_of(records)
+    identity = _identity_of_tokenizer(tokenizer)
+    for prefix, record in records.items():
+        difference = _compare_tokenizers(prefix, record, "the config", identity)
         if difference is not None:
             warnings.warn(difference, stacklevel=3)
 
