@@ -6683,9 +6683,7 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
             with contextlib.suppress(ModuleNotFoundError):
                 import tqdm
 
-                plain = [each.size for each in inputs if each.compression is None]
-                is_known = len(plain) == len(inputs) and None not in plain
-                total = sum(plain) if is_known else None  # None: no end is shown
+                total = sum(each.num_bytes for each in inputs)  # infinity: no end is shown
                 # disable=None: for a terminal alone
                 bar = tqdm.tqdm(total=total, unit="B", unit_scale=True, disable=None)
                 stack.enter_context(bar)
@@ -6737,6 +6735,8 @@ class _Input:
         self.size = size
         self.name = _name_of_input(path)  # for messages and records
         self.compression = _find_compression(self.name)
+        is_known = size is not None and self.compression is None
+        self.num_bytes = size if is_known else math.inf  # of its lines
         self.lines = _read_lines(self) if lines is None else lines
         self.lines_read = 0  # that have become documents
         self.documents = 0  # that it has given so far
@@ -6769,8 +6769,7 @@ def _as_paths(paths, is_input=False):
 def _find_sizes(path):
     """Return [(path, bytes)] of a file that exists, or of all files that match a pattern, sorted.
 
-    A name that exists is no pattern, even where it contains a * or a [.  None is the size of what
-    has none, such as standard input.  Storages tell sizes with the list: nothing is asked twice.
+    A name that exists is no pattern.  None is the size of what has none, such as standard input.
     """
     if _is_remote(path):
         return _RemoteFile(path).find()
@@ -7014,8 +7013,8 @@ def _encode_blocks(encoder, blocks, workers):
         for source, lines in blocks:
             yield (source, lines), encoder.encode_block(lines)
         return
-    # A forked process has everything at once; the other ways to start one import torch again.
-    # Elsewhere than on Linux a library may not survive a fork, or the system has none.
+    # A forked process has everything at once; the other ways to start one import torch again.  But
+    # elsewhere than on Linux a library may not survive a fork, or the system has none.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     if sys.platform != "linux":
         encoder = pickle.dumps(encoder)  # _run_worker() knows where its modules may lie
@@ -7083,11 +7082,8 @@ def _run_worker(pipe, encoder):
 
 
 def _end_with_parent():
-    """End this worker, also in the middle of a block, when its parent is gone.
-
-    That is when a pipe ends.  Workers started later hold copies of its end: so they end in turn,
-    the last one first.
-    """
+    """End this worker, also in the middle of a block, when its parent is gone."""
+    # That is when a pipe ends.  Workers started later have copies of its end, and end before.
     multiprocessing.parent_process().join()
     os._exit(1)
 
@@ -7102,10 +7098,10 @@ def merge(
 ) -> None:
     """Append whole pairs, in the given order, into one new pair of the same dtype.
 
-    The new pair equals the one that a single builder would have written, and its record lists the
-    inputs of all.  The output may not be one of the inputs; of shards, in whatever folders they
-    lie, all must be there, in order, made from the same inputs; and the records may not name
-    different tokenizers.  Cost: each byte is copied once.  Upstream: tools/merge_datasets.py.
+    The new pair is the one that a single builder would have written; its record lists the inputs of
+    all.  The output may not be one of them.  Of shards, in whatever folders they lie, all must be
+    there, in order, made from the same inputs; and the records may not name different tokenizers.
+    Cost: each byte is copied once.  Upstream: tools/merge_datasets.py.
 
     >>> prefix = toy_corpus()
     >>> merge([prefix, prefix], prefix + "2")
