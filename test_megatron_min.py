@@ -5638,23 +5638,23 @@ def test_random_corpora_equal_the_plain_loop(one, tmp_path, monkeypatch):
 
 
 def test_an_input_is_of_the_shard_in_whose_share_it_begins(one):
-    """Of any sizes and any number of shards; a warning says where these are very unequal."""
-    for rng in cases(40):
-        sizes = rng.integers(0, rng.choice([1, 2, 100]), rng.integers(1, 8)).tolist()
-        inputs = [one._Input(str(k), size) for k, size in enumerate(sizes)]
-        total = sum(sizes)
-        for count in range(1, 12):
-            wanted = [[] for _ in range(count)]
-            for k, each in enumerate(inputs):
-                begun = [i for i in range(count) if total * i <= sum(sizes[:k]) * count]
-                wanted[begun[-1] if total > 0 else 0].append(each)
-            num_filled = sum(len(shard) > 0 for shard in wanted)
-            is_unequal = num_filled < count or max(sizes) > total / count
-            words = rf"the {len(sizes)} inputs give {num_filled} of {count} .* split -n l/16"
-            for index in range(count):
-                found, messages = heard(one._take_shard, inputs, index, count)
-                assert found == wanted[index] and len(messages) == is_unequal
-                assert all(re.match(words, message) for message in messages)
+    """A warning says where shards are very unequal."""
+    for sizes, wanted, num_filled in (
+        ([22, 9, 16, 19], [[22], [9, 16], [19]], None),
+        ([1, 1, 1, 1], [[1, 1], [1, 1]], None),  # the third begins where a share does
+        ([5, 0, 5, 0], [[5], [0, 5, 0]], None),
+        ([1, 2, 3], [[1, 2, 3]], None),
+        ([1, 7, 1], [[1, 7], [], [1]], 2),
+        ([2, 8, 1], [[2, 8], [1]], 2),  # both have an input, and one of these is too large
+        ([0, 0], [[0, 0], [], []], 1),
+    ):
+        inputs = [one._Input("a", size) for size in sizes]
+        for index, shard in enumerate(wanted):
+            found, messages = heard(one._take_shard, inputs, index, len(wanted))
+            assert [each.size for each in found] == shard
+            assert len(messages) == (num_filled is not None)
+            words = rf"the {len(sizes)} inputs give {num_filled} of {len(wanted)} .*split -n l/16"
+            assert all(re.match(words, message) for message in messages)
 
 
 def test_all_shards_are_merged_or_none(one, tmp_path, monkeypatch):
@@ -5908,10 +5908,9 @@ def test_standard_input_and_pipes(one, tmp_path, monkeypatch):
 
 
 def test_what_a_server_answers(one, web, no_pauses, tmp_path):
-    """It is asked again for sizes, at the beginning and at the end; what is read is read once.
+    """It is asked again for sizes, first and last; what is read is read once, or is a stream.
 
-    What comes without a size is a stream.  What is said of an input leaves out its query, which may
-    be a signature; fsspec's errors show whole URLs.
+    What is said of an input leaves out its query, which may be a signature.
     """
     root = web.root
     url_alone = f"url='{root}/a.jsonl"
@@ -6220,8 +6219,7 @@ def test_workers_do_without_threads(one, tmp_path, hf):
 def test_signals_in_workers(one, tmp_path, monkeypatch):
     """Those that a terminal sends to all processes are left to the command.
 
-    A worker that ends is an error with its exit code, and no hang: the other one ends, and its
-    pipe.  A bad line ends both, while its error is kept.
+    A worker that ends is an error, with its exit code; it, and a bad line, end all workers.
     """
     monkeypatch.setattr(one, "_BLOCK_BYTES", 1)
     command = os.getpid()
@@ -6236,16 +6234,12 @@ def test_signals_in_workers(one, tmp_path, monkeypatch):
         os.kill(os.getpid(), int(text))
 
     def run(*texts):
-        prefix = tmp_path / f"o{texts[2]}"
-        return one.preprocess(None, prefix, acting(act), texts=texts, workers=2)
+        return one.preprocess(None, tmp_path / "o", acting(act), texts=texts, workers=2)
 
     before = set(multiprocessing.active_children())
-    made = run("1", "2", "1", "2")["text"]  # SIGHUP and SIGINT
-    assert texts_of(one, made) == [[1], [2], [1], [2]]
     for text, code in (("9", -signal.SIGKILL), ("11", -signal.SIGSEGV), ("3", 3)):
         with pytest.raises(ChildProcessError, match=rf"exit code {code} \(") as caught:
             run("1", "1", text, "1")
-        assert list(tmp_path.glob(f"o{text}*")) == []
         assert set(multiprocessing.active_children()) <= before
         turns = caught.traceback[-1].frame.f_locals["turns"]
         assert [pipe.closed for _, pipe, _ in turns] == [True, True]
@@ -6253,6 +6247,9 @@ def test_signals_in_workers(one, tmp_path, monkeypatch):
         run("1", 5, "1", "1")
     assert set(multiprocessing.active_children()) <= before
     del kept
+    assert os.listdir(tmp_path) == []
+    made = run("1", "2", "1", "2")["text"]  # the numbers of SIGHUP and SIGINT
+    assert texts_of(one, made) == [[1], [2], [1], [2]]
 
 
 @linux
