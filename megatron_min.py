@@ -6800,16 +6800,16 @@ def _reading(path):
 
 def _find_compression(name):
     """Return the module that reads a compressed file, by the end of its name; None: it is not."""
-    extension = os.path.splitext(name)[1].lower()
-    if extension in (".bz2", ".xz", ".lzma", ".zip", ".tar"):
+    lower = name.lower()
+    if lower.endswith((".bz2", ".xz", ".lzma", ".zip", ".tar")):
         # Python's bz2 and lzma take a damaged second stream for the end of the file.
         raise ValueError(
             f"{name}: only .gz and .zst are read: unpack or recompress it first, as by "
             "bzcat F | zstd > F.zst"
         )
-    if extension == ".gz":
+    if lower.endswith(".gz"):
         return gzip
-    if extension != ".zst":
+    if not lower.endswith(".zst"):
         return None
     for module in ("compression.zstd", "backports.zstd"):
         with contextlib.suppress(ModuleNotFoundError):
