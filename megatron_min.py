@@ -1832,7 +1832,6 @@ class GPTDataset(MegatronDataset):
         super().__init__(
             indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
         )
-        _warn_of_other_tokenizer(indexed_dataset, config.tokenizer)  # section 20
         self._x = int(config.add_extra_token_to_sequence)
         self._keeps_short = (
             index_split is Split.valid and not config.drop_last_partial_validation_sequence
@@ -2762,7 +2761,7 @@ class BlendedMegatronDatasetBuilder:
         _allow_open_files()  # a start opens hundreds, where many corpora are mixed
         corpora = self._for_each(self._open, prefixes)
         opened = dict(zip(prefixes, corpora, strict=True))
-        _check_corpora(opened, self.cls)
+        _check_corpora(opened, self.cls, self.config.tokenizer)
         return opened
 
     def _open(self, prefix):
@@ -4733,22 +4732,13 @@ def _check_epoch(split, total, size):
         )
 
 
-def _check_corpora(opened, cls):
+def _check_corpora(opened, cls, tokenizer):
     """ValueError for corpora, {prefix: corpus}, that no int32 numbers, or of several tokenizers."""
-    known = {}  # the records that name a tokenizer: section 20
     for prefix, corpus in opened.items():
         n = cls.numel_low_level_dataset(corpus)
         if n >= 2**31:
             raise ValueError(f"{prefix}: {n} sequences, but int32 numbers only {2**31 - 1}")
-        if isinstance(corpus, IndexedDataset):
-            record = _read_record(corpus.absolute_prefix)
-            if record.get("tokenizer") is not None:
-                known[prefix] = record
-    for prefix, record in known.items():
-        first = next(iter(known))
-        difference = _compare_tokenizers(prefix, record, first, known[first]["tokenizer"])
-        if difference is not None:
-            raise ValueError(difference)
+    _check_tokenizers(opened, tokenizer)  # section 20
 
 
 def _compare_builds(datasets):
@@ -6577,7 +6567,6 @@ def _check_tokenizer_of_corpus(tokenizer, append_eod):
 # Question answered here: how is a big corpus tokenized, on all cores and on many machines?
 #
 #   this process         worker processes, each with a pipe        this process
-#
 #   reads the inputs     parse JSON, run the tokenizer             writes the pairs
 #
 #   block 0  -- pipe 1 ->  worker 1  -- tokens of block 0 ->  .bin, .idx
@@ -6585,9 +6574,9 @@ def _check_tokenizer_of_corpus(tokenizer, append_eod):
 #   block 2  -- pipe 1 ->  worker 1  ...
 #
 # This process goes round the workers: it takes the tokens of a block from the next one, sends it a
-# new block, and writes the tokens.  So the files do not depend on the number of workers: they are
-# those of encode_jsonl() in section 2, one pair for each JSON key.  A worker has one block at a
-# time, so nothing fills up; and where a worker dies its pipe ends, which is an error.
+# new block, and writes the tokens.  So the files are those of encode_jsonl() in section 2, one pair
+# for each JSON key, whatever the number of workers.  A worker has one block at a time, so nothing
+# fills up; and where a worker dies its pipe ends, which is an error.
 #
 #   the loop of encode_jsonl()                  here, a block of lines at a time
 #
@@ -6613,9 +6602,7 @@ def _check_tokenizer_of_corpus(tokenizer, append_eod):
 #    "inputs": [["b.jsonl", 1], ["c.jsonl.gz", 5]],     document 0 is that of b.jsonl
 #    "job": "5d41402abc4b2a76b9719d911017c592"}         of a shard: a digest of all inputs
 
-# How much text a worker gets at a time.  Smaller blocks cost more messages; larger ones more
-# memory, and more time until the death of a worker is noticed.
-_BLOCK_BYTES = 1 << 19
+_BLOCK_BYTES = 1 << 19  # of text for a worker at a time: more of it takes more memory
 _LONGEST_LINE = 2**31 - 1  # bytes; no sequence may have more tokens
 
 
@@ -6635,28 +6622,26 @@ def preprocess(
 ) -> dict[str, str]:
     """Write files of JSON lines as pairs, <output_prefix>_<key>_document.bin and .idx for each key.
 
-    input         a path, URL or pattern such as s3://bucket/*.jsonl, or a list of these, which are
-                  read in this order; the files of a pattern are read in sorted order.  They are
-                  compressed if their names end in .gz or .zst.  "-" is standard input.
+    input         a path, URL or pattern such as s3://bucket/*.jsonl, or a list of these; the files
+                  of a pattern are read in sorted order, and decompressed if their names end in .gz
+                  or .zst.  "-" is standard input.
     texts         in the place of input: an iterable of texts, or of dicts with the JSON keys; its
                   rows count as lines
     tokenizer     an object as described in section 2, or its name as in section 19
     append_eod    put tokenizer.eod after each document that has tokens
     json_keys     each key of these becomes a pair of its own
-    split_sentences  each sentence becomes a sequence, as nltk finds sentences; the names end in
-                  _sentence instead of _document
+    split_sentences  each sentence that nltk finds is a sequence; names end in _sentence
     workers       how many processes tokenize
-    shard         (i, n), 0 <= i < n: read the inputs that begin in the i-th of n shares of all
-                  bytes, and add its number to the names, as in _00001_of_00016
+    shard         (i, n), 0 <= i < n: make the i-th of n shards; names end as in _00001_of_00016
     on_error      "stop": the first bad line is an error; "skip": each becomes a document without
-                  tokens, and a warning counts them and names the first five; if all are bad, it is
-                  an error.  A line is bad if it is no JSON object in UTF-8 with a text under each
-                  key, is too long, or if the tokenizer raises an error at it, but for MemoryError
-                  and OSError, which end the job.
+                  tokens, and a warning counts them and names the first five.  Bad is a line that is
+                  no JSON object in UTF-8 with a text under each key, is too long, or at which the
+                  tokenizer raises an error; but MemoryError, OSError, and a job of bad lines alone
+                  are an error also with "skip".
     verbose       show a bar, where tqdm is installed, and at the end one line on stderr
     Returns       {key: path prefix of its pair}
-    Raises        ValueError that names file, line and reason, or another error; then no pair
-                  appears, but if it comes while several get their names, each is whole or not there
+    Raises        ValueError that names file, line and reason, or another error; no pair appears
+                  then, but while several get their names, each of which is whole or not there
     Upstream      tools/preprocess_data.py; the files are equal byte for byte
 
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -6665,37 +6650,25 @@ def preprocess(
     ...     IndexedDataset(prefixes["text"])[:]
     [array([ 97,  97,  97,  97, 256], dtype=uint16), array([ 98,  98,  98, 256], dtype=uint16)]
     """
-    if on_error not in ("stop", "skip"):
-        raise ValueError(f"on_error must be stop or skip, got {on_error!r}")
-    if workers < 1:
-        raise ValueError(f"workers must be >= 1, got {workers}")
-    if workers > 1 and multiprocessing.current_process().daemon:
-        raise ValueError("a daemonic process, as this one is, may start no other: use workers=1")
-    index, count = shard
-    if not 0 <= index < count:
-        raise ValueError(f"wanted a shard i/n with 0 <= i < n, got {index}/{count}")
-    if (input is None) == (texts is None):
-        raise ValueError("preprocess wants one of input, which are paths, and texts")
+    _check_job(input, output_prefix, texts, json_keys, workers, shard, on_error)
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = build_tokenizer(tokenizer)
     _check_tokenizer_of_corpus(tokenizer, append_eod)
     if isinstance(json_keys, str):
         json_keys = [json_keys]
-    if output_prefix is None or len(json_keys) == 0:
-        raise ValueError("preprocess wants an output_prefix, and at least one of json_keys")
-    suffix = "_sentence" if split_sentences else "_document"
-    if count > 1:
-        suffix += f"_{index:05}_of_{count:05}"  # so that the names sort as the shards do
-    prefixes = {key: f"{os.fspath(output_prefix)}_{key}{suffix}" for key in json_keys}
     if texts is None:
         inputs = _find_inputs(input)
     else:
         inputs = [_Input("texts", None, _read_rows(texts, json_keys))]
+    suffix = "_sentence" if split_sentences else "_document"
     job = None
+    index, count = shard
     if count > 1:
+        suffix += f"_{index:05}_of_{count:05}"  # so that the names sort as the shards do
         sizes = [[os.path.basename(each.name), each.size] for each in inputs]
         job = _md5(json.dumps([sizes, bool(append_eod)]))  # what all shards have in common
         inputs = _take_shard(inputs, index, count)
+    prefixes = {key: f"{os.fspath(output_prefix)}_{key}{suffix}" for key in json_keys}
 
     started = time.perf_counter()
     encoder = _Encoder(tokenizer, json_keys, append_eod, split_sentences)
@@ -6720,6 +6693,26 @@ def preprocess(
     return prefixes
 
 
+def _check_job(input, output_prefix, texts, json_keys, workers, shard, on_error):
+    """Check the arguments of preprocess()."""
+    if on_error not in ("stop", "skip"):
+        raise ValueError(f"on_error must be stop or skip, got {on_error!r}")
+    if workers < 1:
+        raise ValueError(f"workers must be >= 1, got {workers}")
+    if workers > 1 and multiprocessing.current_process().daemon:
+        raise ValueError("a daemonic process, as this one is, may start no other: use workers=1")
+    index, count = shard
+    if not 0 <= index < count:
+        raise ValueError(f"wanted a shard i/n with 0 <= i < n, got {index}/{count}")
+    if output_prefix is None or len(json_keys) == 0:
+        raise ValueError("preprocess wants an output_prefix, and at least one of json_keys")
+    if (input is None) == (texts is None):
+        raise ValueError("preprocess wants one of input, which are paths, and texts")
+    is_table = isinstance(texts, collections.abc.Mapping) or hasattr(texts, "columns")
+    if is_table or isinstance(texts, (str, bytes)):
+        raise ValueError("texts must be an iterable of texts or dicts, such as a table's column")
+
+
 def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
     """The loop of encode_jsonl(), for blocks of lines and {key: prefix of a pair}.
 
@@ -6735,7 +6728,7 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
             with contextlib.suppress(ModuleNotFoundError):
                 import tqdm
 
-                total = sum(each.num_bytes for each in inputs)  # math.inf: no end is shown
+                total = sum(each.num_bytes for each in inputs)  # infinity: no end is shown
                 # disable=None: for a terminal alone
                 bar = tqdm.tqdm(total=total, unit="B", unit_scale=True, disable=None)
                 stack.enter_context(bar)
@@ -6757,8 +6750,7 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
                     begin = len(builders[key].sequence_lengths)
                     builders[key].add_sequences(content, lengths)
                     builders[key].document_indices.extend(begin + end for end in ends)
-                _, _, ends = documents[encoder.json_keys[0]]
-                source.documents += len(ends)  # as many as of each key
+                source.documents += len(ends)  # of each key as many
             if num_bad > 0 and on_error == "stop":
                 raise ValueError(f'{first_bad[0]} (on_error="skip", --on-error skip, goes on)')
             source.lines_read += len(lines)
@@ -6788,9 +6780,8 @@ class _Input:
         self.size = size
         self.name = _name_of_input(path)  # for messages and records
         self.compression = _find_compression(self.name)
-        self.num_bytes = math.inf  # of its lines, where that is known
-        if size is not None and self.compression is None:
-            self.num_bytes = size
+        is_known = size is not None and self.compression is None
+        self.num_bytes = size if is_known else math.inf  # of its lines
         self.lines = _read_lines(self) if lines is None else lines
         self.lines_read = 0  # that have become documents
         self.documents = 0  # that it has given so far
@@ -6798,27 +6789,32 @@ class _Input:
 
 def _find_inputs(paths):
     """Return an _Input of each file that is meant."""
-    if isinstance(paths, (str, os.PathLike)):
-        paths = [paths]
-    paths = [os.fspath(path) for path in paths]
     inputs = []
-    for path in paths:
-        with _query_left_out(path):
+    for path in _as_paths(paths, is_input=True):
+        with _reading(path):
             found = _find_sizes(path)
         if len(found) == 0:
             name = _name_of_input(path)
             raise FileNotFoundError(f"{name}: no such file, and as a pattern it matches none")
         inputs.extend(_Input(name, size) for name, size in found)
-    if len(inputs) == 0:
-        raise ValueError("preprocess wants at least one input")
     return inputs
+
+
+def _as_paths(paths, is_input=False):
+    """One path, or several -> a list of str; ValueError if there is none, or for a password."""
+    if isinstance(paths, (str, os.PathLike)):
+        paths = [paths]
+    paths = [os.fspath(path) for path in paths]
+    if len(paths) == 0:
+        raise ValueError("wanted at least one input, got none")
+    _refuse_passwords(paths, is_input)
+    return paths
 
 
 def _find_sizes(path):
     """Return [(path, bytes)] of a file that exists, or of all files that match a pattern, sorted.
 
-    A name that exists is no pattern, even where it contains a * or a [.  None is the size of what
-    has none, such as standard input.  Storages tell sizes with the list: nothing is asked twice.
+    A name that exists is no pattern.  None is the size of what has none, such as standard input.
     """
     if _is_remote(path):
         return _RemoteFile(path, is_input=True).find()
@@ -6834,12 +6830,13 @@ def _name_of_input(path):
 
 
 @contextlib.contextmanager
-def _query_left_out(path):
-    """Have no error show the query of a URL, as the errors of storages and their causes do."""
+def _reading(path):
+    """Have an error say which input cannot be read; storages would show the query of a URL."""
     name = _name_of_input(path)
     try:
-        yield
-    except Exception as error:
+        with _named(name, "cannot be read", OSError):
+            yield
+    except OSError as error:
         if name == path:
             raise
         reason = _one_line(error).replace(path, name)
@@ -6867,17 +6864,15 @@ def _find_compression(name):
 
 def _take_shard(inputs, index, count):
     """Return the inputs of shard number index of count; a warning if shares are very unequal."""
-    for each in inputs:
-        if each.size is None:
-            raise ValueError(f"{each.name}: its size is not known, so it cannot be in a shard")
-    total = sum(each.size for each in inputs)
-    shards = []  # the number of the shard of each input
-    start = 0  # where it begins, if all inputs are laid end to end
-    for each in inputs:
-        shards.append(min(start * count // max(total, 1), count - 1))  # all may be empty
-        start += each.size
+    sizes = [each.size for each in inputs]
+    if None in sizes:
+        name = inputs[sizes.index(None)].name
+        raise ValueError(f"{name}: its size is not known, so it cannot be in a shard")
+    total = sum(sizes)
+    starts = itertools.accumulate(sizes[:-1], initial=0)
+    shards = [min(start * count // max(total, 1), count - 1) for start in starts]  # total may be 0
     num_filled = len(set(shards))
-    if num_filled < count or max(each.size for each in inputs) * count > total:
+    if num_filled < count or max(sizes) * count > total:
         warnings.warn(
             f"the {len(inputs):,} inputs give {num_filled:,} of {count:,} shards, of unequal "
             "sizes, as each is read whole: cut large ones first, as by split -n l/16 "
@@ -6888,13 +6883,8 @@ def _take_shard(inputs, index, count):
 
 
 def _read_lines(source):
-    """Yield the lines of an _Input; one that is too long is cut off.
-
-    OSError if fewer bytes came than were told, as from a server that fails, or if it has changed.
-    """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_query_left_out(source.path))
-        stack.enter_context(_named(source.name, "cannot be read", OSError))
+    """Yield the lines of an _Input; one that is too long is cut off.  OSError if it changes."""
+    with _reading(source.path), contextlib.ExitStack() as stack:
         if source.path == "-":
             file = sys.stdin.buffer
         elif _is_remote(source.path):
@@ -6904,14 +6894,9 @@ def _read_lines(source):
             file = io.BufferedReader(file, 1 << 16)  # its readline() takes a limit
         else:
             file = stack.enter_context(open(source.path, "rb"))
-        lines = file
-        if source.compression is not None:
-            lines = source.compression.open(file)
+        lines = file if source.compression is None else source.compression.open(file)
         is_rest = False  # of a line that is read already, as far as it is needed
-        while True:
-            line = lines.readline(_LONGEST_LINE + 1)
-            if len(line) == 0:
-                break
+        while line := lines.readline(_LONGEST_LINE + 1):
             if not is_rest:
                 yield line
             is_rest = not line.endswith(b"\n")
@@ -6925,9 +6910,6 @@ def _read_lines(source):
 
 def _read_rows(texts, json_keys):
     """Yield the JSON lines of texts or dicts; of another row, as a str, what is wrong with it."""
-    is_table = isinstance(texts, collections.abc.Mapping) or hasattr(texts, "columns")
-    if is_table or isinstance(texts, (str, bytes)):
-        raise ValueError("texts must be an iterable of texts or dicts, such as a table's column")
     for row in texts:
         line = None
         if isinstance(row, str):
@@ -6941,20 +6923,18 @@ def _read_rows(texts, json_keys):
 
 
 def _cut_blocks(inputs):
-    """Yield the lines of inputs in blocks: (input, lines), where a str says why a line is bad."""
+    """Yield the lines of all inputs in blocks: (input, lines)."""
     for source in inputs:
-        of_block = []
+        lines = []
         size = 0
         for line in source.lines:
-            if len(line) > _LONGEST_LINE:
-                line = f"longer than {_LONGEST_LINE:,} bytes"
-            of_block.append(line)
+            lines.append(line)
             size += len(line)
             if size >= _BLOCK_BYTES:
-                yield source, of_block
-                of_block = []
+                yield source, lines
+                lines = []
                 size = 0
-        yield source, of_block
+        yield source, lines
 
 
 # -- Workers -----------------------------------------------------------------------------------
@@ -6964,6 +6944,8 @@ def _read_object(line):
     """Return the JSON object on a line; ValueError if there is none; a str says why itself."""
     if isinstance(line, str):
         raise ValueError(line)
+    if len(line) > _LONGEST_LINE:
+        raise ValueError(f"longer than {_LONGEST_LINE:,} bytes")
     try:
         found = json.loads(line.decode("utf-8-sig"))  # of bytes json would guess the encoding
         if isinstance(found, dict):
@@ -6979,18 +6961,17 @@ def _read_object(line):
 
 def _read_sentences(row, key):
     """Return the sentences that an object has under a key; ValueError if it has none."""
-    if key not in row:
-        found = f"in an object with the keys {list(row)!s:.60}"
-        raise ValueError(f"wanted a text under {key!r}, {found}")
     try:
         sentences = _sentences(row[key])
         "".join(sentences).encode()
         return sentences
+    except KeyError:
+        found = f"in an object with the keys {list(row)!s:.60}"
     except UnicodeEncodeError:
-        found = "one with a lone surrogate"
+        found = "got one with a lone surrogate"
     except ValueError:
-        found = f"{row[key]!r:.60}"
-    raise ValueError(f"wanted a text under {key!r}, got {found}")
+        found = f"got {row[key]!r:.60}"
+    raise ValueError(f"wanted a text under {key!r}, {found}")
 
 
 class _Encoder:
@@ -7013,8 +6994,8 @@ class _Encoder:
             except LookupError:
                 self.splitter = punkt.PunktSentenceTokenizer()
                 warnings.warn(
-                    "nltk has no model of English sentences here, so those of its untrained Punkt "
-                    'are taken, which end after "Dr." too: python -m nltk.downloader punkt_tab',
+                    "nltk has no model of English sentences here, and its untrained Punkt ends one "
+                    'after "Dr.", too: python -m nltk.downloader punkt_tab',
                     stacklevel=3,
                 )
         self.dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
@@ -7025,8 +7006,7 @@ class _Encoder:
     def encode_block(self, lines):
         """Return, in a list, what encode() makes of the lines, or, if it raises an error, of each.
 
-        A str in the list says why a line is bad.  A tokenizer may raise anything, and says nothing
-        about lines.
+        A str in the list says why a line is bad.  Of many lines an error does not say which.
         """
         documents, error = _attempt(self.encode, lines)
         if error is None:
@@ -7040,10 +7020,8 @@ class _Encoder:
     def encode(self, lines):
         """Return {key: (content, lengths, ends)}: section 2's loop, for many lines."""
         rows = [_read_object(line) for line in lines if not line.isspace()]
-        encoded = {}
-        for key in self.json_keys:
-            encoded[key] = self._encode_documents([_read_sentences(row, key) for row in rows])
-        return encoded
+        documents = {key: [_read_sentences(row, key) for row in rows] for key in self.json_keys}
+        return {key: self._encode_documents(found) for key, found in documents.items()}
 
     def _encode_documents(self, documents):
         """Return (content, lengths, ends) of lists of sentences: encode_document(), for many."""
@@ -7080,8 +7058,8 @@ def _encode_blocks(encoder, blocks, workers):
         for source, lines in blocks:
             yield (source, lines), encoder.encode_block(lines)
         return
-    # A forked process has everything at once; the other ways to start one import torch again.
-    # Elsewhere than on Linux a library may not survive a fork, or the system has none.
+    # A forked process has everything at once; the other ways to start one import torch again.  But
+    # elsewhere than on Linux a library may not survive a fork, or the system has none.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     if sys.platform != "linux":
         encoder = pickle.dumps(encoder)  # _run_worker() knows where its modules may lie
@@ -7106,8 +7084,7 @@ def _encode_blocks(encoder, blocks, workers):
             try:
                 answer = pipe.recv()
                 if block is not None:
-                    _, lines = block
-                    pipe.send(lines)
+                    pipe.send(block[1])
             except (EOFError, ConnectionError):  # the worker has closed its end
                 process.join()
                 raise ChildProcessError(
@@ -7150,11 +7127,8 @@ def _run_worker(pipe, encoder):
 
 
 def _end_with_parent():
-    """End this worker, also in the middle of a block, when its parent is gone.
-
-    That is when a pipe ends.  Workers started later hold copies of its end: so they end in turn,
-    the last one first.
-    """
+    """End this worker, also in the middle of a block, when its parent is gone."""
+    # That is when a pipe ends.  Workers started later have copies of its end, and end before.
     multiprocessing.parent_process().join()
     os._exit(1)
 
@@ -7169,59 +7143,48 @@ def merge(
 ) -> None:
     """Append whole pairs, in the given order, into one new pair of the same dtype.
 
-    The new pair equals the one that a single builder would have written, and its record lists the
-    inputs of all.  The output may not be one of the inputs; of shards, in whatever folders they
-    lie, all must be there, in order, made from the same inputs; and the records may not name
-    different tokenizers.  Cost: each byte is copied once.  Upstream: tools/merge_datasets.py.
+    The new pair is the one that a single builder would have written; its record lists the inputs of
+    all.  The output may not be one of them.  Of shards, in whatever folders they lie, all must be
+    there, in order, made from the same inputs; and the records may not name different tokenizers.
+    Cost: each byte is copied once.  Upstream: tools/merge_datasets.py.
 
     >>> prefix = toy_corpus()
     >>> merge([prefix, prefix], prefix + "2")
     >>> IndexedDataset(prefix + "2").document_indices.tolist()
     [0, 1, 2, 3, 4, 5, 6]
     """
-    if isinstance(prefixes, (str, os.PathLike)):
-        prefixes = [prefixes]
-    prefixes = [os.fspath(prefix) for prefix in prefixes]
-    if len(prefixes) == 0:
-        raise ValueError("merge wants at least one input prefix")
-    _refuse_passwords(prefixes)
-    records = [_read_record(prefix) for prefix in prefixes]
+    prefixes = _as_paths(prefixes)
+    records = {prefix: _read_record(prefix) for prefix in prefixes}
     _check_shards(prefixes, records)
-    tokenizer = None
-    inputs = []
-    for prefix, record in zip(prefixes, records, strict=True):
-        difference = _compare_tokenizers(prefix, record, "a pair before it", tokenizer)
-        if difference is not None:
-            raise ValueError(difference)
-        if tokenizer is None:
-            tokenizer = record.get("tokenizer")
-        if record == {}:  # such as upstream's pair: an input of its own
-            num_documents = len(IndexedDataset(prefix).document_indices) - 1
-            inputs.append([prefix, num_documents])
-        else:
-            inputs += record["inputs"]
+    tokenizer = _tokenizer_of(records)
     dtype = IndexedDataset(prefixes[0]).dtype
+    inputs = []
     with IndexedDatasetBuilder(get_bin_path(output_prefix), dtype, multimodal) as builder:
         for prefix in prefixes:
+            before = len(builder.document_indices)
             builder.add_index(prefix)
+            # a pair without a record, such as upstream's, is an input of its own
+            documents = len(builder.document_indices) - before
+            inputs += records[prefix].get("inputs", [[prefix, documents]])
     _write_record(output_prefix, tokenizer, inputs)
 
 
 def _check_shards(prefixes, records):
     """Check that of a job whose shards are merged all are there, in order, of the same inputs."""
     wanted = []  # the names of the shards of a job that must come next, in order
-    for prefix, record in [*zip(prefixes, records, strict=True), ("the end", {})]:
+    for prefix in [*prefixes, "the end"]:
+        record = records.get(prefix, {})
         name = os.path.basename(prefix)  # each machine may have a folder of its own
         shard = re.fullmatch(r"(.*)_\d{5}_of_(\d{5})", name)
         if shard is not None and len(wanted) == 0:
             wanted = [f"{shard[1]}_{index:05}_of_{shard[2]}" for index in range(int(shard[2]))]
-            jobs = []  # what the records of these shards say of their job
+            jobs = set()  # what the records of these shards say of their job
         next_name = wanted.pop(0) if len(wanted) > 0 else name
         if name != next_name:
             raise ValueError(f"wanted {next_name} in the place of {prefix}: merge all shards")
         if shard is not None and record != {}:
-            jobs.append(record.get("job"))
-            if jobs[-1] != jobs[0]:
+            jobs.add(record.get("job"))
+            if len(jobs) > 1:
                 raise ValueError(
                     f"{prefix} was made from other inputs than the shards before it, or with "
                     "another append_eod: its record says so; make all shards anew"
@@ -7300,11 +7263,33 @@ def _compare_tokenizers(prefix, record, other_place, other):
     return f"{prefix} was made with the tokenizer {found}, and that of {other_place} is {other}"
 
 
-def _warn_of_other_tokenizer(pair, tokenizer):
-    """Warn, once, if the record of an opened pair names another tokenizer than the config's."""
-    if isinstance(pair, IndexedDataset) and pair._record is None:
-        identity = _identity_of_tokenizer(tokenizer)
-        difference = _compare_tokenizers(pair.path_prefix, _record_of(pair), "the config", identity)
+def _tokenizer_of(records):
+    """The tokenizer that the records of {prefix: record} name; ValueError if they name several."""
+    first = None
+    tokenizer = None
+    for prefix, record in records.items():
+        difference = _compare_tokenizers(prefix, record, first, tokenizer)
+        if difference is not None:
+            raise ValueError(difference)
+        if tokenizer is None:
+            first = prefix
+            tokenizer = record.get("tokenizer")
+    return tokenizer
+
+
+def _check_tokenizers(opened, tokenizer):
+    """Check the records of {prefix: what is opened} against each other, and against a config's.
+
+    ValueError if they name several tokenizers; a warning if they name another than the config's.
+    """
+    records = {}
+    for prefix, pair in opened.items():
+        if isinstance(pair, IndexedDataset):
+            records[prefix] = _record_of(pair)
+    _tokenizer_of(records)
+    identity = _identity_of_tokenizer(tokenizer)
+    for prefix, record in records.items():
+        difference = _compare_tokenizers(prefix, record, "the config", identity)
         if difference is not None:
             warnings.warn(difference, stacklevel=3)
 
