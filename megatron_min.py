@@ -5515,11 +5515,12 @@ def _find_arrays(stem, names, made_from, pair):
     if manifest["made_from"] != made_from:
         raise DatasetFormatError(f"it was made from {manifest['made_from']}, now from {made_from}")
     note = manifest["pair"]
-    if pair is not None and (note is None or not _is_noted(pair, note)):
+    if pair is not None and not _is_noted(pair, note):
         raise DatasetFormatError(f"the pair was {note}, is {_note_of_pair(pair)}")
     in_files = {}
     for name in names:
-        in_files[name] = _open_array(f"{stem}-{name}.npy", manifest["files"][name])
+        path = f"{stem}-{name}.npy"
+        in_files[name] = _as_array(path, _read_or_map_file(path), manifest["files"][name])
     # Another job may have renamed its own files in meanwhile: it removes the manifest first.
     if _read_manifest(stem) != text:
         raise DatasetFormatError("another job has written it meanwhile")
@@ -5552,31 +5553,28 @@ def _read_or_map_file(path: str | os.PathLike) -> np.ndarray:
         return np.frombuffer(file.read(), np.uint8)
 
 
-def _open_array(path, noted):
-    """The array in a file that is as it was noted.
+def _as_array(path, content, noted):
+    """The array in the bytes of a file, which must be as it was noted.
 
     Its dtype and its shape are noted too: of hundreds of small corpora, to parse the headers of the
     files takes a fifth of a start.
     """
-    content = _read_or_map_file(path)
     size = len(content)
     name = os.path.basename(path)
     if size != noted["size"]:
         raise DatasetFormatError(f"{name} had {noted['size']} bytes, has {size}")
-    if _crc32_of_file(b"", content) != noted["crc32"]:
+    if _crc32_of_file(content) != noted["crc32"]:
         raise DatasetFormatError(f"{name} has another CRC-32")
     dtype = np.dtype(noted["dtype"])
     header_bytes = size - math.prod(noted["shape"]) * dtype.itemsize
     return np.frombuffer(content, dtype, offset=header_bytes).reshape(noted["shape"])
 
 
-def _crc32_of_file(header, content):
+def _crc32_of_file(content):
     """CRC-32 of the bytes of an array file; of a large one of the first and the last 4,096."""
-    crc32 = zlib.crc32(header)
-    if len(header) + len(content) > _CHECKED_BYTES:
-        crc32 = zlib.crc32(content[: 4096 - len(header)], crc32)
-        content = content[-4096:]
-    return zlib.crc32(content, crc32)
+    if len(content) > _CHECKED_BYTES:
+        content = np.concatenate([content[:4096], content[-4096:]])
+    return zlib.crc32(content)
 
 
 def _save_arrays(stem, arrays, description, manifest):
@@ -5596,21 +5594,17 @@ def _save_arrays(stem, arrays, description, manifest):
             header = io.BytesIO()
             fields = np.lib.format.header_data_from_array_1_0(values)
             np.lib.format.write_array_header_1_0(header, fields)
-            header = header.getvalue()
-            content = values.reshape(-1).view(np.uint8)
-            size = len(header) + len(content)
-            noted = {"size": size, "dtype": values.dtype.str, "shape": values.shape}
-            noted["crc32"] = _crc32_of_file(header, content)
+            size = header.tell() + values.nbytes
             new_file = _NewFile(f"{stem}-{name}.npy", synced=size > _CHECKED_BYTES)
-            new_files.enter_context(new_file).write(header)
-            new_file.write(content)
+            new_files.enter_context(new_file).write(header.getvalue())
+            new_file.write(values.reshape(-1).view(np.uint8))
             new_file.finish()
+            # opened before it has its name, under which another job may put its own
+            content = _read_or_map_file(new_file.temporary)
+            noted = {"size": size, "dtype": values.dtype.str, "shape": values.shape}
+            noted["crc32"] = _crc32_of_file(content)
+            in_files[name] = _as_array(new_file.path, content, noted)
             manifest["files"][name] = noted
-            if size > _FEW_BYTES:
-                # mapped before it has its name, under which another job may put its own
-                values = _open_array(new_file.temporary, noted)
-            values.setflags(write=False)
-            in_files[name] = values
         for ending in ("manifest.json", "description.txt"):
             pathlib.Path(f"{stem}-{ending}").unlink(missing_ok=True)
     manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
@@ -5947,8 +5941,7 @@ def _fetch_index(url: str, stamp: dict, config: ObjectStorageConfig) -> str:
     with _NewFile(copied) as file:
         for begin in range(0, stamp["size"], at_a_time):
             file.write(remote.read(begin, min(at_a_time, stamp["size"] - begin)))
-        if remote.stamp() != stamp:
-            raise _format_error(url, "object", "one that stays while it is copied", "another")
+        _refuse_if_changed(url, stamp)
     return copied
 
 

@@ -4230,15 +4230,14 @@ def test_another_job_writes_the_cache_while_it_is_found(one, pair, cache, monkey
     """Where its arrays have the sizes, and the CRCs, of the old ones, a mix would not be seen."""
     monkeypatch.setattr(one, "_crc32_of_file", mock.Mock(return_value=0))
     wanted, _ = cached(one, pair, cache)
-    open_array = one._open_array
+    as_array = one._as_array
 
-    def open_one_and_write(path, noted):
-        monkeypatch.setattr(one, "_open_array", open_array)
-        values = open_array(path, noted)
+    def open_one_and_write(*arguments):
+        monkeypatch.setattr(one, "_as_array", as_array)
         start(one, pair, cache, documents=[3, 2, 1, 0])
-        return values
+        return as_array(*arguments)
 
-    monkeypatch.setattr(one, "_open_array", open_one_and_write)
+    monkeypatch.setattr(one, "_as_array", open_one_and_write)
     found, [message] = cached(one, pair, cache)
     assert "another job" in message
     same_arrays(found, wanted)
