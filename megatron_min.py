@@ -5421,9 +5421,13 @@ def _sync_folder(folder):
 #
 # When they are what is asked for, and the data are the same.  Three things say so:
 #
-#   description   what was asked for: its md5 is in the names of the files
-#   stamp         the size and the time of a file: has it changed since somebody looked?
+#   description   what was asked for?  Its md5 is in the names of the files; what upstream's leaves
+#                 out is in the manifest (made_from)
+#   stamp         size and time of a file: has it changed since somebody looked?
 #   fingerprint   sizes, lengths, and the ends of the tokens: are these the data, wherever they are?
+#
+# A note of a pair, in a manifest or a pickle, has the stamps of both files and the fingerprint.
+# Where the stamps are still the same, the fingerprint is believed without being made again.
 #
 #   <hash>-GPTDataset-train-description.txt
 #                          -document_index.npy   and -sample_index.npy, -shuffle_index.npy
@@ -5673,7 +5677,7 @@ def _note_of_pair(pair):
 def _is_noted(pair, note):
     """Are these the data of a note?  Nothing is read where the stamps are equal, and have a time.
 
-    DatasetFormatError for a damaged .idx: of its arrays the fingerprint has the lengths alone.
+    Else the whole .idx is checked: of its arrays the fingerprint has the lengths alone.
     """
     has_times = all(stamp["changed"] for stamp in pair._stamps.values())
     if has_times and note["stamps"] == pair._stamps:
