@@ -5541,12 +5541,12 @@ def _read_manifest(stem):
 
 
 # A mapping holds a file descriptor, of which a process may have few.  With hundreds of corpora they
-# would run out, so an index of at most so many bytes is read instead.
+# would run out, so a file of at most so many bytes is read instead.
 _FEW_BYTES = 64 << 10
 
 
 def _read_or_map_file(path: str | os.PathLike) -> np.ndarray:
-    """The bytes of an index, as a read-only array, which keeps its mapping alive if it has one.
+    """The bytes of an .idx or array file, read-only; the array keeps a mapping alive.
 
     At most _FEW_BYTES are read, more are mapped; and read where the system refuses to map them.
     """

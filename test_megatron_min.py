@@ -3994,9 +3994,8 @@ def test_regenerated_data_make_a_cache_stale(one, tmp_path, cache):
         for is_made_late in (False, True):
             if is_made_late:
                 shutil.rmtree(cache)
-                documents = np.arange(len(old), dtype=np.int32)
-                split = one.Split.train
-                one.GPTDataset(opened.dataset, corpus, documents, 50, split, opened.config)
+                of_job = opened.indices, 50, opened.index_split, opened.config
+                one.GPTDataset(opened.dataset, corpus, *of_job)
             start(one, corpus, cache, word, wanted=wanted)
             start(one, corpus, cache)
 
