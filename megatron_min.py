@@ -359,7 +359,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         else:
             self._tokens = _FileTokens(self._bin_path, self.dtype)
         # With the same .idx before and after, the pair was not replaced meanwhile (section 14).
-        _refuse_if_changed(self._idx_path, idx_stamp)
+        _refuse_if_changed(self._idx_path, idx_stamp, "opened")
         self._stamps = {"idx": idx_stamp, "bin": bin_stamp}
         self._in_files = {name: getattr(self, name) for name in _OPENED}  # section 15
         if self.check:
@@ -5058,10 +5058,10 @@ def _stamp_of_index(path):
         raise FileNotFoundError(errno.ENOENT, reason, path) from None
 
 
-def _refuse_if_changed(path, stamp):
-    """DatasetFormatError for a file that has another stamp by now."""
+def _refuse_if_changed(path, stamp, done):
+    """DatasetFormatError for a file that has another stamp after what was done with it."""
     if _file_stamp(path) != stamp:
-        raise _format_error(path, "file", "one that stays while it is read", "another")
+        raise _format_error(path, "file", f"one that stays while it is {done}", "another")
 
 
 def _check_idx_header(path, content, multimodal):
@@ -5144,11 +5144,12 @@ def _check_span(pair, i, pointer, size, offset, length):
 
     DatasetFormatError if only an .idx that was not checked as a whole can say so; else IndexError.
     """
-    start, rest = divmod(pointer, pair._token_bytes)
-    if rest != 0 or start < 0 or size < 0 or start + size > pair.num_tokens:
+    token_bytes = pair._token_bytes
+    end = pointer + size * token_bytes
+    if pointer % token_bytes or not 0 <= pointer <= end <= pair.num_tokens * token_bytes:
         found = f"byte {pointer}, {size} tokens"
         raise _format_error(pair._idx_path, f"sequence {i}", "a place in .bin", found)
-    if offset < 0 or length < 0 or offset + length > size:
+    if not 0 <= offset <= offset + length <= size:
         wanted = f"tokens {offset} to {offset + length} of sequence {i}"
         raise IndexError(f"{pair.path_prefix}: wanted {wanted}, which has {size}")
 
@@ -5945,7 +5946,7 @@ def _fetch_index(url: str, stamp: dict, config: ObjectStorageConfig) -> str:
     with _NewFile(copied) as file:
         for begin in range(0, stamp["size"], at_a_time):
             file.write(remote.read(begin, min(at_a_time, stamp["size"] - begin)))
-        _refuse_if_changed(url, stamp)
+        _refuse_if_changed(url, stamp, "copied")
     return copied
 
 
