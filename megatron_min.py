@@ -5604,8 +5604,11 @@ def _save_arrays(stem, arrays, description, manifest):
             new_files.enter_context(new_file).write(header.getvalue())
             new_file.write(values.reshape(-1).view(np.uint8))
             new_file.finish()
-            # opened before it has its name, under which another job may put its own
-            content = _read_or_map_file(new_file.temporary)
+            if size > _FEW_BYTES:
+                # mapped before it has its name, under which another job may put its own
+                content = _read_or_map_file(new_file.temporary)
+            else:
+                content = np.frombuffer(header.getvalue() + values.tobytes(), np.uint8)
             noted = {"size": size, "dtype": values.dtype.str, "shape": values.shape}
             noted["crc32"] = _crc32_of_file(content)
             in_files[name] = _as_array(new_file.path, content, noted)
