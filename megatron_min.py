@@ -260,23 +260,6 @@ def get_bin_path(path_prefix: str | os.PathLike) -> str:
     return f"{os.fspath(path_prefix)}.bin"
 
 
-# A mapping holds a file descriptor, of which a process may have few.  With hundreds of corpora they
-# would run out, so an index of at most so many bytes is read instead.
-_FEW_BYTES = 64 << 10
-
-
-def _read_or_map_file(path: str | os.PathLike) -> np.ndarray:
-    """The bytes of an index, as a read-only array, which keeps its mapping alive if it has one.
-
-    At most _FEW_BYTES are read, more are mapped; and read where the system refuses to map them.
-    """
-    if os.path.getsize(path) > _FEW_BYTES:
-        with contextlib.suppress(Exception):
-            return np.asarray(np.memmap(path, np.uint8, "r"))
-    with open(path, "rb") as file:
-        return np.frombuffer(file.read(), np.uint8)
-
-
 class _MappedTokens:
     """The tokens of a .bin file that is mapped into memory.
 
@@ -299,16 +282,8 @@ class _MappedTokens:
         return [self.read(first, count) for first, count in spans]
 
 
-# A file may be damaged, cut short or forged, so nothing of it is used unchecked:
-#
-#   what              when                              what is checked
-#   header and size   at every open, in O(1)            the table above
-#   first and last    at every open, in O(1)            documents run from 0 to n, and the last
-#   entries                                             sequence ends where the .bin ends
-#   all entries       in verify(), with check=True,     lengths are >= 0, each pointer is the sum
-#                     and before section 5 builds its   of the lengths before it, in bytes, and
-#                     orders, in O(n)                   documents never decrease
-#   one place         at every access                   the bounds of the sequence and of the .bin
+# A file may be damaged, cut short or forged, so nothing of it is used unchecked: the header and the
+# ends at every open, all entries in verify(), the bounds of a place at every access.
 
 
 class IndexedDataset(torch.utils.data.Dataset):
@@ -355,97 +330,40 @@ class IndexedDataset(torch.utils.data.Dataset):
         self._open()
 
     def _open(self):
-        """Open both files, and look at their ends; a dataset that is unpickled does so, too."""
+        """Open both files; a dataset that is unpickled does so, too."""
         self._verified = False
         self._fingerprint = None  # made when it is asked for: section 15
         self._record = None  # read when it is asked for: section 20
-        # A stamp is the size and the time of a file (section 15).  If that of the .idx is the same
-        # when the .bin is open, the pair was not replaced meanwhile: section 14 says why.
-        idx_stamp = self._stamp_of_index()
+        idx_stamp = _stamp_of_index(self._idx_path)  # size and time of the file: section 15
         local_path = self._idx_path
         if _is_remote(local_path):
             local_path = _fetch_index(self._idx_path, idx_stamp, self.object_storage_config)
-        content = _read_or_map_file(local_path)
-        code, n, m, self.has_modes = self._read_header(content)
+        content = _read_or_map_file(local_path)  # its bytes, as an array: section 15
+        code, n, m = _check_idx_header(self._idx_path, content, self.multimodal)
         self.dtype = DType.dtype_from_code(code)
         self.sequence_lengths = np.frombuffer(content, np.int32, n, 34)
         self.sequence_pointers = np.frombuffer(content, np.int64, n, 34 + 4 * n)
         self.document_indices = np.frombuffer(content, np.int64, m, 34 + 12 * n)
+        self.has_modes = len(content) > 34 + 12 * n + 8 * m
         self.sequence_modes = None
         if self.multimodal:
             self.sequence_modes = np.frombuffer(content, np.int8, n, 34 + 12 * n + 8 * m)
         bin_stamp = _file_stamp(self._bin_path)
         self._token_bytes = DType.size(self.dtype)
         self.num_tokens = bin_stamp["size"] // self._token_bytes
-        self._check_ends(bin_stamp["size"])
+        _check_ends_of_pair(self, bin_stamp["size"])
         if _is_remote(self._bin_path):
             self._tokens = _RemoteFile(self._bin_path, self.dtype)
         elif self.mmap:
             self._tokens = _MappedTokens(self._bin_path, self.dtype)
         else:
             self._tokens = _FileTokens(self._bin_path, self.dtype)
+        # With the same .idx before and after, the pair was not replaced meanwhile (section 14).
+        _refuse_if_changed(self._idx_path, idx_stamp, "opened")
         self._stamps = {"idx": idx_stamp, "bin": bin_stamp}
-        if _file_stamp(self._idx_path) != idx_stamp:
-            wanted = "one that stays while it is opened"
-            raise _format_error(self._idx_path, "file", wanted, "another")
         self._in_files = {name: getattr(self, name) for name in _OPENED}  # section 15
         if self.check:
             self.verify()
-
-    def _stamp_of_index(self):
-        """Size and time of the .idx; where there is none, the error says what there is."""
-        try:
-            return _file_stamp(self._idx_path)
-        except FileNotFoundError:
-            prefix = self.absolute_prefix
-            found = sorted(glob.glob(f"{glob.escape(prefix)}*.idx"))
-            if os.path.isfile(prefix):
-                reason = "not a pair but a file (a pair is named without .bin and .idx)"
-                raise FileNotFoundError(errno.ENOENT, reason, prefix) from None
-            if not found:
-                raise
-            names = [os.path.basename(path).removesuffix(".idx") for path in found]
-            reason = f"no such pair; pairs that begin so: {', '.join(names[:3])}"
-            raise FileNotFoundError(errno.ENOENT, reason, self._idx_path) from None
-
-    def _read_header(self, content):
-        """(dtype code, n, m, whether there are modes) of an .idx of the size that they ask for."""
-        path = self._idx_path
-        found = len(content)
-        if found < _HEADER.size:
-            raise _format_error(path, "file size", f"at least {_HEADER.size} bytes", found)
-        magic, version, code, n, m = _HEADER.unpack_from(content)
-        if magic != _MAGIC or version != _VERSION:
-            raise _format_error(path, "magic, version", (_MAGIC, _VERSION), (magic, version))
-        if not 1 <= code <= 8:
-            raise _format_error(path, "dtype code", "1 to 8", code)
-        if m < 1:
-            raise _format_error(path, "length of document_indices", "at least 1", m)
-        without_modes = 34 + 12 * n + 8 * m
-        sizes = [without_modes + n]
-        if not self.multimodal:
-            sizes.append(without_modes)
-        if found not in sizes:
-            raise _format_error(path, "file size", f"{sizes} (the first with modes)", found)
-        return code, n, m, found > without_modes
-
-    def _check_ends(self, bin_size):
-        """The documents run from 0 to n, and the last sequence ends where the .bin ends."""
-        n = len(self)
-        documents = [int(self.document_indices[0]), int(self.document_indices[-1])]
-        if documents != [0, n]:
-            raise _format_error(self._idx_path, "document_indices", f"from 0 to {n}", documents)
-        end = 0
-        if n:
-            last_size = int(self.sequence_lengths[-1]) * self._token_bytes
-            end = int(self.sequence_pointers[-1]) + last_size
-        if bin_size != end or end % self._token_bytes:
-            raise _format_error(
-                self._bin_path,
-                f"file size ({self.dtype.__name__} tokens)",
-                f"{end} bytes, as {self._idx_path} says, a multiple of {self._token_bytes}",
-                f"{bin_size}: the file is truncated, or belongs to another .idx",
-            )
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -488,48 +406,20 @@ class IndexedDataset(torch.utils.data.Dataset):
         """Where a part of sequence i lies: (number of tokens before it in the .bin, its length)."""
         pointer = int(self.sequence_pointers[i])
         size = int(self.sequence_lengths[i])
-        start, rest = divmod(pointer, self._token_bytes)
-        if rest != 0 or start < 0 or size < 0 or start + size > self.num_tokens:
-            # only an .idx that was not checked as a whole can be wrong in this way
-            found = f"byte {pointer}, {size} tokens"
-            raise _format_error(self._idx_path, f"sequence {i}", "a place in .bin", found)
         offset = operator.index(offset)
         length = size - offset if length is None else operator.index(length)
-        if offset < 0 or length < 0 or offset + length > size:
-            wanted = f"tokens {offset} to {offset + length} of sequence {i}"
-            raise IndexError(f"{self.path_prefix}: wanted {wanted}, which has {size}")
-        return start + offset, length
+        _check_span(self, i, pointer, size, offset, length)
+        return pointer // self._token_bytes + offset, length
 
     def verify(self) -> None:
-        """Check every entry of the .idx, once, in O(n); DatasetFormatError for a wrong one."""
-        if self._verified:
-            return
-        wanted = "the end of the sequence before it"
-        self._refuse_first("sequence_pointers", 0, self.sequence_pointers[:1] != 0, wanted)
-        # In chunks, whose arrays stay in the CPU's cache: whole ones take four times as long, and
-        # 32 GB for a billion sequences.
-        size = 1 << 15
-        for low in range(0, max(len(self), len(self.document_indices)), size):
-            # Copies: the file has these arrays at addresses that are no multiple of 8, which numpy
-            # reads slowly.
-            num_bytes = self.sequence_lengths[low : low + size].astype(np.int64)
-            pointers = self.sequence_pointers[low : low + size + 1].copy()  # one of the next chunk
-            documents = self.document_indices[low : low + size + 1].copy()
-            num_bytes *= self._token_bytes
-            self._refuse_first("sequence_lengths", low, num_bytes < 0, ">= 0")
-            steps = np.diff(pointers)
-            is_elsewhere = steps != num_bytes[: len(steps)]
-            self._refuse_first("sequence_pointers", low + 1, is_elsewhere, wanted)
-            is_lower = documents[1:] < documents[:-1]
-            self._refuse_first("document_indices", low + 1, is_lower, "at least the one before it")
-        self._verified = True
+        """Check every entry of the .idx, once, in O(n); DatasetFormatError for a wrong one.
 
-    def _refuse_first(self, name, low, is_wrong, wanted):
-        """DatasetFormatError for the first wrong entry, if any, from entry low of an array on."""
-        if is_wrong.any():
-            at = low + is_wrong.argmax()
-            found = getattr(self, name)[at]
-            raise _format_error(self._idx_path, f"{name}[{at}]", wanted, found)
+        No length is below 0, each sequence begins where the one before it ends, and no document
+        begins before the one before it.
+        """
+        if not self._verified:
+            _check_entries_of_idx(self)
+            self._verified = True
 
     @staticmethod
     def exists(path_prefix: str | os.PathLike) -> bool:
@@ -615,7 +505,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self, content: bytes, lengths: typing.Iterable[int], modes: typing.Any = None
     ) -> None:
         """Append sequences, laid end to end in bytes as _encode_tokens() makes them."""
-        lengths, modes = self._read_lengths(content, lengths, modes)
+        lengths, modes = _check_new_lengths(self, content, lengths, modes)  # as arrays
         self._write(content)
         self.sequence_lengths.extend(lengths)
         if self.multimodal:
@@ -649,21 +539,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
         ValueError where modes would be lost, and for the pair that is being written.
         """
-        source = get_bin_path(path_prefix)
-        target = self._bin.path
-        if os.path.realpath(source) == os.path.realpath(target):
-            raise ValueError(f"{source} is both input and output: choose another output prefix")
         other = IndexedDataset(path_prefix, multimodal=self.multimodal, check=True)
-        if other.dtype != self.dtype:
-            raise ValueError(
-                f"{source} holds {other.dtype.__name__} tokens, "
-                f"wanted {self.dtype.__name__} as in {target}"
-            )
-        if other.has_modes and not self.multimodal:
-            raise ValueError(
-                f"{source} is one of a multimodal pair: to keep its modes, give --multimodal, or "
-                "multimodal=True"
-            )
+        _check_appended(self, other)
         before = len(self.sequence_lengths)
         at_a_time = (16 << 20) // self._token_dtype.itemsize  # 16 MiB of tokens
         for first in range(0, other.num_tokens, at_a_time):
@@ -680,14 +557,9 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         (section 14 says what is there then).  While it runs, it needs 16 bytes more for each
         sequence.
         """
+        _check_last_document(self)
         n = len(self.sequence_lengths)
         m = len(self.document_indices)
-        if self.document_indices[-1] != n:
-            raise ValueError(
-                f"{self._bin.path}: no document ends after sequence {self.document_indices[-1]}: "
-                "call end_document() before finalize()"
-            )
-        self._refuse_if_closed()
         code = DType.code_from_dtype(self.dtype)
         lengths = np.frombuffer(self.sequence_lengths, np.int32)
         num_bytes = lengths.astype(np.int64) * self._token_dtype.itemsize
@@ -713,49 +585,18 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         finally:
             self._bin.discard()  # does nothing once the pair gets its names
 
-    # ---- The rest is what these methods share, and what section 20 calls.
-
-    def _read_lengths(self, content, lengths, modes):
-        """Lengths and modes as arrays; ValueError for those that do not fit the tokens."""
-        path = self._bin.path
-        try:
-            lengths = array.array("i", iter(lengths))  # array("i", bytes) would copy their memory
-            if self.multimodal:
-                modes = array.array("b", bytes(len(lengths)) if modes is None else modes)
-        except OverflowError as error:  # it does not say what is too large
-            found = f"lengths {lengths!s:.60}, modes {modes!s:.60}"
-            raise ValueError(f"{path}: {found}: {error}") from None
-        num_tokens = len(content) // self._token_dtype.itemsize
-        if sum(lengths) != num_tokens or (lengths and min(lengths) < 0):
-            raise ValueError(
-                f"{path}: wanted lengths >= 0 that sum to the {num_tokens} tokens, "
-                f"got lengths {lengths.tolist()!s:.60} that sum to {sum(lengths)}"
-            )
-        if self.multimodal and len(modes) != len(lengths):
-            raise ValueError(
-                f"{path}: wanted a mode for each of the {len(lengths)} sequences, "
-                f"got {len(modes)} modes"
-            )
-        return lengths, modes
-
     def sync(self) -> None:
         """Have the disk hold all tokens so far; OSError if it is full."""
         self._bin.sync()
 
     def _write(self, content):
         """Write to the .bin file.  If a write fails, the file is given up: a part may be in it."""
-        self._refuse_if_closed()
+        _refuse_closed_builder(self)
         try:
             self._bin.write(content)
         except BaseException:
             self._bin.discard()
             raise
-
-    def _refuse_if_closed(self):
-        """ValueError if nothing can be added any more."""
-        if self._bin.file.closed:
-            reason = "finalize() was called, or a write failed"
-            raise ValueError(f"{self._bin.path}: this builder is closed: {reason}")
 
 
 def _encode_tokens(values, dtype):
@@ -772,17 +613,13 @@ def _encode_tokens(values, dtype):
         except (struct.error, TypeError, OverflowError):
             pass
     ids = np.asarray(values).ravel()
-    if dtype.kind == "f" or len(ids) == 0:
+    if dtype.kind == "f":
         return ids.astype(dtype).tobytes()
     if ids.dtype.kind == "U":  # decimal strings
         ids = np.array([int(text) for text in ids])
-    if ids.dtype.kind not in "biu":  # bool, signed, unsigned
-        raise ValueError(f"{dtype} tokens must be integers of 64 bits, got {values!s:.60}")
+    _refuse_no_integers(ids, dtype, values)
     tokens = ids.astype(dtype)
-    misfits = (tokens != ids).nonzero()[0]
-    if len(misfits):
-        at = misfits[0]
-        raise ValueError(f"token {ids[at]} at {at} does not fit {dtype}: choose a larger dtype")
+    _refuse_misfits(ids, tokens)
     return tokens.tobytes()
 
 
@@ -894,26 +731,6 @@ def encode_document(
     if append_eod and len(sequences) > 0:
         sequences[-1].append(tokenizer.eod)
     return sequences
-
-
-def _sentences(text):
-    """The sentences of a document: a str is one, a list has several; ValueError for all else."""
-    sentences = [text] if isinstance(text, str) else text
-    is_list = isinstance(sentences, list)
-    if not is_list or not all(isinstance(sentence, str) for sentence in sentences):
-        raise ValueError(f"wanted a text, or a list of sentences, got {text!r:.60}")
-    return sentences
-
-
-def _as_ids(tokenizer, found):
-    """What tokenize() has returned, as an array of ids; ValueError if it is none."""
-    ids = np.asarray(found)
-    if ids.ndim != 1 or (len(ids) > 0 and ids.dtype.kind not in "iu"):
-        raise ValueError(
-            f"wanted a tokenizer, got {type(tokenizer).__name__}, whose tokenize() makes "
-            f"{found!r:.60}, and no list of ids"
-        )
-    return ids
 
 
 def encode_jsonl(
@@ -4685,6 +4502,214 @@ def _rank(group=None) -> int:
 # -- Files (sections 1 and 2) ----------------------------------------------------------------------
 
 
+def _stamp_of_index(path):
+    """The stamp of an .idx; where there is no such file, the error says what there is."""
+    try:
+        return _file_stamp(path)
+    except FileNotFoundError:
+        prefix = path.removesuffix(".idx")
+        if os.path.isfile(prefix):
+            reason = "not a pair but a file (a pair is named without .bin and .idx)"
+            raise FileNotFoundError(errno.ENOENT, reason, prefix) from None
+        found = sorted(glob.glob(f"{glob.escape(prefix)}*.idx"))
+        if not found:
+            raise
+        names = [os.path.basename(name).removesuffix(".idx") for name in found]
+        reason = f"no such pair; pairs that begin so: {', '.join(names[:3])}"
+        raise FileNotFoundError(errno.ENOENT, reason, path) from None
+
+
+def _refuse_if_changed(path, stamp, done):
+    """DatasetFormatError for a file that has another stamp after what was done with it."""
+    if _file_stamp(path) != stamp:
+        raise _format_error(path, "file", f"one that stays while it is {done}", "another")
+
+
+def _check_idx_header(path, content, multimodal):
+    """Return (dtype code, n, m) of an .idx, which must have the size that they ask for."""
+    found = len(content)
+    if found < _HEADER.size:
+        raise _format_error(path, "file size", f"at least {_HEADER.size} bytes", found)
+    magic, version, code, n, m = _HEADER.unpack_from(content)
+    if magic != _MAGIC or version != _VERSION:
+        raise _format_error(path, "magic, version", (_MAGIC, _VERSION), (magic, version))
+    if not 1 <= code <= 8:
+        raise _format_error(path, "dtype code", "1 to 8", code)
+    if m < 1:
+        raise _format_error(path, "length of document_indices", "at least 1", m)
+    without_modes = 34 + 12 * n + 8 * m
+    sizes = [without_modes + n]
+    if not multimodal:
+        sizes.append(without_modes)
+    if found not in sizes:
+        raise _format_error(path, "file size", f"{sizes} (the first with modes)", found)
+    return code, n, m
+
+
+def _check_ends_of_pair(pair, bin_size):
+    """The documents run from 0 to n, and the last sequence ends where the .bin ends."""
+    n = len(pair)
+    documents = [int(pair.document_indices[0]), int(pair.document_indices[-1])]
+    if documents != [0, n]:
+        raise _format_error(pair._idx_path, "document_indices", f"from 0 to {n}", documents)
+    end = 0
+    if n:
+        last_size = int(pair.sequence_lengths[-1]) * pair._token_bytes
+        end = int(pair.sequence_pointers[-1]) + last_size
+    if bin_size != end or end % pair._token_bytes:
+        raise _format_error(
+            pair._bin_path,
+            f"file size ({pair.dtype.__name__} tokens)",
+            f"{end} bytes, as {pair._idx_path} says, a multiple of {pair._token_bytes}",
+            f"{bin_size}: the file is truncated, or belongs to another .idx",
+        )
+
+
+def _check_entries_of_idx(pair):
+    """Each entry of the .idx is what IndexedDataset.verify() says.
+
+    In chunks, whose arrays stay in the CPU's cache: whole ones take four times as long, and 32 GB
+    for a billion sequences.
+    """
+    where_it_ends = "the end of the sequence before it"
+    _refuse_first_entry(
+        pair, "sequence_pointers", 0, pair.sequence_pointers[:1] != 0, where_it_ends
+    )
+    size = 1 << 15
+    for low in range(0, max(len(pair), len(pair.document_indices)), size):
+        # Copies: the file has these arrays at addresses that are no multiple of 8, which numpy
+        # reads slowly.
+        num_bytes = pair.sequence_lengths[low : low + size].astype(np.int64)
+        pointers = pair.sequence_pointers[low : low + size + 1].copy()  # one of the next chunk
+        documents = pair.document_indices[low : low + size + 1].copy()
+        num_bytes *= pair._token_bytes
+        _refuse_first_entry(pair, "sequence_lengths", low, num_bytes < 0, ">= 0")
+        steps = np.diff(pointers)
+        is_elsewhere = steps != num_bytes[: len(steps)]
+        _refuse_first_entry(pair, "sequence_pointers", low + 1, is_elsewhere, where_it_ends)
+        is_lower = documents[1:] < documents[:-1]
+        _refuse_first_entry(
+            pair, "document_indices", low + 1, is_lower, "at least the one before it"
+        )
+
+
+def _refuse_first_entry(pair, name, low, is_wrong, wanted):
+    """DatasetFormatError for the first wrong entry, if any, from entry low of an array on."""
+    if is_wrong.any():
+        at = low + is_wrong.argmax()
+        raise _format_error(pair._idx_path, f"{name}[{at}]", wanted, getattr(pair, name)[at])
+
+
+def _check_span(pair, i, pointer, size, offset, length):
+    """Sequence i lies in the .bin, and length tokens from offset on lie in it.
+
+    DatasetFormatError if only an .idx that was not checked as a whole can say so; else IndexError.
+    """
+    token_bytes = pair._token_bytes
+    end = pointer + size * token_bytes
+    if pointer % token_bytes or not 0 <= pointer <= end <= pair.num_tokens * token_bytes:
+        found = f"byte {pointer}, {size} tokens"
+        raise _format_error(pair._idx_path, f"sequence {i}", "a place in .bin", found)
+    if not 0 <= offset <= offset + length <= size:
+        wanted = f"tokens {offset} to {offset + length} of sequence {i}"
+        raise IndexError(f"{pair.path_prefix}: wanted {wanted}, which has {size}")
+
+
+def _check_new_lengths(builder, content, lengths, modes):
+    """Return lengths and modes as arrays; ValueError for those that do not fit the tokens."""
+    path = builder._bin.path
+    try:
+        lengths = array.array("i", iter(lengths))  # array("i", bytes) would copy their memory
+        if builder.multimodal:
+            modes = array.array("b", bytes(len(lengths)) if modes is None else modes)
+    except OverflowError as error:  # it does not say what is too large
+        found = f"lengths {lengths!s:.60}, modes {modes!s:.60}"
+        raise ValueError(f"{path}: {found}: {error}") from None
+    num_tokens = len(content) // builder._token_dtype.itemsize
+    if sum(lengths) != num_tokens or (lengths and min(lengths) < 0):
+        raise ValueError(
+            f"{path}: wanted lengths >= 0 that sum to the {num_tokens} tokens, "
+            f"got lengths {lengths.tolist()!s:.60} that sum to {sum(lengths)}"
+        )
+    if builder.multimodal and len(modes) != len(lengths):
+        raise ValueError(
+            f"{path}: wanted a mode for each of the {len(lengths)} sequences, "
+            f"got {len(modes)} modes"
+        )
+    return lengths, modes
+
+
+def _check_appended(builder, other):
+    """The other pair has the builder's dtype, no modes that would be lost, and is not its own."""
+    source = get_bin_path(other.path_prefix)
+    target = builder._bin.path
+    if os.path.realpath(source) == os.path.realpath(target):
+        raise ValueError(f"{source} is both input and output: choose another output prefix")
+    if other.dtype != builder.dtype:
+        raise ValueError(
+            f"{source} holds {other.dtype.__name__} tokens, "
+            f"wanted {builder.dtype.__name__} as in {target}"
+        )
+    if other.has_modes and not builder.multimodal:
+        raise ValueError(
+            f"{source} is one of a multimodal pair: to keep its modes, give --multimodal, or "
+            "multimodal=True"
+        )
+
+
+def _refuse_closed_builder(builder):
+    """ValueError if nothing can be added any more."""
+    if builder._bin.file.closed:
+        reason = "finalize() was called, or a write failed"
+        raise ValueError(f"{builder._bin.path}: this builder is closed: {reason}")
+
+
+def _check_last_document(builder):
+    """A document ends with the last sequence, and the builder is not closed."""
+    last_end = builder.document_indices[-1]
+    if last_end != len(builder.sequence_lengths):
+        raise ValueError(
+            f"{builder._bin.path}: no document ends after sequence {last_end}: "
+            "call end_document() before finalize()"
+        )
+    _refuse_closed_builder(builder)
+
+
+def _refuse_no_integers(ids, dtype, values):
+    """ValueError where tokens of this dtype would be made of anything but integers."""
+    if len(ids) and ids.dtype.kind not in "biu":  # bool, signed, unsigned
+        raise ValueError(f"{dtype} tokens must be integers of 64 bits, got {values!s:.60}")
+
+
+def _refuse_misfits(ids, tokens):
+    """ValueError for the first id that is another number as a token."""
+    misfits = (tokens != ids).nonzero()[0]
+    if len(misfits):
+        at = misfits[0]
+        reason = f"does not fit {tokens.dtype}: choose a larger dtype"
+        raise ValueError(f"token {ids[at]} at {at} {reason}")
+
+
+def _sentences(text):
+    """The sentences of a document: a str is one, a list has several; ValueError for all else."""
+    sentences = [text] if isinstance(text, str) else text
+    is_list = isinstance(sentences, list)
+    if not is_list or not all(isinstance(sentence, str) for sentence in sentences):
+        raise ValueError(f"wanted a text, or a list of sentences, got {text!r:.60}")
+    return sentences
+
+
+def _as_ids(tokenizer, found):
+    """What tokenize() has returned, as an array of ids; ValueError if it is none."""
+    ids = np.asarray(found)
+    if ids.ndim != 1 or (len(ids) > 0 and ids.dtype.kind not in "iu"):
+        raise ValueError(
+            f"wanted a tokenizer, got {type(tokenizer).__name__}, whose tokenize() makes "
+            f"{found!r:.60}, and no list of ids"
+        )
+    return ids
+
+
 # -- Configs, blends and builds (sections 3, 6 and 7) ----------------------------------------------
 
 
@@ -5363,9 +5388,13 @@ def _sync_folder(folder):
 #
 # When they are what is asked for, and the data are the same.  Three things say so:
 #
-#   description   what was asked for: its md5 is in the names of the files
-#   stamp         the size and the time of a file: has it changed since somebody looked?
+#   description   what was asked for?  Its md5 is in the names of the files; what upstream's leaves
+#                 out is in the manifest (made_from)
+#   stamp         size and time of a file: has it changed since somebody looked?
 #   fingerprint   sizes, lengths, and the ends of the tokens: are these the data, wherever they are?
+#
+# A note of a pair, in a manifest or a pickle, has the stamps of both files and the fingerprint.
+# Where the stamps are still the same, the fingerprint is believed without being made again.
 #
 #   <hash>-GPTDataset-train-description.txt
 #                          -document_index.npy   and -sample_index.npy, -shuffle_index.npy
@@ -5457,11 +5486,12 @@ def _find_arrays(stem, names, made_from, pair):
     if manifest["made_from"] != made_from:
         raise DatasetFormatError(f"it was made from {manifest['made_from']}, now from {made_from}")
     note = manifest["pair"]
-    if pair is not None and (note is None or not _is_noted(pair, note)):
+    if pair is not None and not _is_noted(pair, note):
         raise DatasetFormatError(f"the pair was {note}, is {_note_of_pair(pair)}")
     in_files = {}
     for name in names:
-        in_files[name] = _open_array(f"{stem}-{name}.npy", manifest["files"][name])
+        path = f"{stem}-{name}.npy"
+        in_files[name] = _as_array(path, _read_or_map_file(path), manifest["files"][name])
     # Another job may have renamed its own files in meanwhile: it removes the manifest first.
     if _read_manifest(stem) != text:
         raise DatasetFormatError("another job has written it meanwhile")
@@ -5477,31 +5507,45 @@ def _read_manifest(stem):
         return None
 
 
-def _open_array(path, noted):
-    """The array in a file that is as it was noted.
+# A mapping holds a file descriptor, of which a process may have few.  With hundreds of corpora they
+# would run out, so a file of at most so many bytes is read instead.
+_FEW_BYTES = 64 << 10
+
+
+def _read_or_map_file(path: str | os.PathLike) -> np.ndarray:
+    """The bytes of an .idx or array file, read-only; the array keeps a mapping alive.
+
+    At most _FEW_BYTES are read, more are mapped; and read where the system refuses to map them.
+    """
+    if os.path.getsize(path) > _FEW_BYTES:
+        with contextlib.suppress(Exception):
+            return np.asarray(np.memmap(path, np.uint8, "r"))
+    with open(path, "rb") as file:
+        return np.frombuffer(file.read(), np.uint8)
+
+
+def _as_array(path, content, noted):
+    """The array in the bytes of a file, which must be as it was noted.
 
     Its dtype and its shape are noted too: of hundreds of small corpora, to parse the headers of the
     files takes a fifth of a start.
     """
-    content = _read_or_map_file(path)
     size = len(content)
     name = os.path.basename(path)
     if size != noted["size"]:
         raise DatasetFormatError(f"{name} had {noted['size']} bytes, has {size}")
-    if _crc32_of_file(b"", content) != noted["crc32"]:
+    if _crc32_of_file(content) != noted["crc32"]:
         raise DatasetFormatError(f"{name} has another CRC-32")
     dtype = np.dtype(noted["dtype"])
     header_bytes = size - math.prod(noted["shape"]) * dtype.itemsize
     return np.frombuffer(content, dtype, offset=header_bytes).reshape(noted["shape"])
 
 
-def _crc32_of_file(header, content):
+def _crc32_of_file(content):
     """CRC-32 of the bytes of an array file; of a large one of the first and the last 4,096."""
-    crc32 = zlib.crc32(header)
-    if len(header) + len(content) > _CHECKED_BYTES:
-        crc32 = zlib.crc32(content[: 4096 - len(header)], crc32)
-        content = content[-4096:]
-    return zlib.crc32(content, crc32)
+    if len(content) > _CHECKED_BYTES:
+        content = np.concatenate([content[:4096], content[-4096:]])
+    return zlib.crc32(content)
 
 
 def _save_arrays(stem, arrays, description, manifest):
@@ -5521,21 +5565,20 @@ def _save_arrays(stem, arrays, description, manifest):
             header = io.BytesIO()
             fields = np.lib.format.header_data_from_array_1_0(values)
             np.lib.format.write_array_header_1_0(header, fields)
-            header = header.getvalue()
-            content = values.reshape(-1).view(np.uint8)
-            size = len(header) + len(content)
-            noted = {"size": size, "dtype": values.dtype.str, "shape": values.shape}
-            noted["crc32"] = _crc32_of_file(header, content)
+            size = header.tell() + values.nbytes
             new_file = _NewFile(f"{stem}-{name}.npy", synced=size > _CHECKED_BYTES)
-            new_files.enter_context(new_file).write(header)
-            new_file.write(content)
+            new_files.enter_context(new_file).write(header.getvalue())
+            new_file.write(values.reshape(-1).view(np.uint8))
             new_file.finish()
-            manifest["files"][name] = noted
             if size > _FEW_BYTES:
                 # mapped before it has its name, under which another job may put its own
-                values = _open_array(new_file.temporary, noted)
-            values.setflags(write=False)
-            in_files[name] = values
+                content = _read_or_map_file(new_file.temporary)
+            else:
+                content = np.frombuffer(header.getvalue() + values.tobytes(), np.uint8)
+            noted = {"size": size, "dtype": values.dtype.str, "shape": values.shape}
+            noted["crc32"] = _crc32_of_file(content)
+            in_files[name] = _as_array(new_file.path, content, noted)
+            manifest["files"][name] = noted
         for ending in ("manifest.json", "description.txt"):
             pathlib.Path(f"{stem}-{ending}").unlink(missing_ok=True)
     manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
@@ -5603,7 +5646,7 @@ def _note_of_pair(pair):
 def _is_noted(pair, note):
     """Are these the data of a note?  Nothing is read where the stamps are equal, and have a time.
 
-    DatasetFormatError for a damaged .idx: of its arrays the fingerprint has the lengths alone.
+    Else the whole .idx is checked: of its arrays the fingerprint has the lengths alone.
     """
     has_times = all(stamp["changed"] for stamp in pair._stamps.values())
     if has_times and note["stamps"] == pair._stamps:
@@ -5935,8 +5978,7 @@ def _fetch_index(url: str, stamp: dict, config: ObjectStorageConfig) -> str:
     with _NewFile(copied) as file:
         for begin in range(0, stamp["size"], at_a_time):
             file.write(remote.read(begin, min(at_a_time, stamp["size"] - begin)))
-        if remote.stamp() != stamp:
-            raise _format_error(url, "object", "one that stays while it is copied", "another")
+        _refuse_if_changed(url, stamp, "copied")
     return copied
 
 
