@@ -5010,16 +5010,11 @@ def _check_weights(weights, names):
     weights = np.array(weights).tolist()  # of a number: the number
     if not isinstance(weights, list) or len(weights) != len(names):
         raise ValueError(f"wanted {len(names)} weights, got {weights!r}")
-    _check_each_weight(weights, names)
-    if not 0 < sum(weights) < math.inf:
-        raise ValueError(f"weights {weights}: wanted a finite sum > 0")
-
-
-def _check_each_weight(weights, names):
-    """ValueError that says which of these weights is not a finite number >= 0."""
     for weight, name in zip(weights, names, strict=True):
         if not isinstance(weight, numbers.Real) or not 0 <= weight < math.inf:
             raise ValueError(f"weight of {name}: wanted a finite number >= 0, got {weight!r}")
+    if not 0 < sum(weights) < math.inf:
+        raise ValueError(f"weights {weights}: wanted a finite sum > 0")
 
 
 def _check_blend(blend):
@@ -5046,13 +5041,11 @@ def _check_config(config):
     if not isinstance(surplus, numbers.Real) or not 0 <= surplus < math.inf:
         raise ValueError(f"mid_level_dataset_surplus: wanted a number >= 0, got {surplus!r}")
     blends = config.blend_per_split
-    if blends is not None and not _is_list(blends):
-        raise ValueError("blend_per_split wants a list")
+    if blends and not (_is_list(blends) and len(blends) == len(Split)):
+        raise ValueError(f"blend_per_split wants a list of {len(Split)}: for each split a blend")
     if blends and any(blends):
         if config.blend is not None or config.split is not None:
             raise ValueError("blend_per_split wants blend and split to be None")
-        if len(blends) != len(Split):
-            raise ValueError(f"blend_per_split wants {len(Split)} entries, got {len(blends)}")
     else:
         if config.multiple_validation_sets:
             raise ValueError("multiple_validation_sets needs blend_per_split")
@@ -5062,15 +5055,14 @@ def _check_config(config):
     for blend in blends:
         if blend is not None:
             _check_blend(blend)
-    if config.blend_phases is not None:
-        has_train = blends[0] is not None
-        if has_train and config.split is not None:
-            has_train = parse_and_normalize_split(config.split)[0] > 0
-        if not has_train:
-            raise ValueError(
-                "blend_phases mixes the corpora of train, which has none: give it a blend, and a "
-                f"share of split, which is {config.split!r}"
-            )
+    has_train = blends[0] is not None
+    if has_train and config.split is not None:
+        has_train = parse_and_normalize_split(config.split)[0] > 0
+    if config.blend_phases is not None and not has_train:
+        raise ValueError(
+            "blend_phases mixes the corpora of train, which has none: give it a blend, and a share "
+            f"of split, which is {config.split!r}"
+        )
 
 
 def _check_config_of_samples(config):
@@ -5114,18 +5106,7 @@ def _check_shares(weights, size, phases, names):
 
 
 class _BlendTooLarge(ValueError):
-    """A blend takes more samples of a dataset than that one has.
-
-    needed   {dataset: samples taken of it}; the builder makes that dataset so large
-    """
-
-    def __init__(self, needed):
-        sentences = [
-            f"the blend takes {count:,} samples of {_name(dataset)}, which has {len(dataset):,}"
-            for dataset, count in needed.items()
-        ]
-        super().__init__("; ".join(sentences))
-        self.needed = needed
+    """It has needed, {dataset: samples taken of it}: the builder makes these so large."""
 
 
 def _check_taken(blend):
@@ -5135,7 +5116,13 @@ def _check_taken(blend):
         if count > len(dataset):
             needed[dataset] = count
     if needed:
-        raise _BlendTooLarge(needed)
+        sentences = [
+            f"the blend takes {count:,} samples of {_name(dataset)}, which has {len(dataset):,}"
+            for dataset, count in needed.items()
+        ]
+        error = _BlendTooLarge("; ".join(sentences))
+        error.needed = needed
+        raise error
 
 
 # -- Kernels, orders and samples (sections 4 to 6) -------------------------------------------------
@@ -5203,7 +5190,8 @@ def _check_blending(dataset_index, dataset_sample_index, shares, num_datasets, s
             f"num_datasets must be 1 to {2**15 - 2}, each with a weight, got {num_datasets} and "
             f"{len(shares)} weights"
         )
-    _check_each_weight(shares.tolist(), [f"dataset {d}" for d in range(num_datasets)])
+    if not np.all((shares >= 0) & (shares < np.inf)):
+        raise ValueError("weights: wanted finite numbers >= 0, one for each dataset")
 
 
 # -- Samplers, batches and gradients (sections 8 to 12) --------------------------------------------
