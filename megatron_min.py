@@ -1391,14 +1391,15 @@ def build_sample_idx(
     tokens = operator.index(num_epochs) * operator.index(tokens_per_epoch)
     document_index = document_indices  # upstream's name means another array in section 1
     _check_stream(sizes, document_index, S, tokens)
+    _check_documents(sizes, document_index)
     N = count_samples(tokens, S, drop_last_partial_sequence, x)
-    _check_documents(sizes, document_index, N, min(N * S + x, tokens))
+    lengths = sizes[document_index]
+    _check_lengths(lengths, N, min(N * S + x, tokens))
 
     # Row 0 is (0, 0).  Row j is found from where sample j - 1 ends: j*S + x tokens into the stream,
     # or, if it is a last, short one, where the stream ends.  (So, as in upstream, with x = 0 a
     # sample that starts with a document is the end of the one before, (d, length of d).)
     tokens_read = np.minimum(np.arange(1, N + 1) * S + x, tokens)
-    lengths = sizes[document_index]
     ends = np.cumsum(lengths, dtype=np.int64)  # tokens of the stream up to the end of each document
     starts = ends - lengths
     d = np.searchsorted(ends, tokens_read)  # the first document that ends there or later
@@ -5161,16 +5162,16 @@ def _check_numbers(documents):
         raise ValueError(f"document {np.max(documents)}: document_index is int32, below 2**31")
 
 
-def _check_documents(sizes, document_index, num_samples, end_of_last):
-    """IndexError or ValueError for documents in which so many samples do not end.
-
-    IndexError is for a document that is no sequence; numpy would take a -1.
-    """
+def _check_documents(sizes, document_index):
+    """IndexError for a document that is no sequence; numpy would take a -1."""
     wrong = np.flatnonzero((document_index < 0) | (document_index >= len(sizes)))
     if len(wrong):
         d = wrong[0]
         raise IndexError(f"document_indices[{d}] is {document_index[d]} of {len(sizes)} sequences")
-    lengths = sizes[document_index]
+
+
+def _check_lengths(lengths, num_samples, end_of_last):
+    """ValueError for documents of so many tokens in which so many samples do not end."""
     if len(lengths) and lengths.min() < 0:
         raise ValueError("a size is negative: no sequence has less than 0 tokens")
     held = lengths.sum(dtype=np.int64)

@@ -1550,21 +1550,26 @@ def test_a_subclass_may_return_other_tokens_and_lengths(mm, tmp_path):
 # ==============================================================================
 
 
-def blend_by_a_loop(weights, size, most=None):
+def blend_by_a_loop(phases, most=None):
     """[(dataset, its sample), ...]: always of the first dataset with the largest lag.
 
-    most   how many samples each dataset has; None: no end of them
+    phases   [(samples, weights), ...]: in each the lags begin anew, and who has no weight is out
+    most     how many samples each dataset has; None: no end of them
     """
-    most = [math.inf] * len(weights) if most is None else most
-    taken = [0] * len(weights)
+    given = collections.Counter()
     pairs = []
-    for i in range(size):
-        lags = []
-        for weight, count, end in zip(weights, taken, most, strict=True):
-            lags.append(weight * max(i, 1) - count if count < end else -math.inf)
-        d = lags.index(max(lags))
-        pairs.append((d, taken[d]))
-        taken[d] += 1
+    for samples, weights in phases:
+        taken = [0] * len(weights)
+        ends = [math.inf] * len(weights) if most is None else most
+        for i in range(samples):
+            lags = []
+            for weight, count, end in zip(weights, taken, ends, strict=True):
+                competes = weight > 0 and count < end
+                lags.append(weight * max(i, 1) - count if competes else -math.inf)
+            d = lags.index(max(lags))
+            pairs.append((d, given[d]))
+            taken[d] += 1
+            given[d] += 1
     return pairs
 
 
@@ -1579,8 +1584,8 @@ def test_blends_by_a_loop(mm):
         size = int(rng.integers(0, 600 if n < 33 else 150))
         sizes = rng.integers(0, 2 + 200 // n, n)
         total = int(sizes.sum())
-        of_weights = blend_by_a_loop(weights.tolist(), size)
-        of_sizes = blend_by_a_loop((sizes / max(total, 1)).tolist(), total, sizes.tolist())
+        of_weights = blend_by_a_loop([(size, weights.tolist())])
+        of_sizes = blend_by_a_loop([(total, (sizes / max(total, 1)).tolist())], sizes.tolist())
         for function, inputs, wanted in (
             (mm.build_blending_indices, (weights, n, size), of_weights),
             (mm.build_exhaustive_blending_indices, (sizes, n), of_sizes),
@@ -1643,17 +1648,6 @@ def pairs_of(ds):
     return list(zip(ds.dataset_index.tolist(), ds.dataset_sample_index.tolist(), strict=True))
 
 
-def phases_by_hand(ds):
-    """[(dataset, its sample), ...]: in each phase a blend of those with a weight, numbered on."""
-    pairs = []
-    for samples, weights in ds.phases:
-        used = [d for d, weight in enumerate(weights) if weight > 0]
-        taken = collections.Counter(d for d, _ in pairs)
-        for place, k in blend_by_a_loop([weights[d] for d in used], samples):
-            pairs.append((used[place], taken[used[place]] + k))
-    return pairs
-
-
 def test_phases_by_a_loop(mm):
     """A dataset without weight gives nothing.  One phase of all datasets is the plain blend."""
     for rng in cases(40):
@@ -1665,7 +1659,7 @@ def test_phases_by_a_loop(mm):
             phases.append((int(rng.integers(1, 40)), weights.tolist()))
         sizes = [999] * num_datasets
         ds = blended(mm, sizes, None, None, phases)
-        assert pairs_of(ds) == phases_by_hand(ds), phases
+        assert pairs_of(ds) == blend_by_a_loop(ds.phases), phases
         first = blended(mm, sizes, None, None, phases[:1])
         samples, weights = phases[0]
         assert pairs_of(first) == pairs_of(ds)[:samples]
@@ -1790,7 +1784,7 @@ def test_phases_are_for_train(mm, corpora):
     train, *others = build(mm, [12, 5, 5], cfg)  # of train there are 16
     assert train.phases == [(9, [0.5, 0.5, 0.0]), (7, [0.0, 1 / 3, 2 / 3])]
     assert [part.num_samples for part in train.datasets] == [6, 9, 6], "with a surplus each"
-    assert pairs_of(train) == phases_by_hand(train)
+    assert pairs_of(train) == blend_by_a_loop(train.phases)
     assert train.datasets[2].dataset is others[0].datasets[1].dataset, "each corpus is opened once"
     plain = build(mm, [16, 5, 5], config(mm, (corpora, weights), split="8,1,1"))
     for found, wanted in zip(others, plain[1:], strict=True):
