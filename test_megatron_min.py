@@ -1051,7 +1051,8 @@ def test_sequences_numbers_and_paths_of_any_kind(one, tmp_path):
         blend, four, micro_batch_size=four, dataloader_type="cyclic", seed=four
     )
     json.dumps([config(one, ([p, p], weights)).blend, loader.state_dict()])
-    assert '"num_samples": 20' in blend.unique_description
+    for words in ('"num_samples": 20', '"random_seed": 4'):
+        assert words in blend.unique_description
 
 
 # ==============================================================================
@@ -1613,6 +1614,7 @@ def test_a_blend_by_counts(mm):
     same(ds.dataset_index, np.array([1, 0, 1, 1], np.int16))
     same(ds.dataset_sample_index, np.array([0, 0, 1, 2], np.int64))
     assert (len(ds), len(blended(mm, [9, 9], [1, 1], 0))) == (4, 0)
+    assert len(blended(mm, [9, 9], [0, 1], 4).datasets) == 1
     assert ds[3] == ds[-1] == {"dataset_id": 1, "sample": 2}
     long = blended(mm, [20_000] * 2, [1, 2], 30_000)  # more than are counted at a time
     same(long.samples_taken(), np.array([10_000, 20_000]))
