@@ -55,7 +55,7 @@ Contents
 Part I, the path of a token
     1. The file pair              where on disk are the tokens of sequence i?
     2. Text to tokens             how do lines of JSON become a pair?
-    3. Split, blend, config       which documents of which corpora, and cut how?
+    3. Split, blend, config       which part of each corpus is for training, and in which mix?
     4. Three orders               how are documents and samples ordered, where do samples start?
     5. GPTDataset                 what are the tokens, labels and masks of sample k?
     6. BlendedDataset             which dataset, and which of its samples, is sample i of the blend?
@@ -782,13 +782,18 @@ def encode_jsonl(
 # ==============================================================================
 # 3. Split, blend, config
 # ==============================================================================
-# Question answered here: which documents of which corpora, and cut how?
+# Question answered here: which part of each corpus is for training, and in which mix?
 #
-#   split "98,1,1" of a corpus of 1000 sequences      |<------- train 0..979 ------->|valid|test|
-#   blend (["p1", "p2"], [30, 70])                    of 10 samples 3 come from p1 and 7 from p2
+# A split cuts every corpus into parts that have no sequence in common.  A blend mixes corpora:
 #
-# A split cuts one corpus into parts that have no sequence in common.  A blend mixes corpora.  A
-# config holds both, with everything else that decides what a sample looks like.
+#   split "98,1,1"    wiki, 100 documents    code, 1000 documents
+#   train             0 .. 97                0 .. 979
+#   valid             98                     980 .. 989
+#   test              99                     990 .. 999
+#   weights           30                     70
+#
+# So of 10 samples 3 are from wiki and 7 from code, in train, in valid and in test.  A config holds
+# split and blend, with everything else that decides what a sample looks like.
 #
 # From here on a document is a sequence of the .idx file: see the box at the top of this file.
 
@@ -822,10 +827,12 @@ def parse_and_normalize_split(split: str) -> list[float]:
     [0.75, 0.25, 0.0]
     """
     fields = re.split(r"\s*[,;/]\s*|\s+", str(split).strip("[]() "))
-    shares = [_number(field) for field in fields]
-    _check_shares(split, shares)
-    missing = len(Split) - len(shares)
-    return normalize(shares + [0.0] * missing)
+    names = [part.name for part in Split]
+    with _named(f"split {split!r}", 'wanted shares such as "98,1,1"'):
+        shares = [float(field) for field in fields]
+        shares += [0.0] * (len(names) - len(shares))
+        _check_weights(shares, names)
+    return normalize(shares)
 
 
 def convert_split_vector_to_split_matrix(
@@ -854,8 +861,8 @@ def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, i
 
     Both are rounded to whole numbers, halves to even ones, as round() does.
 
-    >>> split_range((0, 0.75), 3), split_range((0.75, 1.0), 3)
-    ((0, 2), (2, 3))
+    >>> split_range((0.98, 0.99), 100), split_range((0.98, 0.99), 1000)
+    ((98, 99), (980, 990))
     """
     begin, end = bounds
     return round(begin * num_sequences), round(end * num_sequences)
@@ -869,33 +876,33 @@ class BlendedMegatronDatasetConfig:
     blend_per_split, each of the three has a blend of whole corpora of its own.  With neither
     blend nor blend_per_split the data are mock data, see MockGPTDataset.
 
-    Which documents.  A blend, its weights and its phases may be any sequences.
+    What.  A blend, its weights and its phases may be any sequences.
     blend                       ([prefix, ...], [weight, ...] or None)
     split                       shares of train, valid, test, such as "98,1,1"
     blend_per_split             a list of three: for each split such a blend, or None
     split_matrix                made from split: the (begin, end) of each, as fractions of a corpus
     mock                        made from the blends: True if there is none; then split is 1,1,1
 
-    Cut and shuffled how.
+    How it is cut and shuffled.
     sequence_length             S, in tokens
     random_seed                 seed of the shuffles of section 4 (the sampler "cyclic" has its own)
-    tokenizer                   an object as in section 2: its eod and its pad are used
-    allow_ambiguous_pad_tokens  True: no loss at labels that equal the pad id, even where it is also
-                                the id of another special token, such as eod.  (False: there -1
-                                stands for padding, or no model would learn to end a text)
 
-    The rest, for later sections.
+    The rest, for later.
+    tokenizer                   an object as in section 2, of which section 5 uses eod and pad
+    allow_ambiguous_pad_tokens  True: no loss at labels that equal the pad id, even where it is also
+                                the id of another special token, such as eod (section 5)
     blend_phases                not of upstream: weights that change during training (section 6).
                                 [(samples, weights), ...] instead of the weights of train's blend
-    mid_level_dataset_surplus   samples prepared of each corpus beyond its share, 0.5 % (section 7)
-    multiple_validation_sets    for a loss of each corpus: valid becomes a list with a dataset for
-                                each of its corpora, where it has several (needs blend_per_split)
-    full_validation             with multiple_validation_sets: valid has all samples, so its size in
-                                section 7 must be None.  Else without effect
-    num_dataset_builder_threads how many corpora are built side by side
-    path_to_cache               folder where arrays are kept for the next start (section 15); None:
+    mid_level_dataset_surplus   samples prepared of each corpus beyond its share (section 7)
+    multiple_validation_sets    for a loss of each corpus: where valid has several, it becomes a
+                                list of a dataset for each; needs blend_per_split (section 7)
+    full_validation             with multiple_validation_sets: valid has all samples, and no size
+                                may be wanted of it; else without effect (section 7)
+    num_dataset_builder_threads how many corpora are built side by side (section 7)
+    path_to_cache               folder where arrays are kept for the next start; None:
                                 <prefix>/cache/GPTDataset_indices, and those of a blend are not kept
-    mmap_bin_files              False: read the tokens with os.pread instead of mapping the file
+                                (section 15)
+    mmap_bin_files              False: tokens are read with os.pread, not mapped (section 1)
 
     Accepted, without effect: fast_cache_load, defer_npy_index_mmap.
     ValueError for a field that is wrong, and for fields that do not go together.
@@ -925,50 +932,29 @@ class BlendedMegatronDatasetConfig:
     blend_phases: list | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        _refuse_passwords([self.blend, self.blend_per_split])
-        _check_fields(self)
-        for name in _LEAST_NUMBERS:  # a numpy number would not do for cache names, which are JSON
-            setattr(self, name, int(getattr(self, name)))
+        _check_config(self)
+        self.random_seed = int(self.random_seed)  # numpy's numbers are none of JSON's (section 5)
+        self.sequence_length = int(self.sequence_length)
         if self.blend_per_split and any(self.blend_per_split):
             self.blend_per_split = [_read_blend(blend) for blend in self.blend_per_split]
-        else:
-            self.blend_per_split = None
-            self.blend = _read_blend(self.blend)
-            self.mock = self.blend is None
-            if self.mock:
-                self.split = "1,1,1"
-            shares = parse_and_normalize_split(self.split)
-            self.split_matrix = convert_split_vector_to_split_matrix(shares)
-        _check_phases(self)
+            return
+        self.blend_per_split = None
+        self.blend = _read_blend(self.blend)
+        self.mock = self.blend is None
+        if self.mock:
+            self.split = "1,1,1"
+        shares = parse_and_normalize_split(self.split)
+        self.split_matrix = convert_split_vector_to_split_matrix(shares)
 
 
 def _read_blend(blend):
-    """A blend, checked: ([prefix, ...], [weight, ...] or None), or None."""
+    """A blend as (prefixes, a list of Python's numbers or None); None stays None."""
     if blend is None:
         return None
-    is_pair = _is_list(blend) and len(blend) == 2
-    if not is_pair or not _is_list(blend[0]) or len(blend[0]) == 0:
-        raise ValueError("a blend is ([prefix, ...], [weight, ...] or None), in lists or tuples")
     prefixes, weights = blend
     if weights is not None:
-        weights = _read_weights(weights, prefixes)
+        weights = np.array(weights).tolist()
     return prefixes, weights
-
-
-def _is_list(names):
-    """Is this a list or the like, and no text?"""
-    return isinstance(names, collections.abc.Sequence) and not isinstance(names, str)
-
-
-def _read_weights(weights, names):
-    """The weights as a list of Python's numbers, one for each of these names."""
-    weights = np.array(weights).tolist()  # of a number: the number
-    if not isinstance(weights, list) or len(weights) != len(names):
-        raise ValueError(f"wanted {len(names)} weights, one for each dataset, got {weights!r}")
-    _check_weights(weights, names)
-    if not 0 < sum(weights) < math.inf:
-        raise ValueError(f"weights {weights}: wanted a finite sum > 0")
-    return weights
 
 
 @dataclasses.dataclass
@@ -1018,127 +1004,12 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_fields_of_samples(self)
+        _check_config_of_samples(self)
 
     @property
     def has_dense_mask(self) -> bool:
         """Does a sample hold a (1, S, S) attention mask?"""
         return bool(self.create_attention_mask and not self.inter_document_masking)
-
-
-def get_blend_from_list(
-    blend: typing.Sequence[str] | None,
-) -> tuple[list[str], list[float] | None] | None:
-    """Read weights and prefixes in turn, or prefixes alone; return (prefixes, weights or None).
-
-    None stays None.  A list that is neither is a ValueError (upstream guesses).  A prefix that is a
-    number would be a weight: write ./2023 for a folder 2023.  Upstream: the same name.
-
-    >>> get_blend_from_list(["30", "p1", "70", "p2"]), get_blend_from_list(["2023_01", "wiki"])
-    ((['p1', 'p2'], [30.0, 70.0]), (['2023_01', 'wiki'], None))
-    """
-    if blend is None:
-        return None
-    if not _is_list(blend):
-        raise ValueError("wanted a list of prefixes, or of weights and prefixes")
-    entries = [str(entry).strip() for entry in blend]
-    values = [_number(entry) for entry in entries]
-    is_number = [value is not None for value in values]
-    if len(entries) > 0 and not any(is_number):
-        return entries, None
-    pairs = len(entries) // 2
-    if pairs == 0 or is_number != [True, False] * pairs:
-        raise ValueError(
-            f"blend: wanted prefixes, or weights and prefixes in turn, got {len(entries)} entries "
-            "(write a prefix that is a number with its folder: ./2023)"
-        )
-    return entries[1::2], values[0::2]
-
-
-def _number(text):
-    """The decimal number that a text is, or None: float() would also take 2023_01, inf and nan."""
-    if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) is None:
-        return None
-    number = float(text)
-    return number if math.isfinite(number) else None
-
-
-# -- What is refused ---------------------------------------------------------------------------
-
-
-def _check_shares(split, shares):
-    """ValueError for a text of other than one to three numbers; shares has None for such."""
-    are_numbers = None not in shares and len(shares) <= len(Split)
-    if not are_numbers or min(shares) < 0 or not 0 < sum(shares) < math.inf:
-        raise ValueError(
-            f'split {split!r}: wanted up to 3 numbers >= 0, not all 0, such as "98,1,1"'
-        )
-
-
-def _check_weights(weights, names):
-    """ValueError that says which of these weights is not a finite number >= 0."""
-    for weight, name in zip(weights, names, strict=True):
-        if not isinstance(weight, numbers.Real) or not 0 <= weight < math.inf:
-            raise ValueError(f"weight of {name}: wanted a finite number >= 0, got {weight!r}")
-
-
-_LEAST_NUMBERS = {"random_seed": 0, "sequence_length": 1, "num_dataset_builder_threads": 1}
-
-
-def _check_fields(config):
-    """ValueError for numbers of a config that are wrong, and for blends that do not go together."""
-    for name, least in _LEAST_NUMBERS.items():
-        value = getattr(config, name)
-        if not hasattr(value, "__index__") or not least <= value < 2**32:
-            raise ValueError(
-                f"{name} must be a whole number from {least} to 2**32 - 1, got {value!r}"
-            )
-    surplus = config.mid_level_dataset_surplus
-    if not isinstance(surplus, numbers.Real) or not 0 <= surplus < math.inf:
-        raise ValueError(f"mid_level_dataset_surplus: wanted a number >= 0, got {surplus!r}")
-    blends = config.blend_per_split
-    if blends is not None and not _is_list(blends):
-        raise ValueError("blend_per_split wants a list")
-    if blends and any(blends):
-        if config.blend is not None or config.split is not None:
-            raise ValueError("blend_per_split wants blend and split to be None")
-        if len(blends) != len(Split):
-            raise ValueError(f"blend_per_split wants {len(Split)} entries, got {len(blends)}")
-    elif config.multiple_validation_sets:
-        raise ValueError("multiple_validation_sets needs blend_per_split")
-    elif config.blend is not None and config.split is None:
-        raise ValueError('a blend needs a split, such as "98,1,1"')
-
-
-def _check_phases(config):
-    """ValueError for phases of a config that has no corpora for train."""
-    if config.blend_per_split is not None:
-        has_train = config.blend_per_split[Split.train.value] is not None
-    else:
-        has_train = not config.mock and config.split_matrix[Split.train.value] is not None
-    if config.blend_phases is not None and not has_train:
-        raise ValueError(
-            "blend_phases mixes the corpora of train, which has none: give it a blend, and a share "
-            f"of split, which is {config.split!r}"
-        )
-
-
-def _check_fields_of_samples(config):
-    """ValueError for a GPTDatasetConfig whose samples cannot be made as it says."""
-    names = ["unique_identifiers"]
-    if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
-        names.append("eod")
-    _check_tokenizer(config.tokenizer, names)  # section 19
-    if config.hybrid_context_parallel:
-        raise ValueError(
-            "hybrid_context_parallel is not supported: use inter_document_masking, and cut "
-            "batches with get_batch_on_this_cp_rank()"
-        )
-    if config.reset_attention_mask and not config.has_dense_mask:
-        raise ValueError(
-            "reset_attention_mask has no effect without a dense mask: set "
-            "create_attention_mask, or use inter_document_masking alone"
-        )
 
 
 # ==============================================================================
@@ -1257,19 +1128,10 @@ def plan_epochs(
     return EpochPlan(num_epochs, all_samples, separate, before_final)
 
 
-def _check_wanted(num_samples, tokens_per_epoch):
-    """ValueError for a number of samples that no number of epochs holds."""
-    if num_samples is not None and num_samples < 0:
-        raise ValueError(f"wanted num_samples >= 0, got {num_samples}")
-    if num_samples and tokens_per_epoch == 0:
-        raise ValueError(f"{num_samples} samples are wanted of a split that holds no tokens")
-
-
 def shuffle(items: np.ndarray, random_state: np.random.RandomState) -> None:
-    """Shuffle a 1-D array in place, as numpy does.
+    """Shuffle a 1-D array in place, as numpy does; section 18 puts a faster function here.
 
     For i = n-1 down to 1, item i is exchanged with one that is drawn from items 0 .. i, uniformly.
-    Section 18 puts a faster one with the same result here.
 
     >>> items = np.arange(6, dtype=np.int32)
     >>> shuffle(items, np.random.RandomState(1234)); items.tolist()
@@ -1304,9 +1166,8 @@ def build_document_index(
 
 
 def _repeat(documents, num_epochs):
-    """The documents once for each epoch, int32 (E*D,); ValueError where a number would wrap."""
-    if len(documents) and np.max(documents) >= 2**31:
-        raise ValueError(f"document {np.max(documents)}: document_index is int32, below 2**31")
+    """The documents once for each epoch, int32 (E*D,)."""
+    _check_numbers(documents)
     return np.tile(np.asarray(documents, np.int32), num_epochs)
 
 
@@ -1349,15 +1210,15 @@ def build_sample_idx(
     _check_stream(sizes, document_index, S, tokens)
     _check_documents(sizes, document_index)
     N = count_samples(tokens, S, drop_last_partial_sequence, x)
+    lengths = sizes[document_index]
+    _check_lengths(lengths, N, min(N * S + x, tokens))
 
     # Row 0 is (0, 0).  Row j is found from where sample j - 1 ends: j*S + x tokens into the stream,
     # or, if it is a last, short one, where the stream ends.  (So, as in upstream, with x = 0 a
     # sample that starts with a document is the end of the one before, (d, length of d).)
     tokens_read = np.minimum(np.arange(1, N + 1) * S + x, tokens)
-    lengths = sizes[document_index]
     ends = np.cumsum(lengths, dtype=np.int64)  # tokens of the stream up to the end of each document
     starts = ends - lengths
-    _check_lengths(lengths, ends, tokens_read)
     d = np.searchsorted(ends, tokens_read)  # the first document that ends there or later
     rows = np.zeros((N + 1, 2), _sample_index_dtype(len(document_index)))
     rows[1:, 0] = d
@@ -1369,71 +1230,33 @@ def build_sample_idx(
     return rows
 
 
-def _check_array(values, name, dtype):
-    """A 1-D array of this dtype; TypeError or ValueError."""
-    if not isinstance(values, np.ndarray) or values.dtype != dtype:
-        found = getattr(values, "dtype", type(values).__name__)
-        raise TypeError(f"{name} must be an array of {np.dtype(dtype)}, got {found}")
-    if values.ndim != 1:
-        raise ValueError(f"{name} must be 1-D, got shape {values.shape}")
-
-
-def _check_stream(sizes, document_index, S, tokens):
-    """Arrays of documents that may hold so many tokens: asked before larger arrays are made."""
-    _check_array(sizes, "sizes", np.int32)
-    _check_array(document_index, "document_indices", np.int32)
-    if not 1 <= S < 2**32:
-        raise ValueError(f"sequence_length must be 1 to 2**32 - 1, got {S}")
-    if not 0 <= tokens <= len(document_index) * 2**31:
-        raise ValueError(f"{len(document_index)} documents cannot hold {tokens} tokens")
-
-
-def _check_documents(sizes, document_index):
-    """IndexError for a document that is no sequence; numpy would take a -1."""
-    wrong = np.flatnonzero((document_index < 0) | (document_index >= len(sizes)))
-    if len(wrong):
-        d = wrong[0]
-        raise IndexError(f"document_indices[{d}] is {document_index[d]} of {len(sizes)} sequences")
-
-
-def _check_lengths(lengths, ends, tokens_read):
-    """ValueError for documents of so many tokens in which the samples do not end."""
-    if len(lengths) and lengths.min() < 0:
-        raise ValueError("a size is negative: no sequence has less than 0 tokens")
-    if len(tokens_read) and tokens_read[-1] > ends[-1]:
-        raise ValueError(
-            f"the samples need {tokens_read[-1]} tokens, the documents hold {ends[-1]}"
-        )
-
-
 def _sample_index_dtype(num_documents):
     """int32, or int64 where d does not fit.  Sizes are int32, so the offsets always fit."""
     return np.int32 if num_documents < 2**31 else np.int64
 
 
 def build_shuffle_index(
-    num_samples: int, total_size: int, random_state: np.random.RandomState
+    first_pile: int, num_samples: int, random_state: np.random.RandomState
 ) -> np.ndarray:
-    """Return 0 .. N - 1 in two piles: the first num_samples of these shuffled, then the rest.
+    """Return 0 .. N - 1 in two piles: the first so many of these shuffled, then the rest.
 
-    num_samples   the first pile, not N: all, or those that end before a last epoch that is shuffled
-                  by itself (upstream's name, as the next)
-    total_size    N
+    first_pile    all N, or those that end before a last epoch that is shuffled by itself
+    num_samples   N
     Returns       uint32 (N,); int64 from N = 2**32 - 2 on
     Upstream      _build_shuffle_index
 
     >>> build_shuffle_index(3, 6, np.random.RandomState(3)).tolist()     # 0 1 2 stay before 3 4 5
     [1, 0, 2, 3, 5, 4]
     """
-    shuffle_index = np.arange(total_size, dtype=_shuffle_index_dtype(total_size))
-    shuffle(shuffle_index[:num_samples], random_state)
-    shuffle(shuffle_index[num_samples:], random_state)
+    shuffle_index = np.arange(num_samples, dtype=_shuffle_index_dtype(num_samples))
+    shuffle(shuffle_index[:first_pile], random_state)
+    shuffle(shuffle_index[first_pile:], random_state)
     return shuffle_index
 
 
-def _shuffle_index_dtype(total_size):
-    """The dtype that upstream has for the numbers 0 .. total_size - 1."""
-    return np.uint32 if total_size < 2**32 - 2 else np.int64
+def _shuffle_index_dtype(num_samples):
+    """The dtype that upstream has for the numbers 0 .. N - 1."""
+    return np.uint32 if num_samples < 2**32 - 2 else np.int64
 
 
 def build_stable_orders(
@@ -2091,21 +1914,6 @@ def _as_counts(sizes, num_datasets):
     return counts
 
 
-def _check_blending(dataset_index, dataset_sample_index, shares, num_datasets, size):
-    """TypeError or ValueError for weights or sizes, and outputs, that the loops would misread."""
-    _check_array(dataset_index, "dataset_index", np.int16)
-    _check_array(dataset_sample_index, "dataset_sample_index", np.int64)
-    room = min(len(dataset_index), len(dataset_sample_index))
-    if not 0 <= size <= room:
-        raise ValueError(f"the outputs have room for {room} samples, not for {size}")
-    if not 0 < num_datasets < 2**15 - 1 or len(shares) != num_datasets:
-        raise ValueError(
-            f"num_datasets must be 1 to {2**15 - 2}, each with a weight, got {num_datasets} and "
-            f"{len(shares)} weights"
-        )
-    _check_weights(shares.tolist(), [f"dataset {d}" for d in range(num_datasets)])
-
-
 def build_phase_indices(
     dataset_index: np.ndarray,
     dataset_sample_index: np.ndarray,
@@ -2141,24 +1949,19 @@ def build_phase_indices(
 
 
 def _as_phases(phases, names):
-    """Phases as [(samples, normalized weights), ...]; ValueError for what is none.
+    """Phases of a blend of these names as [(samples, normalized weights), ...].
 
     Weights of 0 are left out of the sum, as a plain blend leaves out such corpora: so a blend of
     one phase has the same file name as a plain one.
     """
-    if not _is_list(phases) or len(phases) == 0:
-        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
-    checked = []
-    for number, phase in enumerate(phases):
-        with _named(f"phase {number}", "wanted (samples, weights), 1 sample or more"):
-            samples, weights = phase
-            if operator.index(samples) < 1:
-                raise ValueError(f"got {samples} samples")
-            shares = np.array(_read_weights(weights, names), np.float64)
+    _check_phases(phases, names)
+    normalized = []
+    for samples, weights in phases:
+        shares = np.array(weights, np.float64)
         is_used = shares > 0
         shares[is_used] = normalize(shares[is_used])
-        checked.append((int(samples), shares.tolist()))
-    return checked
+        normalized.append((int(samples), shares.tolist()))
+    return normalized
 
 
 def _drop_zero_weights(items, weights, names):
@@ -2168,21 +1971,6 @@ def _drop_zero_weights(items, weights, names):
     if dropped:
         log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
     return [items[d] for d in used], [weights[d] for d in used]
-
-
-class _BlendTooLarge(ValueError):
-    """A blend takes more samples of a dataset than that one has.
-
-    needed   {dataset: samples taken of it}; the builder makes that dataset so large
-    """
-
-    def __init__(self, needed):
-        sentences = [
-            f"the blend takes {count:,} samples of {_name(dataset)}, which has {len(dataset):,}"
-            for dataset, count in needed.items()
-        ]
-        super().__init__("; ".join(sentences))
-        self.needed = needed
 
 
 class BlendedDataset(_Identified):
@@ -2246,34 +2034,29 @@ class BlendedDataset(_Identified):
         self._in_files = {}
         self._taken = None
         self.dataset_index, self.dataset_sample_index = self._build_indices()
-        self._check_taken()
+        _check_taken(self)
 
     def _set_shares(self, weights, size, phases):
-        """Set weights, size and phases as in the table above; datasets of weight 0 are dropped."""
+        """Set size, weights and phases as in the table above; datasets of weight 0 are dropped."""
         names = [_name(dataset) for dataset in self.datasets]
-        if phases is not None:
-            if weights is not None or size is not None:
-                raise ValueError("phases stand for weights and size: these must be None")
-            checked = _as_phases(phases, names)
-            _, first_weights = checked[0]
-            if len(checked) > 1 or not all(first_weights):
-                self.phases = checked
-                self.weights = None
-                self.size = sum(samples for samples, _ in checked)
-                return
-            size, weights = phases[0]  # a plain blend, so that it shares the cache of that blend
-
-        self.phases = None
-        weights = _read_weights(weights, names)
-        self.datasets, weights = _drop_zero_weights(self.datasets, weights, names)
-        if size is None:
-            self.size = None
-            self.weights = _as_counts(weights, len(weights)).tolist()
-        else:
-            if size < 0 or size % 1:
-                raise ValueError(f"wanted a size that is a whole number >= 0, got {size}")
-            self.size = int(size)
-            self.weights = normalize(weights)
+        _check_shares(weights, size, phases, names)
+        if phases is None:
+            self.datasets, weights = _drop_zero_weights(self.datasets, weights, names)
+            self.phases = None
+            if size is not None:
+                self.size = int(size)
+                self.weights = normalize(weights)
+            else:
+                self.size = None
+                self.weights = _as_counts(weights, len(weights)).tolist()
+            return
+        self.phases = _as_phases(phases, names)
+        self.size = sum(samples for samples, _ in self.phases)
+        self.weights = None
+        _, shares = self.phases[0]
+        if len(self.phases) == 1 and all(shares):  # the same as weights and size
+            self.phases = None
+            self.weights = shares
 
     def __len__(self) -> int:
         return sum(self.weights) if self.size is None else self.size
@@ -2305,15 +2088,6 @@ class BlendedDataset(_Identified):
         else:
             build_blending_indices(*arrays, self.weights, len(self.datasets), self.size)
         return _count_datasets(dataset_index, len(self.datasets)), arrays
-
-    def _check_taken(self):
-        """_BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
-        needed = {}
-        for count, dataset in zip(self.samples_taken().tolist(), self.datasets, strict=True):
-            if count > len(dataset):
-                needed[dataset] = count
-        if needed:
-            raise _BlendTooLarge(needed)
 
     def samples_taken(self) -> np.ndarray:
         """Return how many samples the blend takes of each dataset, int64 (datasets,)."""
@@ -4713,6 +4487,133 @@ def _as_ids(tokenizer, found):
 # -- Configs, blends and builds (sections 3, 6 and 7) ----------------------------------------------
 
 
+def _is_list(names):
+    """Is this a list or the like, and no text?"""
+    return isinstance(names, collections.abc.Sequence) and not isinstance(names, str)
+
+
+def _check_weights(weights, names):
+    """ValueError for other than a finite number >= 0 for each of these names, and for all 0."""
+    weights = np.array(weights).tolist()  # of a number: the number
+    if not isinstance(weights, list) or len(weights) != len(names):
+        raise ValueError(f"wanted {len(names)} weights, got {weights!r}")
+    for weight, name in zip(weights, names, strict=True):
+        if not isinstance(weight, numbers.Real) or not 0 <= weight < math.inf:
+            raise ValueError(f"weight of {name}: wanted a finite number >= 0, got {weight!r}")
+    if not 0 < sum(weights) < math.inf:
+        raise ValueError(f"weights {weights}: wanted a finite sum > 0")
+
+
+def _check_blend(blend):
+    """ValueError for a blend of a config that is none."""
+    is_pair = _is_list(blend) and len(blend) == 2
+    if not is_pair or not _is_list(blend[0]) or len(blend[0]) == 0:
+        raise ValueError("a blend is ([prefix, ...], [weight, ...] or None), in lists or tuples")
+    prefixes, weights = blend
+    if weights is not None:
+        _check_weights(weights, prefixes)
+
+
+def _check_config(config):
+    """ValueError for a field of a config that is wrong, and for fields that do not go together."""
+    _refuse_passwords([config.blend, config.blend_per_split])
+    least_numbers = {"random_seed": 0, "sequence_length": 1, "num_dataset_builder_threads": 1}
+    for name, least in least_numbers.items():
+        value = getattr(config, name)
+        if not hasattr(value, "__index__") or not least <= value < 2**32:
+            raise ValueError(
+                f"{name} must be a whole number from {least} to 2**32 - 1, got {value!r}"
+            )
+    surplus = config.mid_level_dataset_surplus
+    if not isinstance(surplus, numbers.Real) or not 0 <= surplus < math.inf:
+        raise ValueError(f"mid_level_dataset_surplus: wanted a number >= 0, got {surplus!r}")
+    blends = config.blend_per_split
+    if blends and not (_is_list(blends) and len(blends) == len(Split)):
+        raise ValueError(f"blend_per_split wants a list of {len(Split)}: for each split a blend")
+    if blends and any(blends):
+        if config.blend is not None or config.split is not None:
+            raise ValueError("blend_per_split wants blend and split to be None")
+    else:
+        if config.multiple_validation_sets:
+            raise ValueError("multiple_validation_sets needs blend_per_split")
+        if config.blend is not None and config.split is None:
+            raise ValueError('a blend needs a split, such as "98,1,1"')
+        blends = [config.blend]
+    for blend in blends:
+        if blend is not None:
+            _check_blend(blend)
+    has_train = blends[0] is not None
+    if has_train and config.split is not None:
+        has_train = parse_and_normalize_split(config.split)[0] > 0
+    if config.blend_phases is not None and not has_train:
+        raise ValueError(
+            "blend_phases mixes the corpora of train, which has none: give it a blend, and a share "
+            f"of split, which is {config.split!r}"
+        )
+    if config.blend_phases is not None:
+        _check_phases(config.blend_phases, blends[0][0])
+
+
+def _check_config_of_samples(config):
+    """ValueError for a GPTDatasetConfig whose samples cannot be made as it says."""
+    names = ["unique_identifiers"]
+    if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
+        names.append("eod")
+    _check_tokenizer(config.tokenizer, names)  # section 19
+    if config.hybrid_context_parallel:
+        raise ValueError(
+            "hybrid_context_parallel is not supported: use inter_document_masking, and cut "
+            "batches with get_batch_on_this_cp_rank()"
+        )
+    if config.reset_attention_mask and not config.has_dense_mask:
+        raise ValueError(
+            "reset_attention_mask has no effect without a dense mask: set "
+            "create_attention_mask, or use inter_document_masking alone"
+        )
+
+
+def _check_phases(phases, names):
+    """ValueError for what is no list of phases of a blend of these names."""
+    if not _is_list(phases) or len(phases) == 0:
+        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
+    for number, phase in enumerate(phases):
+        with _named(f"phase {number}", "wanted (samples, weights), 1 sample or more"):
+            samples, weights = phase
+            if operator.index(samples) < 1:
+                raise ValueError(f"got {samples} samples")
+            _check_weights(weights, names)
+
+
+def _check_shares(weights, size, phases, names):
+    """ValueError for what a BlendedDataset of these names cannot be made with."""
+    if phases is None:
+        _check_weights(weights, names)
+        if size is not None and (size < 0 or size % 1):
+            raise ValueError(f"wanted a size that is a whole number >= 0, got {size}")
+    elif weights is not None or size is not None:
+        raise ValueError("phases stand for weights and size: these must be None")
+
+
+class _BlendTooLarge(ValueError):
+    """It has needed, {dataset: samples taken of it}: the builder makes these so large."""
+
+
+def _check_taken(blend):
+    """_BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
+    needed = {}
+    for count, dataset in zip(blend.samples_taken().tolist(), blend.datasets, strict=True):
+        if count > len(dataset):
+            needed[dataset] = count
+    if needed:
+        sentences = [
+            f"the blend takes {count:,} samples of {_name(dataset)}, which has {len(dataset):,}"
+            for dataset, count in needed.items()
+        ]
+        error = _BlendTooLarge("; ".join(sentences))
+        error.needed = needed
+        raise error
+
+
 def _check_sizes(config, sizes):
     """ValueError for numbers of samples that no build can have."""
     if len(sizes) != len(Split):
@@ -4824,6 +4725,72 @@ def _allow_open_files():
 
 
 # -- Kernels, orders and samples (sections 4 to 6) -------------------------------------------------
+
+
+def _check_wanted(num_samples, tokens_per_epoch):
+    """ValueError for a number of samples that no number of epochs holds."""
+    if num_samples is not None and num_samples < 0:
+        raise ValueError(f"wanted num_samples >= 0, got {num_samples}")
+    if num_samples and tokens_per_epoch == 0:
+        raise ValueError(f"{num_samples} samples are wanted of a split that holds no tokens")
+
+
+def _check_array(values, name, dtype):
+    """A 1-D array of this dtype; TypeError or ValueError."""
+    if not isinstance(values, np.ndarray) or values.dtype != dtype:
+        found = getattr(values, "dtype", type(values).__name__)
+        raise TypeError(f"{name} must be an array of {np.dtype(dtype)}, got {found}")
+    if values.ndim != 1:
+        raise ValueError(f"{name} must be 1-D, got shape {values.shape}")
+
+
+def _check_stream(sizes, document_index, S, tokens):
+    """Arrays of documents that may hold so many tokens: asked before larger arrays are made."""
+    _check_array(sizes, "sizes", np.int32)
+    _check_array(document_index, "document_indices", np.int32)
+    if not 1 <= S < 2**32:
+        raise ValueError(f"sequence_length must be 1 to 2**32 - 1, got {S}")
+    if not 0 <= tokens <= len(document_index) * 2**31:
+        raise ValueError(f"{len(document_index)} documents cannot hold {tokens} tokens")
+
+
+def _check_numbers(documents):
+    """ValueError for the number of a document that would wrap in document_index."""
+    if len(documents) and np.max(documents) >= 2**31:
+        raise ValueError(f"document {np.max(documents)}: document_index is int32, below 2**31")
+
+
+def _check_documents(sizes, document_index):
+    """IndexError for a document that is no sequence; numpy would take a -1."""
+    wrong = np.flatnonzero((document_index < 0) | (document_index >= len(sizes)))
+    if len(wrong):
+        d = wrong[0]
+        raise IndexError(f"document_indices[{d}] is {document_index[d]} of {len(sizes)} sequences")
+
+
+def _check_lengths(lengths, num_samples, end_of_last):
+    """ValueError for documents of so many tokens in which so many samples do not end."""
+    if len(lengths) and lengths.min() < 0:
+        raise ValueError("a size is negative: no sequence has less than 0 tokens")
+    held = lengths.sum(dtype=np.int64)
+    if num_samples and end_of_last > held:
+        raise ValueError(f"the samples need {end_of_last} tokens, the documents hold {held}")
+
+
+def _check_blending(dataset_index, dataset_sample_index, shares, num_datasets, size):
+    """TypeError or ValueError for weights or sizes, and outputs, that the loops would misread."""
+    _check_array(dataset_index, "dataset_index", np.int16)
+    _check_array(dataset_sample_index, "dataset_sample_index", np.int64)
+    room = min(len(dataset_index), len(dataset_sample_index))
+    if not 0 <= size <= room:
+        raise ValueError(f"the outputs have room for {room} samples, not for {size}")
+    if not 0 < num_datasets < 2**15 - 1 or len(shares) != num_datasets:
+        raise ValueError(
+            f"num_datasets must be 1 to {2**15 - 2}, each with a weight, got {num_datasets} and "
+            f"{len(shares)} weights"
+        )
+    if not np.all((shares >= 0) & (shares < np.inf)):
+        raise ValueError("weights: wanted finite numbers >= 0, one for each dataset")
 
 
 def _check_corpus(dataset):
@@ -8118,6 +8085,43 @@ def _run_demo(options):
     _print_line("Next, your own text, a JSON object with a text on each line of a file:")
     flags = "--input corpus.jsonl --output-prefix corpus --append-eod"
     _print_line(f"{options.program} preprocess {flags}")
+
+
+def get_blend_from_list(
+    blend: typing.Sequence[str] | None,
+) -> tuple[list[str], list[float] | None] | None:
+    """Read weights and prefixes in turn, or prefixes alone; return (prefixes, weights or None).
+
+    None stays None.  A list that is neither is a ValueError (upstream guesses).  A prefix that is a
+    number would be a weight: write ./2023 for a folder 2023.  Upstream: the same name.
+
+    >>> get_blend_from_list(["30", "p1", "70", "p2"]), get_blend_from_list(["2023_01", "wiki"])
+    ((['p1', 'p2'], [30.0, 70.0]), (['2023_01', 'wiki'], None))
+    """
+    if blend is None:
+        return None
+    if not _is_list(blend):
+        raise ValueError("wanted a list of prefixes, or of weights and prefixes")
+    entries = [str(entry).strip() for entry in blend]
+    values = [_number(entry) for entry in entries]
+    is_number = [value is not None for value in values]
+    if len(entries) > 0 and not any(is_number):
+        return entries, None
+    pairs = len(entries) // 2
+    if pairs == 0 or is_number != [True, False] * pairs:
+        raise ValueError(
+            f"blend: wanted prefixes, or weights and prefixes in turn, got {len(entries)} entries "
+            "(write a prefix that is a number with its folder: ./2023)"
+        )
+    return entries[1::2], values[0::2]
+
+
+def _number(text):
+    """The decimal number that a text is, or None: float() would also take 2023_01, inf and nan."""
+    if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) is None:
+        return None
+    number = float(text)
+    return number if math.isfinite(number) else None
 
 
 if __name__ == "__main__":

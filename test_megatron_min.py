@@ -886,8 +886,6 @@ def test_a_line_becomes_a_document(one, tmp_path):
 # 3. Split, blend, config
 # ==============================================================================
 
-# -- Split and blend ---------------------------------------------------------------------------
-
 
 def test_weights_are_divided_by_numpys_sum(one):
     """Which adds in groups, so that the last bit may be another one than that of a loop."""
@@ -926,26 +924,6 @@ def test_a_split_is_read_and_cut_by_hand(one):
 
 
 HIDDEN = np.array(["s3://KEY:SECRET@bucket/c"])  # a password that no door sees
-
-
-def test_a_list_is_read_as_prefixes_and_weights(one):
-    """Weights and prefixes in turn, or prefixes alone; numbers are decimal numbers."""
-    read = one.get_blend_from_list
-    assert read([30, "p1", 0.5, pathlib.Path("p2")]) == (["p1", "p2"], [30.0, 0.5])
-    assert read([" 1e-3 ", " p1 "]) == (["p1"], [0.001])
-    names = ["2023_01", "inf", "nan", "1e999"]  # float() takes each of these for a number
-    assert read(names) == (names, None)
-    # upstream pairs these anyway, or takes weights for prefixes
-    for wrong in (["0.3", "A", "B", "C"], ["0.3", "A", "0.7"], [], ["A", "1"], ["1", "2"]):
-        with pytest.raises(ValueError, match="prefixes"):
-            read(wrong)
-    for no_list in ("wiki", HIDDEN, 5):
-        with pytest.raises(ValueError, match="wanted a list of prefixes"):
-            read(no_list)
-
-
-# -- Config ------------------------------------------------------------------------------------
-
 PER_SPLIT = [(["q"], None), None, None]
 WITHOUT_BLEND = {"blend": None, "split": None}
 PHASES = [(4, [1])]
@@ -1003,10 +981,11 @@ def test_a_config_derives_its_other_fields(one):
     assert config(one, tokenizer=Unfinished()).eod_mask_loss is False  # so eod is not used
 
 
-def test_blends_weights_and_phases_may_be_any_sequences(one, tmp_path):
-    """Neither lists nor tuples, as OmegaConf's ListConfig; of a config and of a BlendedDataset."""
+def test_sequences_numbers_and_paths_of_any_kind(one, tmp_path):
+    """OmegaConf's ListConfig is no list.  What JSON lacks must not get into descriptions."""
     items = collections.UserList
-    p = mk(one, tmp_path / "p", [[1] * 20] * 9)
+    path = pathlib.Path(mk(one, tmp_path / "p", [[1] * 20] * 9))
+    p = str(path)
     mix = items([items([p, p]), items([1, 2])])
     phases = items([items([4, items([1, 2])]), items([4, np.array([2, 1])])])
     wanted = config(one, ([p, p], [1, 2]), blend_phases=[(4, [1, 2]), (4, [2, 1])])
@@ -1017,10 +996,6 @@ def test_blends_weights_and_phases_may_be_any_sequences(one, tmp_path):
     found = one.BlendedDataset(wanted.datasets, None, None, wanted.config, phases=phases)
     assert found.unique_description == wanted.unique_description
 
-
-def test_numpy_numbers_and_paths_are_taken(one, tmp_path):
-    """They must not reach the JSON of a cache's description or of a state."""
-    path = pathlib.Path(mk(one, tmp_path / "p", [[1] * 20] * 9))
     four = np.int64(4)
     weights = np.float32([1, 0.5])
     tokenizer = Tok(unique_identifiers={"file": path, "size": four})
@@ -1030,15 +1005,14 @@ def test_numpy_numbers_and_paths_are_taken(one, tmp_path):
     loader = one.build_pretraining_data_loader(
         blend, four, micro_batch_size=four, dataloader_type="cyclic", seed=four
     )
-    json.dumps([config(one, (["p", "q"], weights)).blend, loader.state_dict()])
-    assert '"num_samples": 20' in blend.unique_description
+    json.dumps([config(one, ([p, p], weights)).blend, loader.state_dict()])
+    for words in ('"num_samples": 20', '"random_seed": 4'):
+        assert words in blend.unique_description
 
 
 # ==============================================================================
 # 4. Three orders
 # ==============================================================================
-
-# -- How many samples, and where they start ----------------------------------------------------
 
 
 def plan_by_counting(tokens, wanted, S, drop_last, x):
@@ -1054,21 +1028,18 @@ def plan_by_counting(tokens, wanted, S, drop_last, x):
 
 
 def test_epochs_are_counted_one_by_one(one):
+    """Upstream loops for ever without tokens, and counts short samples in float32."""
     counts = list(itertools.product(range(1, 9), range(9), range(1, 6)))
     counts += [(101, 179, 1), (101, 180, 1)]  # 79 and 80 of the last epoch's 100 samples
     for stream, drop_last, x in itertools.product(counts, (False, True), (0, 1)):
         plan = one.plan_epochs(*stream, drop_last, bool(x))
         assert plan == plan_by_counting(*stream, drop_last, x), (stream, drop_last, x)
-
-
-def test_counts_of_no_tokens_and_of_more_than_a_float_counts(one):
-    """Upstream loops for ever without tokens, and counts short samples in float32."""
     assert one.plan_epochs(0, 0, 4) == one.plan_epochs(0, None, 4) == (1, 0, False, 0)
     for tokens, wanted, word in ((0, 1, "no tokens"), (13, -1, "num_samples")):
         with pytest.raises(ValueError, match=word):
             one.plan_epochs(tokens, wanted, 4)
     S = 2**20
-    wanted = 2**70
+    wanted = 2**70  # more than a float counts
     tokens = wanted * S + 1
     plan = one.plan_epochs(13, wanted, S)
     assert 13 * (plan.num_epochs - 1) < tokens <= 13 * plan.num_epochs
@@ -1086,16 +1057,12 @@ def cut_into_samples(sizes, S, drop_last, x):
     Row k is the place behind the last token of sample k - 1, x tokens back: sample k reads the
     extra token once more.
     """
-    stream = []  # of each token: which document of the stream it is in, and its place there
-    for d, size in enumerate(sizes):
-        for place in range(size):
-            stream.append((d, place))
+    stream = [(d, place) for d, size in enumerate(sizes) for place in range(size)]
     inputs = max(0, len(stream) - x)
     num_samples = inputs // S if drop_last else math.ceil(inputs / S)
     rows = [(0, 0)]
     for k in range(1, num_samples + 1):
-        end = min(k * S + x, len(stream))
-        d, place = stream[end - 1]
+        d, place = stream[min(k * S + x, len(stream)) - 1]
         rows.append((d, place + 1 - x))
     if num_samples * S > len(stream) and not x:  # upstream: the end of the last document
         rows[-1] = (len(sizes) - 1, sizes[-1])
@@ -1115,18 +1082,20 @@ def test_sample_indices_by_brute_force(mm):
         same(found, wanted, (sizes, S, drop_last, x))
 
 
-def test_streams_longer_than_2_31_tokens_do_not_wrap(mm):
-    """Documents of 2**31 - 1 tokens and one of a single token: the running count passes int32."""
+def test_no_number_wraps(mm):
+    """An order of so many documents or samples would take 16 GB: only the dtype that it gets."""
     S = 2**30
     documents = int32(0, 1, 0, 0)  # they begin at 0, 2**31 - 1, 2**31, 2**32 - 1
     rows = mm.build_sample_idx(int32(2**31 - 1, 1), documents, S, 1, 3 * 2**31 - 2)
     assert rows.tolist() == [[0, 0], [0, S], [2, 0], [2, S], [3, 1], [3, S + 1]]
+    assert [mm._sample_index_dtype(n) for n in (2**31 - 1, 2**31)] == [np.int32, np.int64]
+    assert [mm._shuffle_index_dtype(n) for n in (2**32 - 3, 2**32 - 2)] == [np.uint32, np.int64]
+    with pytest.raises(ValueError, match=f"document {2**31}"):
+        mm.build_document_index(np.array([1, 2**31]), 1, np.random.RandomState(0), False)
 
 
 def test_a_wrong_stream_is_said(mm):
     """Upstream reads behind its arrays."""
-    stream = {"sizes": int32(4, 3, 6), "document_indices": int32(0, 1, 2), "sequence_length": 4}
-    stream |= {"num_epochs": 1, "tokens_per_epoch": 13}
     for wrong, error, word in (
         ({"sizes": np.array([4, 3, 6])}, TypeError, "sizes"),
         ({"sizes": int32(4, 3, -6)}, ValueError, "size"),
@@ -1139,17 +1108,7 @@ def test_a_wrong_stream_is_said(mm):
         ({"sequence_length": 2**32}, ValueError, "sequence_length"),
     ):
         with pytest.raises(error, match=word):
-            mm.build_sample_idx(**stream | wrong)
-
-
-def test_long_orders_have_64_bits(one):
-    """Only which dtype they get: an order of this length would take 16 GB.  No number wraps."""
-    assert one._sample_index_dtype(2**31 - 1) is np.int32
-    assert one._sample_index_dtype(2**31) is np.int64
-    assert one._shuffle_index_dtype(2**32 - 3) is np.uint32
-    assert one._shuffle_index_dtype(2**32 - 2) is np.int64
-    with pytest.raises(ValueError, match=f"document {2**31}"):
-        one.build_document_index(np.array([1, 2**31]), 1, np.random.RandomState(0), False)
+            mm.build_sample_idx(**good_arguments("build_sample_idx") | wrong)
 
 
 def most_bytes(function, *arguments):
@@ -1176,20 +1135,14 @@ def test_memory_is_about_that_of_what_is_made(one, tmp_path):
         assert most_bytes(next, batches) < 200_000  # torch's order is not counted
 
 
-# -- Both orders, and stable_order -------------------------------------------------------------
-
-
 def random_parity_flags(rng):
     """All fields of a config that change orders or samples, as far as upstream has them."""
-    flags = {
-        "sequence_length": int(rng.integers(1, 12)),
-        "random_seed": int(rng.integers(2**32)),
-        "add_extra_token_to_sequence": bool(rng.integers(2)),
-        "drop_last_partial_validation_sequence": bool(rng.integers(2)),
-    }
-    for name in ("reset_position_ids", "eod_mask_loss", "create_attention_mask"):
-        flags[name] = bool(rng.integers(2))
+    names = ["add_extra_token_to_sequence", "drop_last_partial_validation_sequence"]
+    names += ["reset_position_ids", "eod_mask_loss", "create_attention_mask"]
+    flags = {name: bool(rng.integers(2)) for name in names}
     flags["reset_attention_mask"] = flags["create_attention_mask"] and bool(rng.integers(2))
+    flags["sequence_length"] = int(rng.integers(1, 12))
+    flags["random_seed"] = int(rng.integers(2**32))
     return flags
 
 
@@ -1529,26 +1482,31 @@ def test_a_subclass_may_return_other_tokens_and_lengths(mm, tmp_path):
 # ==============================================================================
 
 
-def blend_by_a_loop(weights, size, most=None):
+def blend_by_a_loop(phases, most=None):
     """[(dataset, its sample), ...]: always of the first dataset with the largest lag.
 
-    most   how many samples each dataset has; None: no end of them
+    phases   [(samples, weights), ...]: in each the lags begin anew, and who has no weight is out
+    most     how many samples each dataset has; None: no end of them
     """
-    most = [math.inf] * len(weights) if most is None else most
-    taken = [0] * len(weights)
+    given = collections.Counter()
     pairs = []
-    for i in range(size):
-        lags = []
-        for weight, count, end in zip(weights, taken, most, strict=True):
-            lags.append(weight * max(i, 1) - count if count < end else -math.inf)
-        d = lags.index(max(lags))
-        pairs.append((d, taken[d]))
-        taken[d] += 1
+    for samples, weights in phases:
+        taken = [0] * len(weights)
+        ends = [math.inf] * len(weights) if most is None else most
+        for i in range(samples):
+            lags = []
+            for weight, count, end in zip(weights, taken, ends, strict=True):
+                competes = weight > 0 and count < end
+                lags.append(weight * max(i, 1) - count if competes else -math.inf)
+            d = lags.index(max(lags))
+            pairs.append((d, given[d]))
+            taken[d] += 1
+            given[d] += 1
     return pairs
 
 
 def test_blends_by_a_loop(mm):
-    """The arrays are longer than the blend."""
+    """The arrays are longer than the blend.  Upstream has arrays of all weights on its stack."""
     for rng in cases(25):
         n = int(rng.choice([rng.integers(1, 40), rng.integers(33, 300)]))  # C has loops for both
         shapes = [rng.random(n), rng.integers(1, 4, n), rng.dirichlet(np.full(n, 0.2)), np.ones(n)]
@@ -1558,9 +1516,8 @@ def test_blends_by_a_loop(mm):
         size = int(rng.integers(0, 600 if n < 33 else 150))
         sizes = rng.integers(0, 2 + 200 // n, n)
         total = int(sizes.sum())
-        shares = sizes / max(total, 1)
-        of_weights = blend_by_a_loop(weights.tolist(), size)
-        of_sizes = blend_by_a_loop(shares.tolist(), total, sizes.tolist())
+        of_weights = blend_by_a_loop([(size, weights.tolist())])
+        of_sizes = blend_by_a_loop([(total, (sizes / max(total, 1)).tolist())], sizes.tolist())
         for function, inputs, wanted in (
             (mm.build_blending_indices, (weights, n, size), of_weights),
             (mm.build_exhaustive_blending_indices, (sizes, n), of_sizes),
@@ -1568,18 +1525,11 @@ def test_blends_by_a_loop(mm):
             outputs = np.full(len(wanted) + 1, 77, np.int16), np.full(len(wanted) + 1, 77)
             function(*outputs, *inputs)
             assert list(zip(*lists(outputs), strict=True)) == [*wanted, (77, 77)], inputs
-
-
-def test_blend_of_as_many_datasets_as_int16_can_number(mm):
-    """Upstream has arrays of so many doubles on its stack."""
     which, sample = np.zeros(50, np.int16), np.zeros(50, np.int64)
     mm.build_blending_indices(which, sample, np.full(32766, 1 / 32766), 32766, 50)
     assert which.tolist() == list(range(50))
     with pytest.raises(ValueError, match="32766"):
         mm.build_blending_indices(which, sample, np.full(32767, 1 / 32767), 32767, 5)
-
-
-# -- weights, sizes and phases -----------------------------------------------------------------
 
 
 def blended(mm, sizes, weights, size, phases=None, **fields):
@@ -1595,6 +1545,7 @@ def test_a_blend_by_counts(mm):
     same(ds.dataset_index, np.array([1, 0, 1, 1], np.int16))
     same(ds.dataset_sample_index, np.array([0, 0, 1, 2], np.int64))
     assert (len(ds), len(blended(mm, [9, 9], [1, 1], 0))) == (4, 0)
+    assert len(blended(mm, [9, 9], [0, 1], 4).datasets) == 1
     assert ds[3] == ds[-1] == {"dataset_id": 1, "sample": 2}
     long = blended(mm, [20_000] * 2, [1, 2], 30_000)  # more than are counted at a time
     same(long.samples_taken(), np.array([10_000, 20_000]))
@@ -1630,17 +1581,6 @@ def pairs_of(ds):
     return list(zip(ds.dataset_index.tolist(), ds.dataset_sample_index.tolist(), strict=True))
 
 
-def phases_by_hand(ds):
-    """[(dataset, its sample), ...]: in each phase a blend of those with a weight, numbered on."""
-    pairs = []
-    for samples, weights in ds.phases:
-        used = [d for d, weight in enumerate(weights) if weight > 0]
-        taken = collections.Counter(d for d, _ in pairs)
-        for place, k in blend_by_a_loop([weights[d] for d in used], samples):
-            pairs.append((used[place], taken[used[place]] + k))
-    return pairs
-
-
 def test_phases_by_a_loop(mm):
     """A dataset without weight gives nothing.  One phase of all datasets is the plain blend."""
     for rng in cases(40):
@@ -1652,7 +1592,7 @@ def test_phases_by_a_loop(mm):
             phases.append((int(rng.integers(1, 40)), weights.tolist()))
         sizes = [999] * num_datasets
         ds = blended(mm, sizes, None, None, phases)
-        assert pairs_of(ds) == phases_by_hand(ds), phases
+        assert pairs_of(ds) == blend_by_a_loop(ds.phases), phases
         first = blended(mm, sizes, None, None, phases[:1])
         samples, weights = phases[0]
         assert pairs_of(first) == pairs_of(ds)[:samples]
@@ -1671,15 +1611,12 @@ def test_phases_are_in_the_key(one, tmp_path):
     assert len(os.listdir(tmp_path)) == 4 * len(kinds)
 
 
-# -- samples and batches -----------------------------------------------------------------------
-
-
 def test_a_blend_has_the_samples_of_its_datasets(mm, tmp_path):
     """Made as their own configs say.  None is sample 0 of dataset 0, without any loss."""
     prefixes = []
-    for d, dtype in enumerate([np.uint8, np.uint16, np.int64]):
-        docs = random_docs(np.random.default_rng(d), vocab=5)
-        prefixes.append(mk(mm, tmp_path / f"corpus{d}", docs, dtype))
+    for dtype in (np.uint8, np.uint16, np.int64):
+        docs = random_docs(np.random.default_rng(len(prefixes)), vocab=5)
+        prefixes.append(mk(mm, tmp_path / np.dtype(dtype).name, docs, dtype))
     for fields, of_blend, of_last in (  # of all datasets, of the blend, of its last dataset
         ({"create_attention_mask": True, "reset_attention_mask": True}, {}, {}),
         ({"inter_document_masking": True}, {}, {}),
@@ -1691,10 +1628,10 @@ def test_a_blend_has_the_samples_of_its_datasets(mm, tmp_path):
             parts = [*ds.datasets[:2], quiet(gpt, mm, prefixes[2], 30, **of_last)]
             ds = mm.BlendedDataset(parts, [1, 2, 3], 30, config(mm, (prefixes, None), **of_blend))
         indices = [7, 0, None, 29, 7, -1, 3, *range(12)]
+        places = pairs_of(ds)
         wanted = []
         for i in indices:
-            d = 0 if i is None else int(ds.dataset_index[i])
-            k = None if i is None else int(ds.dataset_sample_index[i])
+            d, k = (0, None) if i is None else places[i]
             wanted.append({"dataset_id": torch.tensor(d), **ds.datasets[d][k]})
             assert wanted[-1]["loss_mask"].any() == (i is not None)
         for samples in read_in_all_ways(ds, indices):
@@ -1774,7 +1711,7 @@ def test_which_datasets_a_config_means(mm, corpora, caplog):
         assert [message.partition(",")[0] for message in messages] == warned
     train, valid, _ = built
     assert train.phases == [(9, [0.5, 0.5, 0.0]), (7, [0.0, 1 / 3, 2 / 3])]
-    assert pairs_of(train) == phases_by_hand(train)
+    assert pairs_of(train) == blend_by_a_loop(train.phases)
     assert train.datasets[2].dataset is valid.datasets[1].dataset, "each corpus is opened once"
     assert "weight 0: in/none" in caplog.text
 
@@ -6498,6 +6435,22 @@ def test_platforms_without_fcntl_and_fork(tmp_path):
     run = [sys.executable, "program/job.py"]
     done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=300)
     assert done.returncode == 0 and "equal: True" in done.stdout, done.stderr
+
+
+def test_a_list_is_read_as_prefixes_and_weights(one):
+    """Weights and prefixes in turn, or prefixes alone; numbers are decimal numbers."""
+    read = one.get_blend_from_list
+    assert read([30, "p1", 0.5, pathlib.Path("p2")]) == (["p1", "p2"], [30.0, 0.5])
+    assert read([" 1e-3 ", " p1 "]) == (["p1"], [0.001])
+    names = ["2023_01", "inf", "nan", "1e999"]  # float() takes each of these for a number
+    assert read(names) == (names, None)
+    # upstream pairs these anyway, or takes weights for prefixes
+    for wrong in (["0.3", "A", "B", "C"], ["0.3", "A", "0.7"], [], ["A", "1"], ["1", "2"]):
+        with pytest.raises(ValueError, match="prefixes"):
+            read(wrong)
+    for no_list in ("wiki", HIDDEN, 5):
+        with pytest.raises(ValueError, match="wanted a list of prefixes"):
+            read(no_list)
 
 
 # -- Programs: they begin, end and are stopped as a user's do, but import torch once for all -----
