@@ -4144,28 +4144,34 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 # ==============================================================================
 # Question answered here: what is looked at, when, and with which error?
 #
-#   input                     what is wrong with it                  looked at            error
-#   an .idx                   its magic, version, dtype code, size   at every open        (a)
-#   a pair                    documents do not run from 0 to n, or   at every open        (a)
-#                             the .bin does not end with the last
-#                             sequence
-#   all entries of an .idx    a length below 0, a pointer that is    verify(),            (a)
-#                             not the sum of the lengths before it,  check=True, before
-#                             documents that decrease                orders are built
-#   tokens, lengths, modes    they do not fit the dtype, do not add  before they are      ValueError
-#                             up                                     written
-#   a config, a blend         a field out of its range, fields that  when it is made      ValueError
-#                             do not go together, a weight that is
-#                             no finite number >= 0
-#   arguments of a kernel     their dtype, shape, range              at each call         TypeError,
-#                                                                                         ValueError
-#   a place in a sequence,    it is outside                          at each access       IndexError
-#   in an array of orders
-#   sizes of a sampler        below 1, a place where no pass starts  when it is made      ValueError
-#   a batch                   another shape, packed or not, a mask   when it is read      ValueError
-#                             of documents that would be left out
+#   input                    what is wrong with it                   looked at             error
+#   the name of a pair       nothing is there                        when it is opened     (b)
+#   an .idx, a pair          header or size; the ends of documents   when it is opened     (a)
+#                            or of the .bin; replaced meanwhile
+#   all entries of an .idx   lengths below 0, pointers that are not  verify(), check=True  (a)
+#                            their sums, documents that decrease     before orders
+#   a place in a sequence    it is outside                           at each access        IndexError
+#   ids, lengths, modes      they do not fit, or do not add up       before the writing    ValueError
+#   a text, its ids          they are none                           when they come        ValueError
+#   a config, a blend        a field out of its range, fields that   when it is made       ValueError
+#                            do not go together, weights, phases
+#   sizes, corpora           no build can have them; tokenizers      build()               ValueError
+#   data of the ranks        they differ                             end of build()        ValueError
+#   arguments of kernels     dtype, shape, range                     at each call          (c)
+#   arrays of orders         they lead out of the corpus             at each access        IndexError
+#   sizes of a sampler       below 1; it cannot begin there          when it is made       ValueError
+#   groups, rows, documents  ranks or tokens cannot be cut so        when they are cut     ValueError
+#   a batch                  shape; packed or not; a mask of         when it is read       ValueError
+#                            documents that would be left out
+#   a loader, a state        no rank in a job of several; no batch   when it is made       ValueError
+#                            (a warning); another past               or loaded
+#   an older iterator, a     it comes too late                       when it comes         (d)
+#   gradient
+#   a changed parameter, a   its gradient would be wrong             in the step           ValueError
+#   sum of one rank
 #
 #   (a) DatasetFormatError, a ValueError: file, field, what was wanted, what was found
+#   (b) FileNotFoundError   (c) TypeError, ValueError or IndexError   (d) RuntimeError
 #
 # What is refused in one plain line, such as an index out of range, may stand where it is used.
 
