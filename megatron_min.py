@@ -4144,30 +4144,30 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 # ==============================================================================
 # Question answered here: what is looked at, when, and with which error?
 #
-#   input                    what is wrong with it                   looked at             error
-#   the name of a pair       nothing is there                        when it is opened     (b)
-#   an .idx, a pair          header or size; the ends of documents   when it is opened     (a)
+#   input                    what is wrong with it                   looked at            error
+#   the name of a pair       nothing is there                        when it is opened    (b)
+#   an .idx, a pair          header or size; the ends of documents   when it is opened    (a)
 #                            or of the .bin; replaced meanwhile
-#   all entries of an .idx   lengths below 0, pointers that are not  verify(), check=True  (a)
+#   all entries of an .idx   lengths below 0, pointers that are not  verify(), check=True (a)
 #                            their sums, documents that decrease     before orders
-#   a place in a sequence    it is outside                           at each access        IndexError
-#   ids, lengths, modes      they do not fit, or do not add up       before the writing    ValueError
-#   a text, its ids          they are none                           when they come        ValueError
-#   a config, a blend        a field out of its range, fields that   when it is made       ValueError
+#   a place in a sequence    it is outside                           at each access       IndexError
+#   ids, lengths, modes      they do not fit, or do not add up       before the writing   ValueError
+#   a text, its ids          they are none                           when they come       ValueError
+#   a config, a blend        a field out of its range, fields that   when it is made      ValueError
 #                            do not go together, weights, phases
-#   sizes, corpora           no build can have them; tokenizers      build()               ValueError
-#   data of the ranks        they differ                             end of build()        ValueError
-#   arguments of kernels     dtype, shape, range                     at each call          (c)
-#   arrays of orders         they lead out of the corpus             at each access        IndexError
-#   sizes of a sampler       below 1; it cannot begin there          when it is made       ValueError
-#   groups, rows, documents  ranks or tokens cannot be cut so        when they are cut     ValueError
-#   a batch                  shape; packed or not; a mask of         when it is read       ValueError
+#   sizes, corpora           no build can have them; tokenizers      build()              ValueError
+#   data of the ranks        they differ                             end of build()       ValueError
+#   arguments of kernels     dtype, shape, range                     at each call         (c)
+#   arrays of orders         they lead out of the corpus             at each access       IndexError
+#   sizes of a sampler       below 1; it cannot begin there          when it is made      ValueError
+#   groups, rows, documents  ranks or tokens cannot be cut so        when they are cut    ValueError
+#   a batch                  shape; packed or not; a mask of         when it is read      ValueError
 #                            documents that would be left out
-#   a loader, a state        no rank in a job of several; no batch   when it is made       ValueError
+#   a loader, a state        no rank in a job of several; no batch   when it is made      ValueError
 #                            (a warning); another past               or loaded
-#   an older iterator, a     it comes too late                       when it comes         (d)
+#   an older iterator, a     it comes too late                       when it comes        (d)
 #   gradient
-#   a changed parameter, a   its gradient would be wrong             in the step           ValueError
+#   a changed parameter, a   its gradient would be wrong             in the step          ValueError
 #   sum of one rank
 #
 #   (a) DatasetFormatError, a ValueError: file, field, what was wanted, what was found
