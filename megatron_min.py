@@ -9,13 +9,15 @@ them.  Its measure is the package megatron-core 0.16.1, called "upstream" here: 
 which upstream works as intended, this module makes the same bytes, that is the same .bin and .idx
 files, index arrays, cache files, samples and batches, in the same order.
 
-Part I is the text book: rules, and nothing else.  Each of its sections opens with a question and a
+Part I is the textbook: rules, and nothing else.  Each of its sections opens with a question and a
 drawing, and its code is the definition of what happens to good input: plain, complete, and fast
-enough for many uses.  Bad input is refused by calls of one line, to functions of section 13.
-Part II is what trains with batches.  Part III is the workshop: what is refused, how files appear
-whole, how arrays are cached, how errors reach every rank, and how C makes loops faster.  Part IV is
-the tools around it, and the commands of a shell.  The file needs nothing but numpy and torch;
-_helpers.c is an optional accelerator with identical results.
+enough for many uses.  Bad input is refused by calls of one line, _check_...() and _refuse_...():
+these, and small tools such as _position(), stand in section 13.  A comment names the section of
+other functions that are not there yet.  Part II is what trains with batches.  Part III
+is the workshop: what is refused, how files appear whole, how arrays are cached, how errors reach
+every rank, and how C makes loops faster.  Part IV is the tools around it, and the commands of a
+shell.  The file needs nothing but numpy and torch; _helpers.c is an optional accelerator with
+identical results.
 
 Words       token        an integer that stands for a piece of text
             document     one text of the corpus; but see the box
@@ -45,8 +47,8 @@ Words       token        an integer that stands for a piece of text
 
 Notation    S  inputs of a sample (sequence_length)     D  sequences in a split
             T  tokens in one epoch of a split           E  epochs over the split
-            N  samples in a dataset                     x  1: a sample is S + 1 tokens, so that
-                                                           each input has a label; else 0
+            N  samples in a dataset                     x  1 where a sample is S + 1 tokens, so
+                                                           that each input has a label; else 0
             j  a sample's number in the stream          k  its number in the dataset
             d  a document's number in the stream; in section 6, a dataset's number in a blend
 Examples    read toy_corpus(): the three documents aaaa bbb cccccc, with S = 4
@@ -270,6 +272,7 @@ class _MappedTokens:
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
         self.tokens = np.zeros(0, dtype)
         if os.path.getsize(path) > 0:  # an empty file cannot be mapped
+            # its error names the file, and says this (section 13)
             with _named(path, "cannot be mapped (mmap_bin_files=False reads it)", OSError):
                 self.tokens = np.asarray(np.memmap(path, dtype, "r"))
 
@@ -283,7 +286,7 @@ class _MappedTokens:
 
 
 # A file may be damaged, cut short or forged, so nothing of it is used unchecked: the header and the
-# ends at every open, all entries in verify(), the bounds of a place at every access.
+# last entries at every open, all in verify(), the bounds of a place at every access.
 
 
 class IndexedDataset(torch.utils.data.Dataset):
@@ -565,7 +568,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         num_bytes = lengths.astype(np.int64) * self._token_dtype.itemsize
         sequence_pointers = np.cumsum(num_bytes)
         sequence_pointers -= num_bytes  # where each sequence begins
-        # With the digits of the temporary .bin, so that one sees which files belong together.
+        # Its temporary name has the digits of the .bin's (section 14): they belong together.
         index = _NewFile(idx_path, digits=self._bin.digits)
         try:
             index.write(_HEADER.pack(_MAGIC, _VERSION, code, n, m))
@@ -669,7 +672,8 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #   vocab_size           one more than the highest id; below 65500 (upstream's number) ids are
 #                        stored as uint16, else as int32
 #   eod                  the id that ends a document
-#   pad                  may be missing: the id that fills up a sample that is too short (section 5)
+#   pad                  may be missing: the id that fills up a sample that is too short (section 5,
+#                        which also asks for eos and special_tokens_dict, where they are there)
 #   tokenize(text)       str -> ids, in a list, array or tensor
 #   detokenize(ids)      ids, in a list, array, tensor or iterator -> str
 #   unique_identifiers   a dict that can be written as JSON and says which tokenizer this is, so
@@ -893,7 +897,8 @@ class BlendedMegatronDatasetConfig:
                                 the id of another special token, such as eod (section 5)
     blend_phases                not of upstream: weights that change during training (section 6).
                                 [(samples, weights), ...] instead of the weights of train's blend
-    mid_level_dataset_surplus   samples prepared of each corpus beyond its share (section 7)
+    mid_level_dataset_surplus   part of its share that is prepared of each corpus beyond it
+                                (section 7)
     multiple_validation_sets    for a loss of each corpus: where valid has several, it becomes a
                                 list of a dataset for each; needs blend_per_split (section 7)
     full_validation             with multiple_validation_sets: valid has all samples, and no size
@@ -933,7 +938,7 @@ class BlendedMegatronDatasetConfig:
 
     def __post_init__(self) -> None:
         _check_config(self)
-        self.random_seed = int(self.random_seed)  # numpy's numbers are none of JSON's (section 5)
+        self.random_seed = int(self.random_seed)  # JSON, of section 15, has no numbers of numpy
         self.sequence_length = int(self.sequence_length)
         if self.blend_per_split and any(self.blend_per_split):
             self.blend_per_split = [_read_blend(blend) for blend in self.blend_per_split]
@@ -1039,9 +1044,9 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 # The shuffles (1) and (3) exist in two kinds.  Upstream's kind shuffles all epochs as one pile;
 # where little of the last epoch is wanted (plan_epochs() says when), that epoch is a second pile.
 # So the order depends on the number of epochs, and on whether the last one is a pile of its own: a
-# run that is made longer by more than that meets another order from its first sample on.  With
-# stable_order each epoch is a pile of its own, drawn with a seed of its own, so epochs that are
-# added change nothing before them:
+# run that is made longer, so that one of these changes, meets another order from its first sample
+# on.  With stable_order each epoch is a pile of its own, drawn with a seed of its own, so epochs
+# that are added change nothing before them:
 #
 #   documents 0 1 2, seed 1234    upstream, one pile    stable_order
 #   1 epoch                       0 1 2                 0 1 2
@@ -1194,8 +1199,8 @@ def build_sample_idx(
                                    whole one
     add_extra_token_to_sequence    x
     Returns           int32 (N+1, 2); int64 from E*D = 2**31 on.  Row j is (d, offset): sample j
-                      starts at token offset of the d-th document.  Row N is where sample N would
-                      start.
+                      starts at token offset of the d-th document.  Row N is x tokens before the
+                      end of the last sample: where the next one would start.
     Cost              O(N log(E*D) + E*D) time; in C O(N + E*D), and 8 bytes for each row
     Upstream          helpers.build_sample_idx
 
@@ -1214,8 +1219,8 @@ def build_sample_idx(
     _check_lengths(lengths, N, min(N * S + x, tokens))
 
     # Row 0 is (0, 0).  Row j is found from where sample j - 1 ends: j*S + x tokens into the stream,
-    # or, if it is a last, short one, where the stream ends.  (So, as in upstream, with x = 0 a
-    # sample that starts with a document is the end of the one before, (d, length of d).)
+    # or, if it is a last, short one, where the stream ends.  (So, as in upstream, with x = 0 the
+    # row of a sample that starts with a document is the end of the document before it.)
     tokens_read = np.minimum(np.arange(1, N + 1) * S + x, tokens)
     ends = np.cumsum(lengths, dtype=np.int64)  # tokens of the stream up to the end of each document
     starts = ends - lengths
@@ -1223,8 +1228,8 @@ def build_sample_idx(
     rows = np.zeros((N + 1, 2), _sample_index_dtype(len(document_index)))
     rows[1:, 0] = d
     rows[1:, 1] = tokens_read - x - starts[d]  # sample j begins x tokens before sample j - 1 ends
-    # A last, short sample differs from upstream, which counts it in float32, and with x = 1 lets it
-    # end at offset -1 of an empty document.  With x = 0 it ends, as there, with the last document.
+    # With x = 0 a last, short sample ends, as in upstream, with the last document.  (Upstream
+    # counts it in float32, and with x = 1 lets it end at offset -1 of an empty document.)
     if x == 0 and N * S > tokens:
         rows[-1] = len(lengths) - 1, lengths[-1]
     return rows
@@ -1236,21 +1241,22 @@ def _sample_index_dtype(num_documents):
 
 
 def build_shuffle_index(
-    first_pile: int, num_samples: int, random_state: np.random.RandomState
+    num_samples: int, total_size: int, random_state: np.random.RandomState
 ) -> np.ndarray:
-    """Return 0 .. N - 1 in two piles: the first so many of these shuffled, then the rest.
+    """Return 0 .. N - 1 in two piles: the first num_samples of these shuffled, then the rest.
 
-    first_pile    all N, or those that end before a last epoch that is shuffled by itself
-    num_samples   N
+    num_samples   samples of the first pile: all N, or those that end before a last epoch that is
+                  shuffled by itself.  (This name and the next are upstream's.)
+    total_size    N
     Returns       uint32 (N,); int64 from N = 2**32 - 2 on
     Upstream      _build_shuffle_index
 
     >>> build_shuffle_index(3, 6, np.random.RandomState(3)).tolist()     # 0 1 2 stay before 3 4 5
     [1, 0, 2, 3, 5, 4]
     """
-    shuffle_index = np.arange(num_samples, dtype=_shuffle_index_dtype(num_samples))
-    shuffle(shuffle_index[:first_pile], random_state)
-    shuffle(shuffle_index[first_pile:], random_state)
+    shuffle_index = np.arange(total_size, dtype=_shuffle_index_dtype(total_size))
+    shuffle(shuffle_index[:num_samples], random_state)
+    shuffle(shuffle_index[num_samples:], random_state)
     return shuffle_index
 
 
@@ -1269,8 +1275,7 @@ def build_stable_orders(
 
     documents     int32 (D,)   numbers of the split's documents
     sample_edges  E + 1 ints   epoch e has the samples sample_edges[e] .. sample_edges[e + 1] - 1 of
-                               the stream.  The last number is N; a last, short sample, if it is
-                               kept, changes its pile when an epoch is added
+                               the stream.  The last number is N
     random_seed   int          0 to 2**32 - 1
     Returns       document_index, int32 (E*D,), and shuffle_index, uint32 or int64 (N,)
 
@@ -1371,7 +1376,7 @@ class MegatronDataset(abc.ABC, _Identified):
     ) -> None:
         self.dataset = dataset
         self.dataset_path = None if dataset_path is None else os.fspath(dataset_path)
-        self._documents = _as_range(indices)  # where they follow each other, as nearly always
+        self._documents = _as_range(indices)  # one where numbers follow each other (section 15)
         self.num_samples = None if num_samples is None else int(num_samples)
         self.index_split = index_split
         self.config = config
@@ -1415,7 +1420,7 @@ class GPTDataset(MegatronDataset):
 
     indexed_dataset   IndexedDataset, or any object with sequence_lengths and get(i, offset, length)
     dataset_path      its path prefix, which is part of the name of the cache files
-    indexed_indices   ints (D,), or a range: the sequences of this split
+    indexed_indices   ints (D,), or a range: the documents of this split
     num_samples       at least so many; None: those of one epoch
 
     ds[k] is a dict of new tensors:
@@ -1481,7 +1486,8 @@ class GPTDataset(MegatronDataset):
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
             self.eod_token_id = config.tokenizer.eod
 
-        self.unique_identifiers |= _identifiers_of_orders(self)  # section 15, as all to the end
+        # The arrays, and the files that keep them (section 15).
+        self.unique_identifiers |= _identifiers_of_orders(self)
         self._cache_folder = _folder_of_cache(self)
         self._in_files = {}
         self.epoch_plan = None
@@ -1495,6 +1501,7 @@ class GPTDataset(MegatronDataset):
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         k = 0 if idx is None else idx
+        # a subclass may add lengths
         text, _, *lengths = self._query_document_sample_shuffle_indices(k)
         return self._make_sample(idx, text, *lengths)
 
@@ -1553,7 +1560,7 @@ class GPTDataset(MegatronDataset):
         config = self.config
         S = config.sequence_length
         pad = self._pad_token_id
-        text = self._fill_up(k, text)
+        text = self._fill_up(k, text)  # that of a subclass may be short
         tokens = np.array(text[:S], np.int64)
         labels = np.array(text[1:], np.int64)
         if not self._x:
@@ -1578,7 +1585,7 @@ class GPTDataset(MegatronDataset):
                 lengths = [length for _, _, length in self.pieces(k)]
             position_starts = _starts_of_documents(lengths, S)
 
-        # Padding, -1 or the pad id, is shown as 0; as in upstream, also where the id is a real one.
+        # Padding becomes 0, and so, as in upstream, do real tokens that equal the pad id.
         tokens[tokens == pad] = 0
         labels[is_padding] = 0
         sample = {"tokens": tokens, "labels": labels}
@@ -1671,7 +1678,7 @@ def _find_pad_token_id(config):
     tokenizer may have as well; if it has none, they are eos and eod.
     """
     tokenizer = config.tokenizer
-    pad = _attribute(tokenizer, "pad")
+    pad = _attribute(tokenizer, "pad")  # None if there is none: section 19
     if pad is None:
         return -1
     special = dict(_attribute(tokenizer, "special_tokens_dict") or {})
@@ -1951,8 +1958,7 @@ def build_phase_indices(
 def _as_phases(phases, names):
     """Phases of a blend of these names as [(samples, normalized weights), ...].
 
-    Weights of 0 are left out of the sum, as a plain blend leaves out such corpora: so a blend of
-    one phase has the same file name as a plain one.
+    Weights of 0 are left out of the sum, as a plain blend leaves out such corpora.
     """
     _check_phases(phases, names)
     normalized = []
@@ -2008,7 +2014,7 @@ class BlendedDataset(_Identified):
     def __init__(
         self,
         datasets: typing.Sequence[MegatronDataset],
-        weights: typing.Sequence[float],
+        weights: typing.Sequence[float] | None,
         size: int | None,
         config: BlendedMegatronDatasetConfig,
         *,
@@ -2034,7 +2040,7 @@ class BlendedDataset(_Identified):
         self._in_files = {}
         self._taken = None
         self.dataset_index, self.dataset_sample_index = self._build_indices()
-        _check_taken(self)
+        _check_taken(self)  # raises _BlendTooLarge
 
     def _set_shares(self, weights, size, phases):
         """Set size, weights and phases as in the table above; datasets of weight 0 are dropped."""
@@ -2065,7 +2071,7 @@ class BlendedDataset(_Identified):
 
     def _build_indices(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the two arrays, and keep how many samples each dataset gives.  Upstream's name."""
-        self._taken, arrays, self._in_files = _load_or_build(
+        self._taken, arrays, self._in_files = _load_or_build(  # section 15
             folder=self._cache_folder,
             stem=f"{self.unique_description_hash}-{type(self).__name__}-{self.split.name}",
             names=self.index_names,
@@ -2166,26 +2172,27 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 #           blend_per_split         each split is a blend of whole corpora of its own
 #           neither                 mock data
 #
-# The config is read once, into a list of what is built.  The first row that fits a split says it;
-# size is the number of samples that are wanted of it, and None stands for one epoch:
+# Of a blend with weights each corpus gives n = ceil(size * w) samples, where size is the number of
+# samples that are wanted, and w the weight of the corpus divided by the sum of all weights.  It is
+# built for ceil(n * (1 + surplus)) samples, as the rule of section 6 keeps to the shares only
+# nearly, and may take more than n.  Where that is not enough (there upstream fails), this corpus
+# alone is built again, larger.
 #
-#   the split has                         is built as             each corpus is built for
-#   blend_phases (train)                  a blend of all phases   n samples and the surplus
-#   multiple_validation_sets (valid)      a dataset a corpus      size samples
-#   one corpus, without a weight or in    that corpus, unmixed    size samples
+# The config is read once, into a list of what is built; the first row that fits a split says it:
+#
+#   the split has                         is built as                each corpus is built for
+#   blend_phases (train)                  a blend of all phases      the sum of the n of each phase,
+#                                                                    and the surplus
+#   multiple_validation_sets (valid)      a dataset for each corpus  size samples
+#   one corpus, without a weight or in    that corpus, unmixed       size samples
 #     blend_per_split
-#   no weights                            a blend of size         one epoch
-#                                         samples, or of all
+#   no weights                            a blend of size samples,   one epoch
+#                                         or of all, if fewer
 #   weights, and size is None             ValueError
-#   weights, and a size                   a blend of all n        n samples and the surplus
+#   weights, and a size                   a blend of the sum of n    n, and the surplus
 #
-# With w for the weight of a corpus divided by the sum of all weights, n = ceil(size * w).  Of
-# phases it is the sum of the n of each phase.  These must have as many samples as size, or more.
-# Without weights corpora are mixed in proportion to their numbers of samples.
-#
-# The surplus is for this: the rule of section 6 keeps to the shares only nearly, so the blend may
-# take more than n samples of a corpus.  Where the surplus is not enough (there upstream fails),
-# that corpus alone is built again, larger.
+# A size of None stands for one epoch.  The phases must have as many samples as size, or more; all
+# of them are built.  Without weights corpora are mixed in proportion to their numbers of samples.
 #
 # In a job of several ranks one goes first:
 #
@@ -2410,7 +2417,7 @@ class BlendedMegatronDatasetBuilder:
 #   step    what changes the model once: M rounds, where M = global batch size / samples of a round.
 #           (Section 11 calls it num_microbatches.)  Where M is constant, step t reads the rounds
 #           t*M .. t*M + M - 1
-#   turn    once through all samples of the dataset, in whole rounds
+#   turn    once through all samples of the dataset
 #
 # All ranks have one order of samples, and it is dealt to them round by round: "single" deals it in
 # runs, "cyclic" sample by sample.  With micro_batch_size 2, data_parallel_size 2 and 8 samples:
@@ -2423,8 +2430,9 @@ class BlendedMegatronDatasetBuilder:
 #   rank                    0  1  0  1     0  1  0  1
 #
 # And after a stop?  One number, consumed_samples, says how many samples all ranks together have
-# used: of "single" in this turn, of "cyclic" in all turns.  A sampler that is made with this number
-# yields the rest of the turn.  The new job may have another number of workers, and:
+# used (None is no sample): of "single" in this turn, of "cyclic" in all turns.  A sampler that is
+# made with this number yields the rest of the turn.  The new job may have another number of
+# workers, and:
 #
 #   sampler             order of a turn                    what may be another after a stop
 #   single,             0, 1, 2, ...                       ranks, micro-batch size: always
@@ -2434,7 +2442,7 @@ class BlendedMegatronDatasetBuilder:
 #   (data_sharding)     its own: of 8, rank 1 has 4 .. 7
 #
 #   (a) consumed_samples is a whole number of the new rounds
-#   (b) the number of the turn, the samples done in it, and those shuffled in it are as before
+#   (b) the turn, the samples done in it, and samples_shuffled() are as before
 #
 # Samples that are left over, as they fill no whole round:
 #
