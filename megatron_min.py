@@ -272,7 +272,7 @@ class _MappedTokens:
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
         self.tokens = np.zeros(0, dtype)
         if os.path.getsize(path) > 0:  # an empty file cannot be mapped
-            # its error names the file, and says this (section 13)
+            # its error names the file (section 13)
             with _named(path, "cannot be mapped (mmap_bin_files=False reads it)", OSError):
                 self.tokens = np.asarray(np.memmap(path, dtype, "r"))
 
@@ -728,7 +728,7 @@ def encode_document(
     []
     """
     sequences = []
-    for sentence in _sentences(text):
+    for sentence in _sentences(text):  # section 13, and so _as_ids()
         tokens = _as_ids(tokenizer, tokenizer.tokenize(sentence)).tolist()
         if len(tokens) > 0:
             sequences.append(tokens)
@@ -1107,7 +1107,7 @@ def plan_epochs(
     A run reads only the first num_samples of the shuffled samples.  If the last epoch were shuffled
     together with the others, the run could read more samples of it than it needs, and leave out as
     many of earlier epochs.  So where few samples of the last epoch are wanted, that epoch is
-    shuffled by itself and comes last.  Few: less than int(0.80 * samples of one epoch).
+    shuffled by itself and comes last.  Few: less than int(0.80 * whole samples of one epoch).
 
     Upstream: GPTDataset._get_num_epochs, which loops for ever where a split has no tokens.
 
@@ -1331,8 +1331,6 @@ def build_stable_orders(
 # on nothing else.  So they are built once and kept in files, which every rank reads, and every
 # later job.  (As upstream's, the names of these files tell the path and the tokenizer, too:
 # section 15.)
-#
-# Python wants base classes first.
 
 
 class _Identified(torch.utils.data.Dataset):
@@ -1725,6 +1723,7 @@ def _starts_of_documents(lengths: typing.Iterable[int], sequence_length: int) ->
     """Return the places among the inputs of a sample where documents of these lengths start.
 
     Empty documents have no place, and what is beyond the inputs is none, as the extra token.
+    Padding belongs to the last document.
 
     >>> _starts_of_documents([3, 0, 2], 4), _starts_of_documents([4, 1], 4)
     ([0, 3], [0])
@@ -1842,8 +1841,8 @@ class MockGPTDataset(GPTDataset):
 #   dataset_index         1  0  1  1        0  1  0  1
 #   dataset_sample_index  0  0  1  2        1  3  2  4
 #
-# So phases that are added, or changed, leave those before them as they are.  (A phase that is added
-# takes more samples of each corpus, which without stable_order then come in another order.)
+# So phases that are added, or changed, leave the places before them as they are.  (But each corpus
+# gives more samples then, and without stable_order they come in another order.)
 
 
 def build_blending_indices(
@@ -2040,7 +2039,7 @@ class BlendedDataset(_Identified):
         self._in_files = {}
         self._taken = None
         self.dataset_index, self.dataset_sample_index = self._build_indices()
-        _check_taken(self)  # raises _BlendTooLarge
+        _check_taken(self)  # _BlendTooLarge, a ValueError
 
     def _set_shares(self, weights, size, phases):
         """Set size, weights and phases as in the table above; datasets of weight 0 are dropped."""
@@ -2191,8 +2190,8 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 #   weights, and size is None             ValueError
 #   weights, and a size                   a blend of the sum of n    n, and the surplus
 #
-# A size of None stands for one epoch.  The phases must have as many samples as size, or more; all
-# of them are built.  Without weights corpora are mixed in proportion to their numbers of samples.
+# A size of None stands for one epoch.  The phases must have as many samples as size, if it is given;
+# all of them are built.  Without weights corpora are mixed in proportion to their numbers of samples.
 #
 # In a job of several ranks one goes first:
 #
@@ -2275,8 +2274,7 @@ class BlendedMegatronDatasetBuilder:
     """Build train, valid and test from a config.  Upstream: BlendedMegatronDatasetBuilder.
 
     cls               a MegatronDataset class, such as GPTDataset
-    sizes             samples wanted of train, valid and test; None: one epoch (with weights: a
-                      ValueError)
+    sizes             samples wanted of train, valid and test; None as in the table above
     is_built_on_rank  () -> bool, asked only with torch.distributed: ranks where it is False get
                       None three times.  (Rank 0 builds in any case, for the cache.)
     config            the config of cls
@@ -2328,7 +2326,7 @@ class BlendedMegatronDatasetBuilder:
         else:
             _on_every_rank(_do_nothing)
             datasets = _on_every_rank(self._build_splits if is_wanted else _do_nothing)
-        _compare_builds(datasets)
+        _compare_builds(datasets)  # section 13
         return datasets if is_wanted else [None] * len(Split)
 
     def _build_splits(self):
@@ -2431,13 +2429,13 @@ class BlendedMegatronDatasetBuilder:
 #
 # And after a stop?  One number, consumed_samples, says how many samples all ranks together have
 # used (None is no sample): of "single" in this turn, of "cyclic" in all turns.  A sampler that is
-# made with this number yields the rest of the turn.  The new job may have another number of
-# workers, and:
+# made with this number yields the whole rounds that are left of the turn.  These may be others than
+# before the stop:
 #
 #   sampler             order of a turn                    what may be another after a stop
 #   single,             0, 1, 2, ...                       ranks, micro-batch size: always
 #   full_validation
-#   cyclic, unsharded   one shuffle of all samples         ranks, micro-batch size: if (a) and (b)
+#   cyclic, unsharded   one shuffle for all ranks          ranks, micro-batch size: if (a) and (b)
 #   cyclic, sharded     each rank shuffles a part of       micro-batch size: if (a) and (b)
 #   (data_sharding)     its own: of 8, rank 1 has 4 .. 7
 #
@@ -2681,9 +2679,9 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 # Section 8 makes the batches of a data-parallel rank.  All ranks with the same coordinate along dp
 # share them.  In the first and in the last stage, tp 0 of each cp rank has a loader of its own, and
 # sends its batches to the other tp ranks.  These loaders have equal samplers, so they read the same
-# batches.  The stages between read nothing, as in upstream: the trainer sends them what they need
-# besides the activations, such as a mask.  In packed rows attention keeps several documents apart
-# (inter_document_masking, section 3).  Then each stage needs cu_seqlens and max_seqlen, and reads.
+# batches.  As in upstream, a stage between reads where rows are packed, as attention keeps several
+# documents apart (inter_document_masking, section 3) and needs cu_seqlens and max_seqlen in each
+# stage, or where it predicts tokens (mtp).  Else it reads nothing, and is sent what it needs.
 #
 # With 2 ranks along each axis, a rank's number is tp + 2 cp + 4 dp + 8 pp:
 #
@@ -2727,8 +2725,8 @@ class ParallelGroups:
     1
     """
 
-    # The kinds with a process group; those with pp are not used here.  ranks(), rank(), size() and
-    # rank_lists() take any other too.
+    # The kinds with a process group; no code of this file sends over those with pp.  ranks(),
+    # rank(), size() and rank_lists() take any other too.
     _KINDS = ("tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "tp-cp-pp")
 
     @staticmethod
@@ -2933,7 +2931,7 @@ def _share_batch(data_iterator, layout, create_attention_mask, groups, device):
     views = _cut_views(buffer, sent)
     error = None
     if groups.rank("tp") == 0:
-        # Section 17: every error but KeyboardInterrupt and the like.
+        # Section 17: every error but KeyboardInterrupt, SystemExit and GeneratorExit.
         tensors, error = _attempt(_read_batch, data_iterator, layout, create_attention_mask)
         if error is None:
             for key, tensor in tensors.items():
