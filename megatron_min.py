@@ -2190,8 +2190,9 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 #   weights, and size is None             ValueError
 #   weights, and a size                   a blend of the sum of n    n, and the surplus
 #
-# A size of None stands for one epoch.  The phases must have as many samples as size, if it is given;
-# all of them are built.  Without weights corpora are mixed in proportion to their numbers of samples.
+# A size of None stands for one epoch.  The phases must have as many samples as size, if there is
+# one; all of them are built.  Without weights corpora are mixed in proportion to their numbers of
+# samples.
 #
 # In a job of several ranks one goes first:
 #
