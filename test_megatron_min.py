@@ -7560,21 +7560,17 @@ def test_readmes_first_lines_as_they_stand(one, first_lines, inputs, capsys, mon
 def test_readmes_expressions(one, readme, tmp_path):
     """For whole epochs, for a step of "cyclic", and for a pair without a record."""
     prefix = mk(one, tmp_path / "p", [np.arange(n) for n in range(1, 30)])
-    fields = {"split": "90,10,0", "tokenizer": Tok(), "create_attention_mask": False}
 
-    def build(num_samples, *prefixes):
-        config = one.GPTDatasetConfig(1234, 8, blend=(prefixes, None), **fields)
-        sizes = [num_samples, 0, 0]
-        builder = one.BlendedMegatronDatasetBuilder(one.GPTDataset, sizes, lambda: True, config)
-        return builder.build()[0]
+    def train_of(num_samples, *prefixes):
+        return build(one, [num_samples, 0, 0], config(one, (prefixes, None), split="90,10,0"))[0]
 
-    train = build(None, prefix)
+    train = train_of(None, prefix)
     [num_tokens] = re.findall("num_tokens is\n`(.+?)`", readme)
     for epochs in (1, 3):
         count = one.count_samples(epochs * eval(num_tokens), 8)
         for more in (0, 1):
-            assert build(count + more, prefix).epoch_plan.num_epochs == epochs + more
-    once = build(None, prefix, prefix)
+            assert train_of(count + more, prefix).epoch_plan.num_epochs == epochs + more
+    once = train_of(None, prefix, prefix)
     assert once.samples_taken().tolist() == [len(train), len(train)]
     [numbers] = re.findall(r"`(next\(itertools.+)`", readme)
     for step in (0, 4):
@@ -7631,10 +7627,8 @@ def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, readme, tmp_pa
     assert len(losses) == 4 and losses[-1] < losses[0]
     for ranks, layout in ((2, {"TP": "2"}), (4, {}), (4, {"TP": "2", "CP": "2"})):
         assert run_training(script, ranks, **layout) == lines, layout
-    forkserver = (
-        'import multiprocessing\nmultiprocessing.set_start_method("forkserver", force=True)\n'
-    )
-    script = forkserver + script.replace(" **dp)", " num_workers=1, **dp)")  # as from 3.14 on
+    begin = "import multiprocessing as mp\nmp.set_start_method('forkserver', force=True)\n"
+    script = begin + script.replace(" **dp)", " num_workers=1, **dp)")  # as from 3.14 on
     assert run_training(script, MEGATRON_MIN_C="0") == lines
 
 
@@ -7671,11 +7665,10 @@ def test_two_processes_learn_what_one_does(first_lines, inputs):
 def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path):
     """Each step reads its own samples, whatever was read ahead, or to estimate losses."""
     prefix = mk(one, tmp_path / "p", [np.arange(n) for n in range(1, 60)])
-    fields = {"split": "98,2,0", "tokenizer": Tok(), "create_attention_mask": False}
-    config = one.GPTDatasetConfig(1234, 8, blend=([prefix], None), **fields)
-    names = vars(one) | {"tokenizer": Tok(), "config": config, "device": "cpu", "seed_offset": 1}
+    data_config = config(one, ([prefix], None), split="98,2,0")
+    names = vars(one) | {"tokenizer": Tok(), "data_config": data_config, "device": "cpu"}
+    names |= {"seed_offset": 1, "max_iters": 20, "tokens_per_iter": 32}  # 4 samples in a step
     names |= {"ddp_world_size": 2, "batch_size": 2, "block_size": 8, "eval_iters": 3}
-    names |= {"max_iters": 20, "tokens_per_iter": 32}  # 4 samples in a step
     for iter_num in (0, 3):
         names["iter_num"] = iter_num
         exec(readme_block(readme, "python", "def get_batch(split)"), names)
@@ -7712,7 +7705,7 @@ print(loader.state_dict()["consumed_samples"])
 @pytest.mark.slow
 def test_a_job_that_is_told_to_end_saves_its_state(readme):
     """With README's option; without it torch's worker processes are gone."""
-    [definition] = re.findall("`(def leave_group.+)`", readme)
+    [definition] = re.findall("`(def leave_group.+?)`", readme)
     [loader] = re.findall("`(PretrainingDataLoader.+leave_group.)`", readme)
     script = TOLD_TO_END.format(definition=definition, loader=loader)
     env = os.environ | {"PYTHONPATH": str(HERE)}
