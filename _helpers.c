@@ -891,25 +891,18 @@ static PyMethodDef methods[] = {
 
 /* Fails if the compiler fused multiply-adds, which round once: a lag of section 4 would then be
  * another one.  With e = 2**-52 the product (1 + e) * (1 - e) is 1 - e * e, and rounded it is 1. */
-static int check_rounding(PyObject *Py_UNUSED(module))
+static int begin(PyObject *module)
 {
     const volatile double weight = 1.0 + DBL_EPSILON, step = 1.0 - DBL_EPSILON, taken = 1.0;
 
     if (weight * step - taken == 0.0)           /* volatile: computed here, not by the compiler */
-        return 0;
+        return PyModule_AddIntConstant(module, "VERSION", VERSION);
     PyErr_SetString(PyExc_ImportError, "_megatron_min was built with fused multiply-adds, which "
                     "change blends: build it with -ffp-contract=off");
     return -1;
 }
 
-static int add_version(PyObject *module)
-{
-    return PyModule_AddIntConstant(module, "VERSION", VERSION);
-}
-
-static PyModuleDef_Slot slots[] = {
-    {Py_mod_exec, check_rounding}, {Py_mod_exec, add_version}, {0, NULL},
-};
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, begin}, {0, NULL}};
 
 static struct PyModuleDef definition = {
     .m_base = PyModuleDef_HEAD_INIT, .m_name = "_megatron_min",

@@ -459,11 +459,9 @@ def print_row(cells):
 def machine():
     """What the numbers depend on."""
     name = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
+    with contextlib.suppress(OSError, IndexError):  # not every system tells the model
         cpuinfo = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        found = re.search(r"model name\s*: (.*)", cpuinfo)
-        if found:
-            name = found[1]
+        name = re.findall(r"model name\s*: (.*)", cpuinfo)[0]
     versions = [f"Python {platform.python_version()}"]
     for package in ("numpy", "torch", "megatron-core", "tokenizers", "gigatoken"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -483,9 +481,7 @@ def main():
     if options.billion:
         print_sizes()
         return 0
-    cases = SCREEN
-    if options.full:
-        cases = SCREEN + MORE
+    cases = SCREEN + MORE if options.full else SCREEN
     first, *others = competitors()
     print_row(["case", "size", "equal", first, *others, *[f"{name} x" for name in others]])
     print(f"|---|---|---|{'--:|' * (2 * len(others) + 1)}")
@@ -496,8 +492,7 @@ def main():
         if cells[2] == "NO":
             exit_code = 1
     print(f"\nmilliseconds; x: times faster than {first}")
-    print("*: upstream's is not in its package: its script re-created; of text to pair the package")
-    print("   tokenizers on all cores, with upstream's builder")
+    print("*: upstream's package lacks it: re-created; text to pair with tokenizers on all cores")
     return exit_code
 
 
@@ -509,9 +504,7 @@ def main():
 def print_sizes():
     """Print a line for each number of documents and of epochs."""
     mm = list(competitors().values())[-1]
-    physical = 2**34  # where nothing says how much memory there is
-    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
-        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # bytes of memory
     print("| million documents | epochs | build s | hit s | peak GiB |")
     print(f"|{'--:|' * 5}")
     for documents, epochs in itertools.product((10**6, 10**7, 10**8, 10**9), (1, 3, 10)):

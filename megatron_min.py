@@ -55,7 +55,7 @@ Contents
 Part I, the path of a token
     1. The file pair              where on disk are the tokens of sequence i?
     2. Text to tokens             how do lines of JSON become a pair?
-    3. Split, blend, config       which documents of which corpora, and cut how?
+    3. Split, blend, config       which part of each corpus is for training, and in which mix?
     4. Three orders               how are documents and samples ordered, where do samples start?
     5. GPTDataset                 what are the tokens, labels and masks of sample k?
     6. BlendedDataset             which dataset, and which of its samples, is sample i of the blend?
@@ -260,23 +260,6 @@ def get_bin_path(path_prefix: str | os.PathLike) -> str:
     return f"{os.fspath(path_prefix)}.bin"
 
 
-# A mapping holds a file descriptor, of which a process may have few.  With hundreds of corpora they
-# would run out, so an index of at most so many bytes is read instead.
-_FEW_BYTES = 64 << 10
-
-
-def _read_or_map_file(path: str | os.PathLike) -> np.ndarray:
-    """The bytes of an index, as a read-only array, which keeps its mapping alive if it has one.
-
-    At most _FEW_BYTES are read, more are mapped; and read where the system refuses to map them.
-    """
-    if os.path.getsize(path) > _FEW_BYTES:
-        with contextlib.suppress(Exception):
-            return np.asarray(np.memmap(path, np.uint8, "r"))
-    with open(path, "rb") as file:
-        return np.frombuffer(file.read(), np.uint8)
-
-
 class _MappedTokens:
     """The tokens of a .bin file that is mapped into memory.
 
@@ -299,16 +282,8 @@ class _MappedTokens:
         return [self.read(first, count) for first, count in spans]
 
 
-# A file may be damaged, cut short or forged, so nothing of it is used unchecked:
-#
-#   what              when                              what is checked
-#   header and size   at every open, in O(1)            the table above
-#   first and last    at every open, in O(1)            documents run from 0 to n, and the last
-#   entries                                             sequence ends where the .bin ends
-#   all entries       in verify(), with check=True,     lengths are >= 0, each pointer is the sum
-#                     and before section 5 builds its   of the lengths before it, in bytes, and
-#                     orders, in O(n)                   documents never decrease
-#   one place         at every access                   the bounds of the sequence and of the .bin
+# A file may be damaged, cut short or forged, so nothing of it is used unchecked: the header and the
+# ends at every open, all entries in verify(), the bounds of a place at every access.
 
 
 class IndexedDataset(torch.utils.data.Dataset):
@@ -355,97 +330,40 @@ class IndexedDataset(torch.utils.data.Dataset):
         self._open()
 
     def _open(self):
-        """Open both files, and look at their ends; a dataset that is unpickled does so, too."""
+        """Open both files; a dataset that is unpickled does so, too."""
         self._verified = False
         self._fingerprint = None  # made when it is asked for: section 15
         self._record = None  # read when it is asked for: section 20
-        # A stamp is the size and the time of a file (section 15).  If that of the .idx is the same
-        # when the .bin is open, the pair was not replaced meanwhile: section 14 says why.
-        idx_stamp = self._stamp_of_index()
+        idx_stamp = _stamp_of_index(self._idx_path)  # size and time of the file: section 15
         local_path = self._idx_path
         if _is_remote(local_path):
             local_path = _fetch_index(self._idx_path, idx_stamp, self.object_storage_config)
-        content = _read_or_map_file(local_path)
-        code, n, m, self.has_modes = self._read_header(content)
+        content = _read_or_map_file(local_path)  # its bytes, as an array: section 15
+        code, n, m = _check_idx_header(self._idx_path, content, self.multimodal)
         self.dtype = DType.dtype_from_code(code)
         self.sequence_lengths = np.frombuffer(content, np.int32, n, 34)
         self.sequence_pointers = np.frombuffer(content, np.int64, n, 34 + 4 * n)
         self.document_indices = np.frombuffer(content, np.int64, m, 34 + 12 * n)
+        self.has_modes = len(content) > 34 + 12 * n + 8 * m
         self.sequence_modes = None
         if self.multimodal:
             self.sequence_modes = np.frombuffer(content, np.int8, n, 34 + 12 * n + 8 * m)
         bin_stamp = _file_stamp(self._bin_path)
         self._token_bytes = DType.size(self.dtype)
         self.num_tokens = bin_stamp["size"] // self._token_bytes
-        self._check_ends(bin_stamp["size"])
+        _check_ends_of_pair(self, bin_stamp["size"])
         if _is_remote(self._bin_path):
             self._tokens = _RemoteFile(self._bin_path, self.dtype)
         elif self.mmap:
             self._tokens = _MappedTokens(self._bin_path, self.dtype)
         else:
             self._tokens = _FileTokens(self._bin_path, self.dtype)
+        # With the same .idx before and after, the pair was not replaced meanwhile (section 14).
+        _refuse_if_changed(self._idx_path, idx_stamp, "opened")
         self._stamps = {"idx": idx_stamp, "bin": bin_stamp}
-        if _file_stamp(self._idx_path) != idx_stamp:
-            wanted = "one that stays while it is opened"
-            raise _format_error(self._idx_path, "file", wanted, "another")
         self._in_files = {name: getattr(self, name) for name in _OPENED}  # section 15
         if self.check:
             self.verify()
-
-    def _stamp_of_index(self):
-        """Size and time of the .idx; where there is none, the error says what there is."""
-        try:
-            return _file_stamp(self._idx_path)
-        except FileNotFoundError:
-            prefix = self.absolute_prefix
-            found = sorted(glob.glob(f"{glob.escape(prefix)}*.idx"))
-            if os.path.isfile(prefix):
-                reason = "not a pair but a file (a pair is named without .bin and .idx)"
-                raise FileNotFoundError(errno.ENOENT, reason, prefix) from None
-            if not found:
-                raise
-            names = [os.path.basename(path).removesuffix(".idx") for path in found]
-            reason = f"no such pair; pairs that begin so: {', '.join(names[:3])}"
-            raise FileNotFoundError(errno.ENOENT, reason, self._idx_path) from None
-
-    def _read_header(self, content):
-        """(dtype code, n, m, whether there are modes) of an .idx of the size that they ask for."""
-        path = self._idx_path
-        found = len(content)
-        if found < _HEADER.size:
-            raise _format_error(path, "file size", f"at least {_HEADER.size} bytes", found)
-        magic, version, code, n, m = _HEADER.unpack_from(content)
-        if magic != _MAGIC or version != _VERSION:
-            raise _format_error(path, "magic, version", (_MAGIC, _VERSION), (magic, version))
-        if not 1 <= code <= 8:
-            raise _format_error(path, "dtype code", "1 to 8", code)
-        if m < 1:
-            raise _format_error(path, "length of document_indices", "at least 1", m)
-        without_modes = 34 + 12 * n + 8 * m
-        sizes = [without_modes + n]
-        if not self.multimodal:
-            sizes.append(without_modes)
-        if found not in sizes:
-            raise _format_error(path, "file size", f"{sizes} (the first with modes)", found)
-        return code, n, m, found > without_modes
-
-    def _check_ends(self, bin_size):
-        """The documents run from 0 to n, and the last sequence ends where the .bin ends."""
-        n = len(self)
-        documents = [int(self.document_indices[0]), int(self.document_indices[-1])]
-        if documents != [0, n]:
-            raise _format_error(self._idx_path, "document_indices", f"from 0 to {n}", documents)
-        end = 0
-        if n:
-            last_size = int(self.sequence_lengths[-1]) * self._token_bytes
-            end = int(self.sequence_pointers[-1]) + last_size
-        if bin_size != end or end % self._token_bytes:
-            raise _format_error(
-                self._bin_path,
-                f"file size ({self.dtype.__name__} tokens)",
-                f"{end} bytes, as {self._idx_path} says, a multiple of {self._token_bytes}",
-                f"{bin_size}: the file is truncated, or belongs to another .idx",
-            )
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -488,48 +406,20 @@ class IndexedDataset(torch.utils.data.Dataset):
         """Where a part of sequence i lies: (number of tokens before it in the .bin, its length)."""
         pointer = int(self.sequence_pointers[i])
         size = int(self.sequence_lengths[i])
-        start, rest = divmod(pointer, self._token_bytes)
-        if rest != 0 or start < 0 or size < 0 or start + size > self.num_tokens:
-            # only an .idx that was not checked as a whole can be wrong in this way
-            found = f"byte {pointer}, {size} tokens"
-            raise _format_error(self._idx_path, f"sequence {i}", "a place in .bin", found)
         offset = operator.index(offset)
         length = size - offset if length is None else operator.index(length)
-        if offset < 0 or length < 0 or offset + length > size:
-            wanted = f"tokens {offset} to {offset + length} of sequence {i}"
-            raise IndexError(f"{self.path_prefix}: wanted {wanted}, which has {size}")
-        return start + offset, length
+        _check_span(self, i, pointer, size, offset, length)
+        return pointer // self._token_bytes + offset, length
 
     def verify(self) -> None:
-        """Check every entry of the .idx, once, in O(n); DatasetFormatError for a wrong one."""
-        if self._verified:
-            return
-        wanted = "the end of the sequence before it"
-        self._refuse_first("sequence_pointers", 0, self.sequence_pointers[:1] != 0, wanted)
-        # In chunks, whose arrays stay in the CPU's cache: whole ones take four times as long, and
-        # 32 GB for a billion sequences.
-        size = 1 << 15
-        for low in range(0, max(len(self), len(self.document_indices)), size):
-            # Copies: the file has these arrays at addresses that are no multiple of 8, which numpy
-            # reads slowly.
-            num_bytes = self.sequence_lengths[low : low + size].astype(np.int64)
-            pointers = self.sequence_pointers[low : low + size + 1].copy()  # one of the next chunk
-            documents = self.document_indices[low : low + size + 1].copy()
-            num_bytes *= self._token_bytes
-            self._refuse_first("sequence_lengths", low, num_bytes < 0, ">= 0")
-            steps = np.diff(pointers)
-            is_elsewhere = steps != num_bytes[: len(steps)]
-            self._refuse_first("sequence_pointers", low + 1, is_elsewhere, wanted)
-            is_lower = documents[1:] < documents[:-1]
-            self._refuse_first("document_indices", low + 1, is_lower, "at least the one before it")
-        self._verified = True
+        """Check every entry of the .idx, once, in O(n); DatasetFormatError for a wrong one.
 
-    def _refuse_first(self, name, low, is_wrong, wanted):
-        """DatasetFormatError for the first wrong entry, if any, from entry low of an array on."""
-        if is_wrong.any():
-            at = low + is_wrong.argmax()
-            found = getattr(self, name)[at]
-            raise _format_error(self._idx_path, f"{name}[{at}]", wanted, found)
+        No length is below 0, each sequence begins where the one before it ends, and no document
+        begins before the one before it.
+        """
+        if not self._verified:
+            _check_entries_of_idx(self)
+            self._verified = True
 
     @staticmethod
     def exists(path_prefix: str | os.PathLike) -> bool:
@@ -615,7 +505,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self, content: bytes, lengths: typing.Iterable[int], modes: typing.Any = None
     ) -> None:
         """Append sequences, laid end to end in bytes as _encode_tokens() makes them."""
-        lengths, modes = self._read_lengths(content, lengths, modes)
+        lengths, modes = _check_new_lengths(self, content, lengths, modes)  # as arrays
         self._write(content)
         self.sequence_lengths.extend(lengths)
         if self.multimodal:
@@ -649,21 +539,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
 
         ValueError where modes would be lost, and for the pair that is being written.
         """
-        source = get_bin_path(path_prefix)
-        target = self._bin.path
-        if os.path.realpath(source) == os.path.realpath(target):
-            raise ValueError(f"{source} is both input and output: choose another output prefix")
         other = IndexedDataset(path_prefix, multimodal=self.multimodal, check=True)
-        if other.dtype != self.dtype:
-            raise ValueError(
-                f"{source} holds {other.dtype.__name__} tokens, "
-                f"wanted {self.dtype.__name__} as in {target}"
-            )
-        if other.has_modes and not self.multimodal:
-            raise ValueError(
-                f"{source} is one of a multimodal pair: to keep its modes, give --multimodal, or "
-                "multimodal=True"
-            )
+        _check_appended(self, other)
         before = len(self.sequence_lengths)
         at_a_time = (16 << 20) // self._token_dtype.itemsize  # 16 MiB of tokens
         for first in range(0, other.num_tokens, at_a_time):
@@ -680,14 +557,9 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         (section 14 says what is there then).  While it runs, it needs 16 bytes more for each
         sequence.
         """
+        _check_last_document(self)
         n = len(self.sequence_lengths)
         m = len(self.document_indices)
-        if self.document_indices[-1] != n:
-            raise ValueError(
-                f"{self._bin.path}: no document ends after sequence {self.document_indices[-1]}: "
-                "call end_document() before finalize()"
-            )
-        self._refuse_if_closed()
         code = DType.code_from_dtype(self.dtype)
         lengths = np.frombuffer(self.sequence_lengths, np.int32)
         num_bytes = lengths.astype(np.int64) * self._token_dtype.itemsize
@@ -713,49 +585,18 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         finally:
             self._bin.discard()  # does nothing once the pair gets its names
 
-    # ---- The rest is what these methods share, and what section 20 calls.
-
-    def _read_lengths(self, content, lengths, modes):
-        """Lengths and modes as arrays; ValueError for those that do not fit the tokens."""
-        path = self._bin.path
-        try:
-            lengths = array.array("i", iter(lengths))  # array("i", bytes) would copy their memory
-            if self.multimodal:
-                modes = array.array("b", bytes(len(lengths)) if modes is None else modes)
-        except OverflowError as error:  # it does not say what is too large
-            found = f"lengths {lengths!s:.60}, modes {modes!s:.60}"
-            raise ValueError(f"{path}: {found}: {error}") from None
-        num_tokens = len(content) // self._token_dtype.itemsize
-        if sum(lengths) != num_tokens or (lengths and min(lengths) < 0):
-            raise ValueError(
-                f"{path}: wanted lengths >= 0 that sum to the {num_tokens} tokens, "
-                f"got lengths {lengths.tolist()!s:.60} that sum to {sum(lengths)}"
-            )
-        if self.multimodal and len(modes) != len(lengths):
-            raise ValueError(
-                f"{path}: wanted a mode for each of the {len(lengths)} sequences, "
-                f"got {len(modes)} modes"
-            )
-        return lengths, modes
-
     def sync(self) -> None:
         """Have the disk hold all tokens so far; OSError if it is full."""
         self._bin.sync()
 
     def _write(self, content):
         """Write to the .bin file.  If a write fails, the file is given up: a part may be in it."""
-        self._refuse_if_closed()
+        _refuse_closed_builder(self)
         try:
             self._bin.write(content)
         except BaseException:
             self._bin.discard()
             raise
-
-    def _refuse_if_closed(self):
-        """ValueError if nothing can be added any more."""
-        if self._bin.file.closed:
-            reason = "finalize() was called, or a write failed"
-            raise ValueError(f"{self._bin.path}: this builder is closed: {reason}")
 
 
 def _encode_tokens(values, dtype):
@@ -772,17 +613,13 @@ def _encode_tokens(values, dtype):
         except (struct.error, TypeError, OverflowError):
             pass
     ids = np.asarray(values).ravel()
-    if dtype.kind == "f" or len(ids) == 0:
+    if dtype.kind == "f":
         return ids.astype(dtype).tobytes()
     if ids.dtype.kind == "U":  # decimal strings
         ids = np.array([int(text) for text in ids])
-    if ids.dtype.kind not in "biu":  # bool, signed, unsigned
-        raise ValueError(f"{dtype} tokens must be integers of 64 bits, got {values!s:.60}")
+    _refuse_no_integers(ids, dtype, values)
     tokens = ids.astype(dtype)
-    misfits = (tokens != ids).nonzero()[0]
-    if len(misfits):
-        at = misfits[0]
-        raise ValueError(f"token {ids[at]} at {at} does not fit {dtype}: choose a larger dtype")
+    _refuse_misfits(ids, tokens)
     return tokens.tobytes()
 
 
@@ -896,26 +733,6 @@ def encode_document(
     return sequences
 
 
-def _sentences(text):
-    """The sentences of a document: a str is one, a list has several; ValueError for all else."""
-    sentences = [text] if isinstance(text, str) else text
-    is_list = isinstance(sentences, list)
-    if not is_list or not all(isinstance(sentence, str) for sentence in sentences):
-        raise ValueError(f"wanted a text, or a list of sentences, got {text!r:.60}")
-    return sentences
-
-
-def _as_ids(tokenizer, found):
-    """What tokenize() has returned, as an array of ids; ValueError if it is none."""
-    ids = np.asarray(found)
-    if ids.ndim != 1 or (len(ids) > 0 and ids.dtype.kind not in "iu"):
-        raise ValueError(
-            f"wanted a tokenizer, got {type(tokenizer).__name__}, whose tokenize() makes "
-            f"{found!r:.60}, and no list of ids"
-        )
-    return ids
-
-
 def encode_jsonl(
     input_path: str | os.PathLike,
     output_prefix: str | os.PathLike,
@@ -965,13 +782,18 @@ def encode_jsonl(
 # ==============================================================================
 # 3. Split, blend, config
 # ==============================================================================
-# Question answered here: which documents of which corpora, and cut how?
+# Question answered here: which part of each corpus is for training, and in which mix?
 #
-#   split "98,1,1" of a corpus of 1000 sequences      |<------- train 0..979 ------->|valid|test|
-#   blend (["p1", "p2"], [30, 70])                    of 10 samples 3 come from p1 and 7 from p2
+# A split cuts every corpus into parts that have no sequence in common.  A blend mixes corpora:
 #
-# A split cuts one corpus into parts that have no sequence in common.  A blend mixes corpora.  A
-# config holds both, with everything else that decides what a sample looks like.
+#   split "98,1,1"    wiki, 100 documents    code, 1000 documents
+#   train             0 .. 97                0 .. 979
+#   valid             98                     980 .. 989
+#   test              99                     990 .. 999
+#   weights           30                     70
+#
+# So of 10 samples 3 are from wiki and 7 from code, in train, in valid and in test.  A config holds
+# split and blend, with everything else that decides what a sample looks like.
 #
 # From here on a document is a sequence of the .idx file: see the box at the top of this file.
 
@@ -1005,10 +827,12 @@ def parse_and_normalize_split(split: str) -> list[float]:
     [0.75, 0.25, 0.0]
     """
     fields = re.split(r"\s*[,;/]\s*|\s+", str(split).strip("[]() "))
-    shares = [_number(field) for field in fields]
-    _check_shares(split, shares)
-    missing = len(Split) - len(shares)
-    return normalize(shares + [0.0] * missing)
+    names = [part.name for part in Split]
+    with _named(f"split {split!r}", 'wanted shares such as "98,1,1"'):
+        shares = [float(field) for field in fields]
+        shares += [0.0] * (len(names) - len(shares))
+        _check_weights(shares, names)
+    return normalize(shares)
 
 
 def convert_split_vector_to_split_matrix(
@@ -1037,8 +861,8 @@ def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, i
 
     Both are rounded to whole numbers, halves to even ones, as round() does.
 
-    >>> split_range((0, 0.75), 3), split_range((0.75, 1.0), 3)
-    ((0, 2), (2, 3))
+    >>> split_range((0.98, 0.99), 100), split_range((0.98, 0.99), 1000)
+    ((98, 99), (980, 990))
     """
     begin, end = bounds
     return round(begin * num_sequences), round(end * num_sequences)
@@ -1052,33 +876,33 @@ class BlendedMegatronDatasetConfig:
     blend_per_split, each of the three has a blend of whole corpora of its own.  With neither
     blend nor blend_per_split the data are mock data, see MockGPTDataset.
 
-    Which documents.  A blend, its weights and its phases may be any sequences.
+    What.  A blend, its weights and its phases may be any sequences.
     blend                       ([prefix, ...], [weight, ...] or None)
     split                       shares of train, valid, test, such as "98,1,1"
     blend_per_split             a list of three: for each split such a blend, or None
     split_matrix                made from split: the (begin, end) of each, as fractions of a corpus
     mock                        made from the blends: True if there is none; then split is 1,1,1
 
-    Cut and shuffled how.
+    How it is cut and shuffled.
     sequence_length             S, in tokens
     random_seed                 seed of the shuffles of section 4 (the sampler "cyclic" has its own)
-    tokenizer                   an object as in section 2: its eod and its pad are used
-    allow_ambiguous_pad_tokens  True: no loss at labels that equal the pad id, even where it is also
-                                the id of another special token, such as eod.  (False: there -1
-                                stands for padding, or no model would learn to end a text)
 
-    The rest, for later sections.
+    The rest, for later.
+    tokenizer                   an object as in section 2, of which section 5 uses eod and pad
+    allow_ambiguous_pad_tokens  True: no loss at labels that equal the pad id, even where it is also
+                                the id of another special token, such as eod (section 5)
     blend_phases                not of upstream: weights that change during training (section 6).
                                 [(samples, weights), ...] instead of the weights of train's blend
-    mid_level_dataset_surplus   samples prepared of each corpus beyond its share, 0.5 % (section 7)
-    multiple_validation_sets    for a loss of each corpus: valid becomes a list with a dataset for
-                                each of its corpora, where it has several (needs blend_per_split)
-    full_validation             with multiple_validation_sets: valid has all samples, so its size in
-                                section 7 must be None.  Else without effect
-    num_dataset_builder_threads how many corpora are built side by side
-    path_to_cache               folder where arrays are kept for the next start (section 15); None:
+    mid_level_dataset_surplus   samples prepared of each corpus beyond its share (section 7)
+    multiple_validation_sets    for a loss of each corpus: where valid has several, it becomes a
+                                list of a dataset for each; needs blend_per_split (section 7)
+    full_validation             with multiple_validation_sets: valid has all samples, and no size
+                                may be wanted of it; else without effect (section 7)
+    num_dataset_builder_threads how many corpora are built side by side (section 7)
+    path_to_cache               folder where arrays are kept for the next start; None:
                                 <prefix>/cache/GPTDataset_indices, and those of a blend are not kept
-    mmap_bin_files              False: read the tokens with os.pread instead of mapping the file
+                                (section 15)
+    mmap_bin_files              False: tokens are read with os.pread, not mapped (section 1)
 
     Accepted, without effect: fast_cache_load, defer_npy_index_mmap.
     ValueError for a field that is wrong, and for fields that do not go together.
@@ -1108,50 +932,29 @@ class BlendedMegatronDatasetConfig:
     blend_phases: list | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        _refuse_passwords([self.blend, self.blend_per_split])
-        _check_fields(self)
-        for name in _LEAST_NUMBERS:  # a numpy number would not do for cache names, which are JSON
-            setattr(self, name, int(getattr(self, name)))
+        _check_config(self)
+        self.random_seed = int(self.random_seed)  # numpy's numbers are none of JSON's (section 5)
+        self.sequence_length = int(self.sequence_length)
         if self.blend_per_split and any(self.blend_per_split):
             self.blend_per_split = [_read_blend(blend) for blend in self.blend_per_split]
-        else:
-            self.blend_per_split = None
-            self.blend = _read_blend(self.blend)
-            self.mock = self.blend is None
-            if self.mock:
-                self.split = "1,1,1"
-            shares = parse_and_normalize_split(self.split)
-            self.split_matrix = convert_split_vector_to_split_matrix(shares)
-        _check_phases(self)
+            return
+        self.blend_per_split = None
+        self.blend = _read_blend(self.blend)
+        self.mock = self.blend is None
+        if self.mock:
+            self.split = "1,1,1"
+        shares = parse_and_normalize_split(self.split)
+        self.split_matrix = convert_split_vector_to_split_matrix(shares)
 
 
 def _read_blend(blend):
-    """A blend, checked: ([prefix, ...], [weight, ...] or None), or None."""
+    """A blend as (prefixes, a list of Python's numbers or None); None stays None."""
     if blend is None:
         return None
-    is_pair = _is_list(blend) and len(blend) == 2
-    if not is_pair or not _is_list(blend[0]) or len(blend[0]) == 0:
-        raise ValueError("a blend is ([prefix, ...], [weight, ...] or None), in lists or tuples")
     prefixes, weights = blend
     if weights is not None:
-        weights = _read_weights(weights, prefixes)
+        weights = np.array(weights).tolist()
     return prefixes, weights
-
-
-def _is_list(names):
-    """Is this a list or the like, and no text?"""
-    return isinstance(names, collections.abc.Sequence) and not isinstance(names, str)
-
-
-def _read_weights(weights, names):
-    """The weights as a list of Python's numbers, one for each of these names."""
-    weights = np.array(weights).tolist()  # of a number: the number
-    if not isinstance(weights, list) or len(weights) != len(names):
-        raise ValueError(f"wanted {len(names)} weights, one for each dataset, got {weights!r}")
-    _check_weights(weights, names)
-    if not 0 < sum(weights) < math.inf:
-        raise ValueError(f"weights {weights}: wanted a finite sum > 0")
-    return weights
 
 
 @dataclasses.dataclass
@@ -1201,127 +1004,12 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_fields_of_samples(self)
+        _check_config_of_samples(self)
 
     @property
     def has_dense_mask(self) -> bool:
         """Does a sample hold a (1, S, S) attention mask?"""
         return bool(self.create_attention_mask and not self.inter_document_masking)
-
-
-def get_blend_from_list(
-    blend: typing.Sequence[str] | None,
-) -> tuple[list[str], list[float] | None] | None:
-    """Read weights and prefixes in turn, or prefixes alone; return (prefixes, weights or None).
-
-    None stays None.  A list that is neither is a ValueError (upstream guesses).  A prefix that is a
-    number would be a weight: write ./2023 for a folder 2023.  Upstream: the same name.
-
-    >>> get_blend_from_list(["30", "p1", "70", "p2"]), get_blend_from_list(["2023_01", "wiki"])
-    ((['p1', 'p2'], [30.0, 70.0]), (['2023_01', 'wiki'], None))
-    """
-    if blend is None:
-        return None
-    if not _is_list(blend):
-        raise ValueError("wanted a list of prefixes, or of weights and prefixes")
-    entries = [str(entry).strip() for entry in blend]
-    values = [_number(entry) for entry in entries]
-    is_number = [value is not None for value in values]
-    if len(entries) > 0 and not any(is_number):
-        return entries, None
-    pairs = len(entries) // 2
-    if pairs == 0 or is_number != [True, False] * pairs:
-        raise ValueError(
-            f"blend: wanted prefixes, or weights and prefixes in turn, got {len(entries)} entries "
-            "(write a prefix that is a number with its folder: ./2023)"
-        )
-    return entries[1::2], values[0::2]
-
-
-def _number(text):
-    """The decimal number that a text is, or None: float() would also take 2023_01, inf and nan."""
-    if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) is None:
-        return None
-    number = float(text)
-    return number if math.isfinite(number) else None
-
-
-# -- What is refused ---------------------------------------------------------------------------
-
-
-def _check_shares(split, shares):
-    """ValueError for a text of other than one to three numbers; shares has None for such."""
-    are_numbers = None not in shares and len(shares) <= len(Split)
-    if not are_numbers or min(shares) < 0 or not 0 < sum(shares) < math.inf:
-        raise ValueError(
-            f'split {split!r}: wanted up to 3 numbers >= 0, not all 0, such as "98,1,1"'
-        )
-
-
-def _check_weights(weights, names):
-    """ValueError that says which of these weights is not a finite number >= 0."""
-    for weight, name in zip(weights, names, strict=True):
-        if not isinstance(weight, numbers.Real) or not 0 <= weight < math.inf:
-            raise ValueError(f"weight of {name}: wanted a finite number >= 0, got {weight!r}")
-
-
-_LEAST_NUMBERS = {"random_seed": 0, "sequence_length": 1, "num_dataset_builder_threads": 1}
-
-
-def _check_fields(config):
-    """ValueError for numbers of a config that are wrong, and for blends that do not go together."""
-    for name, least in _LEAST_NUMBERS.items():
-        value = getattr(config, name)
-        if not hasattr(value, "__index__") or not least <= value < 2**32:
-            raise ValueError(
-                f"{name} must be a whole number from {least} to 2**32 - 1, got {value!r}"
-            )
-    surplus = config.mid_level_dataset_surplus
-    if not isinstance(surplus, numbers.Real) or not 0 <= surplus < math.inf:
-        raise ValueError(f"mid_level_dataset_surplus: wanted a number >= 0, got {surplus!r}")
-    blends = config.blend_per_split
-    if blends is not None and not _is_list(blends):
-        raise ValueError("blend_per_split wants a list")
-    if blends and any(blends):
-        if config.blend is not None or config.split is not None:
-            raise ValueError("blend_per_split wants blend and split to be None")
-        if len(blends) != len(Split):
-            raise ValueError(f"blend_per_split wants {len(Split)} entries, got {len(blends)}")
-    elif config.multiple_validation_sets:
-        raise ValueError("multiple_validation_sets needs blend_per_split")
-    elif config.blend is not None and config.split is None:
-        raise ValueError('a blend needs a split, such as "98,1,1"')
-
-
-def _check_phases(config):
-    """ValueError for phases of a config that has no corpora for train."""
-    if config.blend_per_split is not None:
-        has_train = config.blend_per_split[Split.train.value] is not None
-    else:
-        has_train = not config.mock and config.split_matrix[Split.train.value] is not None
-    if config.blend_phases is not None and not has_train:
-        raise ValueError(
-            "blend_phases mixes the corpora of train, which has none: give it a blend, and a share "
-            f"of split, which is {config.split!r}"
-        )
-
-
-def _check_fields_of_samples(config):
-    """ValueError for a GPTDatasetConfig whose samples cannot be made as it says."""
-    names = ["unique_identifiers"]
-    if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
-        names.append("eod")
-    _check_tokenizer(config.tokenizer, names)  # section 19
-    if config.hybrid_context_parallel:
-        raise ValueError(
-            "hybrid_context_parallel is not supported: use inter_document_masking, and cut "
-            "batches with get_batch_on_this_cp_rank()"
-        )
-    if config.reset_attention_mask and not config.has_dense_mask:
-        raise ValueError(
-            "reset_attention_mask has no effect without a dense mask: set "
-            "create_attention_mask, or use inter_document_masking alone"
-        )
 
 
 # ==============================================================================
@@ -1440,19 +1128,10 @@ def plan_epochs(
     return EpochPlan(num_epochs, all_samples, separate, before_final)
 
 
-def _check_wanted(num_samples, tokens_per_epoch):
-    """ValueError for a number of samples that no number of epochs holds."""
-    if num_samples is not None and num_samples < 0:
-        raise ValueError(f"wanted num_samples >= 0, got {num_samples}")
-    if num_samples and tokens_per_epoch == 0:
-        raise ValueError(f"{num_samples} samples are wanted of a split that holds no tokens")
-
-
 def shuffle(items: np.ndarray, random_state: np.random.RandomState) -> None:
-    """Shuffle a 1-D array in place, as numpy does.
+    """Shuffle a 1-D array in place, as numpy does; section 18 puts a faster function here.
 
     For i = n-1 down to 1, item i is exchanged with one that is drawn from items 0 .. i, uniformly.
-    Section 18 puts a faster one with the same result here.
 
     >>> items = np.arange(6, dtype=np.int32)
     >>> shuffle(items, np.random.RandomState(1234)); items.tolist()
@@ -1487,9 +1166,8 @@ def build_document_index(
 
 
 def _repeat(documents, num_epochs):
-    """The documents once for each epoch, int32 (E*D,); ValueError where a number would wrap."""
-    if len(documents) and np.max(documents) >= 2**31:
-        raise ValueError(f"document {np.max(documents)}: document_index is int32, below 2**31")
+    """The documents once for each epoch, int32 (E*D,)."""
+    _check_numbers(documents)
     return np.tile(np.asarray(documents, np.int32), num_epochs)
 
 
@@ -1532,15 +1210,15 @@ def build_sample_idx(
     _check_stream(sizes, document_index, S, tokens)
     _check_documents(sizes, document_index)
     N = count_samples(tokens, S, drop_last_partial_sequence, x)
+    lengths = sizes[document_index]
+    _check_lengths(lengths, N, min(N * S + x, tokens))
 
     # Row 0 is (0, 0).  Row j is found from where sample j - 1 ends: j*S + x tokens into the stream,
     # or, if it is a last, short one, where the stream ends.  (So, as in upstream, with x = 0 a
     # sample that starts with a document is the end of the one before, (d, length of d).)
     tokens_read = np.minimum(np.arange(1, N + 1) * S + x, tokens)
-    lengths = sizes[document_index]
     ends = np.cumsum(lengths, dtype=np.int64)  # tokens of the stream up to the end of each document
     starts = ends - lengths
-    _check_lengths(lengths, ends, tokens_read)
     d = np.searchsorted(ends, tokens_read)  # the first document that ends there or later
     rows = np.zeros((N + 1, 2), _sample_index_dtype(len(document_index)))
     rows[1:, 0] = d
@@ -1552,71 +1230,33 @@ def build_sample_idx(
     return rows
 
 
-def _check_array(values, name, dtype):
-    """A 1-D array of this dtype; TypeError or ValueError."""
-    if not isinstance(values, np.ndarray) or values.dtype != dtype:
-        found = getattr(values, "dtype", type(values).__name__)
-        raise TypeError(f"{name} must be an array of {np.dtype(dtype)}, got {found}")
-    if values.ndim != 1:
-        raise ValueError(f"{name} must be 1-D, got shape {values.shape}")
-
-
-def _check_stream(sizes, document_index, S, tokens):
-    """Arrays of documents that may hold so many tokens: asked before larger arrays are made."""
-    _check_array(sizes, "sizes", np.int32)
-    _check_array(document_index, "document_indices", np.int32)
-    if not 1 <= S < 2**32:
-        raise ValueError(f"sequence_length must be 1 to 2**32 - 1, got {S}")
-    if not 0 <= tokens <= len(document_index) * 2**31:
-        raise ValueError(f"{len(document_index)} documents cannot hold {tokens} tokens")
-
-
-def _check_documents(sizes, document_index):
-    """IndexError for a document that is no sequence; numpy would take a -1."""
-    wrong = np.flatnonzero((document_index < 0) | (document_index >= len(sizes)))
-    if len(wrong):
-        d = wrong[0]
-        raise IndexError(f"document_indices[{d}] is {document_index[d]} of {len(sizes)} sequences")
-
-
-def _check_lengths(lengths, ends, tokens_read):
-    """ValueError for documents of so many tokens in which the samples do not end."""
-    if len(lengths) and lengths.min() < 0:
-        raise ValueError("a size is negative: no sequence has less than 0 tokens")
-    if len(tokens_read) and tokens_read[-1] > ends[-1]:
-        raise ValueError(
-            f"the samples need {tokens_read[-1]} tokens, the documents hold {ends[-1]}"
-        )
-
-
 def _sample_index_dtype(num_documents):
     """int32, or int64 where d does not fit.  Sizes are int32, so the offsets always fit."""
     return np.int32 if num_documents < 2**31 else np.int64
 
 
 def build_shuffle_index(
-    num_samples: int, total_size: int, random_state: np.random.RandomState
+    first_pile: int, num_samples: int, random_state: np.random.RandomState
 ) -> np.ndarray:
-    """Return 0 .. N - 1 in two piles: the first num_samples of these shuffled, then the rest.
+    """Return 0 .. N - 1 in two piles: the first so many of these shuffled, then the rest.
 
-    num_samples   the first pile, not N: all, or those that end before a last epoch that is shuffled
-                  by itself (upstream's name, as the next)
-    total_size    N
+    first_pile    all N, or those that end before a last epoch that is shuffled by itself
+    num_samples   N
     Returns       uint32 (N,); int64 from N = 2**32 - 2 on
     Upstream      _build_shuffle_index
 
     >>> build_shuffle_index(3, 6, np.random.RandomState(3)).tolist()     # 0 1 2 stay before 3 4 5
     [1, 0, 2, 3, 5, 4]
     """
-    shuffle_index = np.arange(total_size, dtype=_shuffle_index_dtype(total_size))
-    shuffle(shuffle_index[:num_samples], random_state)
-    shuffle(shuffle_index[num_samples:], random_state)
+    shuffle_index = np.arange(num_samples, dtype=_shuffle_index_dtype(num_samples))
+    shuffle(shuffle_index[:first_pile], random_state)
+    shuffle(shuffle_index[first_pile:], random_state)
     return shuffle_index
 
 
-def _shuffle_index_dtype(total_size):
-    """The dtype that upstream has for the numbers 0 .. total_size - 1."""
-    return np.uint32 if total_size < 2**32 - 2 else np.int64
+def _shuffle_index_dtype(num_samples):
+    """The dtype that upstream has for the numbers 0 .. N - 1."""
+    return np.uint32 if num_samples < 2**32 - 2 else np.int64
 
 
 def build_stable_orders(
@@ -1683,8 +1323,9 @@ def build_stable_orders(
 #
 # document_index, sample_index and shuffle_index depend on the lengths of the documents, the split,
 # the number of samples, S, x, the seed, whether a last short sample is kept, and stable_order, and
-# on nothing else.  So they are built once and kept in files (section 15), which every rank reads,
-# and every later job.
+# on nothing else.  So they are built once and kept in files, which every rank reads, and every
+# later job.  (As upstream's, the names of these files tell the path and the tokenizer, too:
+# section 15.)
 #
 # Python wants base classes first.
 
@@ -1701,11 +1342,6 @@ class _Identified(torch.utils.data.Dataset):
     def unique_description_hash(self) -> str:
         """The md5 of unique_description."""
         return _md5(self.unique_description)
-
-
-def _as_json(value):
-    """What stands in a text of JSON for a tokenizer, or for a Path or a number of numpy in one."""
-    return getattr(value, "unique_identifiers", str(value))
 
 
 class MegatronDataset(abc.ABC, _Identified):
@@ -1735,18 +1371,11 @@ class MegatronDataset(abc.ABC, _Identified):
     ) -> None:
         self.dataset = dataset
         self.dataset_path = None if dataset_path is None else os.fspath(dataset_path)
-        self._documents = _as_range(indices)  # nearly always a range, which takes no memory
+        self._documents = _as_range(indices)  # where they follow each other, as nearly always
         self.num_samples = None if num_samples is None else int(num_samples)
         self.index_split = index_split
         self.config = config
-
-        self.unique_identifiers = collections.OrderedDict()  # upstream's, in upstream's order
-        self.unique_identifiers["class"] = type(self).__name__
-        self.unique_identifiers["dataset_path"] = self.dataset_path
-        self.unique_identifiers["num_samples"] = self.num_samples
-        self.unique_identifiers["index_split"] = self.index_split.name
-        for name in self._key_config_attributes():
-            self.unique_identifiers[name] = getattr(self.config, name)
+        self.unique_identifiers = _identifiers_of(self)  # section 15
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -1754,7 +1383,7 @@ class MegatronDataset(abc.ABC, _Identified):
 
     @abc.abstractmethod
     def __getitem__(self, idx: int | None) -> dict:
-        """Return sample idx; None stands for a sample that fills up a batch and has no loss."""
+        """Return sample idx; None: one without loss, which fills up the last batch of a run."""
 
     @functools.cached_property
     def indices(self) -> np.ndarray:
@@ -1784,7 +1413,7 @@ class MegatronDataset(abc.ABC, _Identified):
 class GPTDataset(MegatronDataset):
     """Samples of S tokens, cut from the shuffled documents laid end to end.  Upstream: GPTDataset.
 
-    indexed_dataset   IndexedDataset
+    indexed_dataset   IndexedDataset, or any object with sequence_lengths and get(i, offset, length)
     dataset_path      its path prefix, which is part of the name of the cache files
     indexed_indices   ints (D,), or a range: the sequences of this split
     num_samples       at least so many; None: those of one epoch
@@ -1808,9 +1437,11 @@ class GPTDataset(MegatronDataset):
     The arrays are kept in files in config.path_to_cache.  Its default is a folder beside the pair,
     or, for a pair on object storage, one beside the copy of its .idx.
 
-    A subclass may override __getitem__(k), which returns a sample, whatever its keys are;
-    _query_document_sample_shuffle_indices(k), which returns the tokens of one; and
-    _build_document_sample_shuffle_indices(), which returns the three arrays.
+    A subclass may override
+      __getitem__(k)                                returns a sample, whatever its keys are
+      _query_document_sample_shuffle_indices(k)     returns (tokens, sequences) of one, and perhaps
+                                                    the lengths of its documents
+      _build_document_sample_shuffle_indices()      returns the three arrays
 
     >>> prefix = toy_corpus()
     >>> config = GPTDatasetConfig(1234, 4, blend=([prefix], None), split="1",
@@ -1841,30 +1472,17 @@ class GPTDataset(MegatronDataset):
         super().__init__(
             indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
         )
-        self._extra = int(config.add_extra_token_to_sequence)  # x
-        # the tokenizer's pad; -1 where it has none, or one that is another special token's too
-        self._pad_token_id = _find_pad_token_id(config)  # upstream's name
+        self._x = int(config.add_extra_token_to_sequence)
         self._keeps_short = (
             index_split is Split.valid and not config.drop_last_partial_validation_sequence
         )
+        self._pad_token_id = _find_pad_token_id(config)  # upstream's name
         self.eod_token_id = None  # unless a setting looks for it
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
-            self.eod_token_id = _attribute(config.tokenizer, "eod")
+            self.eod_token_id = config.tokenizer.eod
 
-        if isinstance(indexed_dataset, IndexedDataset):
-            # a warning if preprocess() made the pair with another tokenizer (section 20)
-            _warn_of_other_tokenizer(indexed_dataset, config.tokenizer)
-
-        # Upstream's identifiers leave these out, and so let datasets that differ share files.  With
-        # all defaults the names of the files are upstream's.
-        if not self._extra:
-            self.unique_identifiers["add_extra_token_to_sequence"] = False
-        if self._keeps_short:
-            self.unique_identifiers["drop_last_partial_validation_sequence"] = False
-        if config.stable_order:
-            self.unique_identifiers["stable_order"] = True
-
-        self._cache_folder = self._folder_of_cache()
+        self.unique_identifiers |= _identifiers_of_orders(self)  # section 15, as all to the end
+        self._cache_folder = _folder_of_cache(self)
         self._in_files = {}
         self.epoch_plan = None
         arrays = self._build_document_sample_shuffle_indices()
@@ -1878,18 +1496,11 @@ class GPTDataset(MegatronDataset):
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         k = 0 if idx is None else idx
         text, _, *lengths = self._query_document_sample_shuffle_indices(k)
-        return self._make_sample(idx, [text], *lengths)
+        return self._make_sample(idx, text, *lengths)
 
     def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
-        """Return several samples, whose pieces are read at once; torch's DataLoader calls this."""
-        if type(self) is not GPTDataset:  # a subclass may say itself what a sample is
-            return [self[idx] for idx in indices]
-        pieces_of_samples = [self.pieces(0 if idx is None else idx) for idx in indices]
-        parts_of_samples = _read_pieces(self.dataset, pieces_of_samples)
-        samples = []
-        for idx, parts in zip(indices, parts_of_samples, strict=True):
-            samples.append(self._make_sample(idx, parts))
-        return samples
+        """Return several samples; torch's DataLoader calls this."""
+        return _read_at_once(self, indices)  # section 10
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of sample idx, int64 (S + x,), and the sequences they are from.
@@ -1898,9 +1509,9 @@ class GPTDataset(MegatronDataset):
         value, the lengths of the documents in the sample, for inter_document_masking.
         """
         pieces = self.pieces(idx)
-        [parts] = _read_pieces(self.dataset, [pieces])
+        text = np.concatenate(_read_pieces(self.dataset, pieces), dtype=np.int64)
         sequences = [i for i, _, _ in pieces]
-        return self._join(idx, parts), np.array(sequences, np.int64)
+        return self._fill_up(idx, text), np.array(sequences, np.int64)
 
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         """Return where the tokens of sample k are: [(sequence, offset, length), ...], in order.
@@ -1918,37 +1529,38 @@ class GPTDataset(MegatronDataset):
             if d < last_d:
                 end = int(self.dataset.sequence_lengths[i])
             else:
-                end = last_offset + self._extra  # with x = 1 the next sample's first token too
+                end = last_offset + self._x  # with x = 1 the next sample's first token too
             pieces.append((i, begin, end - begin))
         return pieces
 
-    def _join(self, k, parts):
-        """The text of sample k, a new array: its parts end to end, filled up to S + x tokens."""
-        wanted = self.config.sequence_length + self._extra
-        found = sum(len(part) for part in parts)
-        if found > wanted:
-            raise _error_of_sample(self, k, f"wanted {wanted} tokens, got {found}")
-        padding = np.full(wanted - found, self._pad_token_id, np.int64)
-        return np.concatenate([*parts, padding], dtype=np.int64)
+    def _fill_up(self, k, text):
+        """The text of sample k, with padding behind it where it has fewer than S + x tokens."""
+        missing = self.config.sequence_length + self._x - len(text)
+        _check_text(self, k, text, missing)
+        if missing == 0:
+            return text
+        padding = np.full(missing, self._pad_token_id)
+        return np.concatenate([text, padding], dtype=np.int64)
 
-    def _make_sample(self, idx, parts, lengths=None):
+    def _make_sample(self, idx, text, lengths=None):
         """The dict of a sample.
 
         idx       its number; None: that of sample 0, which has no loss then
-        parts     its tokens, as several arrays or as one; fewer than S + x are padded
+        text      its tokens; fewer than S + x are padded
         lengths   of the documents in it; None: those of its pieces
         """
         k = 0 if idx is None else idx
         config = self.config
         S = config.sequence_length
         pad = self._pad_token_id
-        text = self._join(k, parts)
-        tokens = text[:S].copy()
-        labels = text[1:]
-        if not self._extra:
+        text = self._fill_up(k, text)
+        tokens = np.array(text[:S], np.int64)
+        labels = np.array(text[1:], np.int64)
+        if not self._x:
             labels = np.append(labels, pad)
+        is_padding = labels == pad
         loss_mask = np.ones(S, np.float32)
-        loss_mask[labels == pad] = 0
+        loss_mask[is_padding] = 0
         if config.eod_mask_loss:  # what follows an eod is the beginning of another document
             loss_mask[tokens == self.eod_token_id] = 0
         if idx is None:
@@ -1968,7 +1580,7 @@ class GPTDataset(MegatronDataset):
 
         # Padding, -1 or the pad id, is shown as 0; as in upstream, also where the id is a real one.
         tokens[tokens == pad] = 0
-        labels[labels == pad] = 0
+        labels[is_padding] = 0
         sample = {"tokens": tokens, "labels": labels}
         if config.has_dense_mask:
             sample["attention_mask"] = causal_mask(mask_starts, S)
@@ -1985,106 +1597,46 @@ class GPTDataset(MegatronDataset):
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the three arrays, and set epoch_plan.  A subclass may override this method.
 
-        Without a cache this would be
-            self.epoch_plan, arrays = self._build_arrays()
-        Section 15 does so where it finds no files of these arrays, and writes them.
+        They are those of _build_arrays(), or what it returned in an earlier job: section 15.
         """
-        plan, arrays, self._in_files = _load_or_build(
-            folder=self._cache_folder,
-            stem=f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}",
-            names=self.index_names,
-            description=self.unique_description,
-            made_from=_what_orders_are_made_from(self),
-            pair=self.dataset if isinstance(self.dataset, IndexedDataset) else None,
-            build=self._build_arrays,
-        )
+        plan, arrays = _find_or_build_orders(self)
         self.epoch_plan = EpochPlan(*plan)
         return arrays
 
     def _build_arrays(self):
         """Build the arrays of section 4: return the plan of the epochs, and the three of them."""
+        _check_corpus(self)
         config = self.config
         S = config.sequence_length
         lengths = self.dataset.sequence_lengths
-        if isinstance(self.dataset, IndexedDataset):
-            self.dataset.verify()
-            if np.issubdtype(self.dataset.dtype, np.floating):
-                raise ValueError(f"{_name(self)} holds {self.dataset.dtype.__name__}, no ids")
-        if self.eod_token_id is not None:
-            self._warn_if_no_eod()
-        documents = self.indices
-        if np.any((documents < 0) | (documents >= len(lengths))):
-            raise IndexError(f"{_name(self)}: its documents are 0 to {len(lengths) - 1}")
-        part = documents
-        if isinstance(self._documents, range):  # as a slice, which copies no lengths
-            part = slice(self._documents.start, self._documents.stop)
-        tokens_per_epoch = int(lengths[part].sum(dtype=np.int64))
-        if self.num_samples and not tokens_per_epoch:
-            raise ValueError(
-                f"{_name(self)}: {self.index_split.name} of split {config.split!r} holds no tokens "
-                f"for {self.num_samples} samples: enlarge it"
-            )
+        tokens_per_epoch = _count_tokens(lengths, self._documents)
+        _check_has_tokens(self, tokens_per_epoch)
         drop_last = not self._keeps_short
-        plan = plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._extra)
+        plan = plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._x)
         if config.stable_order:
             edges = []  # the samples that end before epoch 0, 1, ... begins, and all
             for epoch in range(plan.num_epochs):
-                edges.append(count_samples(epoch * tokens_per_epoch, S, True, self._extra))
+                edges.append(count_samples(epoch * tokens_per_epoch, S, True, self._x))
             edges.append(plan.num_samples)
             document_index, shuffle_index = build_stable_orders(
-                documents, edges, config.random_seed
+                self.indices, edges, config.random_seed
             )
         else:
             # one generator draws the order of the documents first, then that of the samples
             random_state = np.random.RandomState(config.random_seed)
             document_index = build_document_index(
-                documents, plan.num_epochs, random_state, plan.separate_final_epoch
+                self.indices, plan.num_epochs, random_state, plan.separate_final_epoch
             )
             first_part = plan.num_samples
             if plan.separate_final_epoch:
                 first_part = plan.samples_before_final_epoch
             shuffle_index = build_shuffle_index(first_part, plan.num_samples, random_state)
         sample_index = build_sample_idx(
-            lengths,
-            document_index,
-            S,
-            plan.num_epochs,
-            tokens_per_epoch,
-            drop_last,
-            self._extra,
+            lengths, document_index, S, plan.num_epochs, tokens_per_epoch, drop_last, self._x
         )
         return plan, [document_index, sample_index, shuffle_index]
 
-    def _warn_if_no_eod(self):
-        """Resets find nothing in a corpus that was tokenized without --append-eod."""
-        last_tokens = []
-        for i in self._documents[:16]:
-            length = int(self.dataset.sequence_lengths[i])
-            if length > 0:
-                last_tokens.append(self.dataset.get(i, length - 1, 1)[0])
-        if last_tokens and self.eod_token_id not in last_tokens:
-            warnings.warn(
-                f"{_name(self)}: none of {len(last_tokens)} documents looked at ends in eod, so "
-                "resets and eod_mask_loss find nothing: tokenize with --append-eod?",
-                stacklevel=2,
-            )
-
-    # ---- where they are kept, and what a pickle leaves out
-
-    def _folder_of_cache(self):
-        """The folder of the config, or one beside the pair, or beside the copy of its .idx."""
-        if self.config.path_to_cache:
-            return _absolute(self.config.path_to_cache)
-        if self.dataset_path is None:
-            return None
-        prefix = getattr(self.dataset, "path_prefix", self.dataset_path)
-        folder = os.path.abspath(f"{prefix}/cache")
-        if _is_remote(prefix):
-            folder = self.dataset.object_storage_config.path_to_idx_cache
-        return f"{folder}/{type(self).__name__}_indices"
-
     def __getstate__(self):
-        """Leave out of a pickle what another process finds in files, or makes: section 15."""
         state = _state_without_files(self)
         state.pop("indices", None)  # made from _documents
         return state
@@ -2110,55 +1662,38 @@ class GPTDataset(MegatronDataset):
         return len(low_level_dataset)
 
 
-def _as_range(documents):
-    """Numbers of documents as a range, if they follow each other, else as an array."""
-    if isinstance(documents, range) and documents.step == 1:
-        return documents
-    documents = np.asarray(documents)
-    if len(documents) == 0:
-        return range(0)
-    if documents.dtype.kind not in "iu":
-        raise TypeError(f"numbers of documents must be integers, got {documents.dtype}")
-    if np.array_equal(documents, documents[0] + np.arange(len(documents))):
-        return range(int(documents[0]), int(documents[-1]) + 1)
-    return documents
+def _find_pad_token_id(config):
+    """The id that fills short samples: the tokenizer's pad, or -1.
 
-
-def _check_places(dataset, k):
-    """IndexError unless the arrays lead from sample k to sequences of the corpus.
-
-    Those of other data may lead elsewhere, or to a number below 0, which numpy counts from the end.
-    What is then read of a sequence, its reader checks.
+    It is -1 if there is no pad.  It is -1 too if another special token has the same id, unless the
+    config says allow_ambiguous_pad_tokens: padding has no loss, so real tokens of that id would
+    have no loss either.  The special tokens are those of special_tokens_dict, {name: id}, which a
+    tokenizer may have as well; if it has none, they are eos and eod.
     """
-    j = int(dataset.shuffle_index[k])
-    if not 0 <= j < len(dataset.sample_index) - 1:
-        raise _error_of_sample(dataset, k, f"shuffle_index[{k}] is {j}")
-    rows = dataset.sample_index[j : j + 2].tolist()
-    (first_d, first_offset), (last_d, last_offset) = rows
-    is_in_order = 0 <= first_d <= last_d < len(dataset.document_index)
-    if not is_in_order or first_offset < 0 or last_offset < 0:
-        raise _error_of_sample(dataset, k, f"rows {j} and {j + 1} of sample_index are {rows}")
-    sequences = dataset.document_index[first_d : last_d + 1].tolist()
-    if min(sequences) < 0 or max(sequences) >= len(dataset.dataset):
-        raise _error_of_sample(dataset, k, f"it is in sequences {sequences}")
+    tokenizer = config.tokenizer
+    pad = _attribute(tokenizer, "pad")
+    if pad is None:
+        return -1
+    special = dict(_attribute(tokenizer, "special_tokens_dict") or {})
+    special.pop("pad_token", None)
+    if not special:
+        special = {name: _attribute(tokenizer, name) for name in ("eos", "eod")}
+    same = [name for name, token in special.items() if token == pad]
+    if same and not config.allow_ambiguous_pad_tokens:
+        warnings.warn(
+            f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding is -1, so "
+            "that real tokens keep their loss (see allow_ambiguous_pad_tokens)",
+            stacklevel=2,
+        )
+        return -1
+    return int(pad)
 
 
-def _error_of_sample(dataset, k, found):
-    """An error for arrays that do not fit the corpus."""
-    return IndexError(f"{_name(dataset)}: sample {k}: {found}: rebuild the indices")
-
-
-def _read_pieces(reader: typing.Any, pieces_of_samples: list[list]) -> list[list[np.ndarray]]:
-    """Return the tokens of the pieces of several samples; on object storage they are read at once.
-
-    reader   an IndexedDataset, or a reader of the user's own, which has get()
-    """
-    all_pieces = [piece for pieces in pieces_of_samples for piece in pieces]
+def _read_pieces(reader: typing.Any, pieces: list[tuple[int, int, int]]) -> list[np.ndarray]:
+    """Return the tokens of pieces; those of a pair on object storage are read at once."""
     if type(reader) is IndexedDataset:  # a subclass may have a get() of its own
-        parts = iter(reader.get_many(all_pieces))
-    else:
-        parts = iter([reader.get(*piece) for piece in all_pieces])
-    return [[next(parts) for _ in pieces] for pieces in pieces_of_samples]
+        return reader.get_many(pieces)
+    return [reader.get(*piece) for piece in pieces]
 
 
 def causal_mask(starts: typing.Sequence[int], sequence_length: int) -> np.ndarray:
@@ -2174,10 +1709,8 @@ def causal_mask(starts: typing.Sequence[int], sequence_length: int) -> np.ndarra
            [1, 1, 0, 0]])
     """
     mask = np.triu(np.ones((sequence_length, sequence_length), bool), 1)  # the future
-    if len(starts) > 1:
-        lengths = np.diff([*starts, sequence_length])
-        document = np.repeat(np.arange(len(starts)), lengths)
-        mask |= document[:, None] != document[None, :]
+    for begin, end in itertools.pairwise(starts):
+        mask[end:, begin:end] = True  # a document, for all tokens behind it
     return mask[None]
 
 
@@ -2212,6 +1745,13 @@ def _positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.nd
         lengths = np.diff([*starts, sequence_length])
         positions -= np.repeat(starts, lengths)
     return positions
+
+
+def _count_tokens(lengths, documents):
+    """The tokens of all these documents; of a range no lengths are copied."""
+    if isinstance(documents, range):
+        documents = slice(documents.start, documents.stop)
+    return int(lengths[documents].sum(dtype=np.int64))
 
 
 class MockGPTLowLevelDataset:
@@ -2268,33 +1808,6 @@ class MockGPTDataset(GPTDataset):
     ) -> MockGPTLowLevelDataset:
         """Return 100,000 sequences of 1 to 4,095 tokens; dataset_path is not used."""
         return MockGPTLowLevelDataset(config.tokenizer)
-
-
-def _find_pad_token_id(config):
-    """The id that fills short samples: the tokenizer's pad, or -1.
-
-    It is -1 if there is no pad.  It is -1 too if another special token has the same id, unless the
-    config says allow_ambiguous_pad_tokens: padding has no loss, so real tokens of that id would
-    have no loss either.  The special tokens are those of special_tokens_dict, {name: id}, which a
-    tokenizer may have as well; if it has none, they are eos and eod.
-    """
-    tokenizer = config.tokenizer
-    pad = _attribute(tokenizer, "pad")
-    if pad is None:
-        return -1
-    special = dict(_attribute(tokenizer, "special_tokens_dict") or {})
-    special.pop("pad_token", None)
-    if not special:
-        special = {name: _attribute(tokenizer, name) for name in ("eos", "eod")}
-    same = [name for name, token in special.items() if token == pad]
-    if same and not config.allow_ambiguous_pad_tokens:
-        warnings.warn(
-            f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding is -1, so "
-            "that real tokens keep their loss (see allow_ambiguous_pad_tokens)",
-            stacklevel=2,
-        )
-        return -1
-    return int(pad)
 
 
 # ==============================================================================
@@ -2401,21 +1914,6 @@ def _as_counts(sizes, num_datasets):
     return counts
 
 
-def _check_blending(dataset_index, dataset_sample_index, shares, num_datasets, size):
-    """TypeError or ValueError for weights or sizes, and outputs, that the loops would misread."""
-    _check_array(dataset_index, "dataset_index", np.int16)
-    _check_array(dataset_sample_index, "dataset_sample_index", np.int64)
-    room = min(len(dataset_index), len(dataset_sample_index))
-    if not 0 <= size <= room:
-        raise ValueError(f"the outputs have room for {room} samples, not for {size}")
-    if not 0 < num_datasets < 2**15 - 1 or len(shares) != num_datasets:
-        raise ValueError(
-            f"num_datasets must be 1 to {2**15 - 2}, each with a weight, got {num_datasets} and "
-            f"{len(shares)} weights"
-        )
-    _check_weights(shares.tolist(), [f"dataset {d}" for d in range(num_datasets)])
-
-
 def build_phase_indices(
     dataset_index: np.ndarray,
     dataset_sample_index: np.ndarray,
@@ -2451,24 +1949,19 @@ def build_phase_indices(
 
 
 def _as_phases(phases, names):
-    """Phases as [(samples, normalized weights), ...]; ValueError for what is none.
+    """Phases of a blend of these names as [(samples, normalized weights), ...].
 
     Weights of 0 are left out of the sum, as a plain blend leaves out such corpora: so a blend of
     one phase has the same file name as a plain one.
     """
-    if not _is_list(phases) or len(phases) == 0:
-        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
-    checked = []
-    for number, phase in enumerate(phases):
-        with _named(f"phase {number}", "wanted (samples, weights), 1 sample or more"):
-            samples, weights = phase
-            if operator.index(samples) < 1:
-                raise ValueError(f"got {samples} samples")
-            shares = np.array(_read_weights(weights, names), np.float64)
+    _check_phases(phases, names)
+    normalized = []
+    for samples, weights in phases:
+        shares = np.array(weights, np.float64)
         is_used = shares > 0
         shares[is_used] = normalize(shares[is_used])
-        checked.append((int(samples), shares.tolist()))
-    return checked
+        normalized.append((int(samples), shares.tolist()))
+    return normalized
 
 
 def _drop_zero_weights(items, weights, names):
@@ -2478,21 +1971,6 @@ def _drop_zero_weights(items, weights, names):
     if dropped:
         log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
     return [items[d] for d in used], [weights[d] for d in used]
-
-
-class _BlendTooLarge(ValueError):
-    """A blend takes more samples of a dataset than that one has.
-
-    needed   {dataset: samples taken of it}; the builder makes that dataset so large
-    """
-
-    def __init__(self, needed):
-        sentences = [
-            f"the blend takes {count:,} samples of {_name(dataset)}, which has {len(dataset):,}"
-            for dataset, count in needed.items()
-        ]
-        super().__init__("; ".join(sentences))
-        self.needed = needed
 
 
 class BlendedDataset(_Identified):
@@ -2556,34 +2034,29 @@ class BlendedDataset(_Identified):
         self._in_files = {}
         self._taken = None
         self.dataset_index, self.dataset_sample_index = self._build_indices()
-        self._check_taken()
+        _check_taken(self)
 
     def _set_shares(self, weights, size, phases):
-        """Set weights, size and phases as in the table above; datasets of weight 0 are dropped."""
+        """Set size, weights and phases as in the table above; datasets of weight 0 are dropped."""
         names = [_name(dataset) for dataset in self.datasets]
-        if phases is not None:
-            if weights is not None or size is not None:
-                raise ValueError("phases stand for weights and size: these must be None")
-            checked = _as_phases(phases, names)
-            _, first_weights = checked[0]
-            if len(checked) > 1 or not all(first_weights):
-                self.phases = checked
-                self.weights = None
-                self.size = sum(samples for samples, _ in checked)
-                return
-            size, weights = phases[0]  # a plain blend, so that it shares the cache of that blend
-
-        self.phases = None
-        weights = _read_weights(weights, names)
-        self.datasets, weights = _drop_zero_weights(self.datasets, weights, names)
-        if size is None:
-            self.size = None
-            self.weights = _as_counts(weights, len(weights)).tolist()
-        else:
-            if size < 0 or size % 1:
-                raise ValueError(f"wanted a size that is a whole number >= 0, got {size}")
-            self.size = int(size)
-            self.weights = normalize(weights)
+        _check_shares(weights, size, phases, names)
+        if phases is None:
+            self.datasets, weights = _drop_zero_weights(self.datasets, weights, names)
+            self.phases = None
+            if size is not None:
+                self.size = int(size)
+                self.weights = normalize(weights)
+            else:
+                self.size = None
+                self.weights = _as_counts(weights, len(weights)).tolist()
+            return
+        self.phases = _as_phases(phases, names)
+        self.size = sum(samples for samples, _ in self.phases)
+        self.weights = None
+        _, shares = self.phases[0]
+        if len(self.phases) == 1 and all(shares):  # the same as weights and size
+            self.phases = None
+            self.weights = shares
 
     def __len__(self) -> int:
         return sum(self.weights) if self.size is None else self.size
@@ -2615,15 +2088,6 @@ class BlendedDataset(_Identified):
         else:
             build_blending_indices(*arrays, self.weights, len(self.datasets), self.size)
         return _count_datasets(dataset_index, len(self.datasets)), arrays
-
-    def _check_taken(self):
-        """_BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
-        needed = {}
-        for count, dataset in zip(self.samples_taken().tolist(), self.datasets, strict=True):
-            if count > len(dataset):
-                needed[dataset] = count
-        if needed:
-            raise _BlendTooLarge(needed)
 
     def samples_taken(self) -> np.ndarray:
         """Return how many samples the blend takes of each dataset, int64 (datasets,)."""
@@ -2702,29 +2166,26 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 #           blend_per_split         each split is a blend of whole corpora of its own
 #           neither                 mock data
 #
-# The config is read once, into a list.  An entry has the corpora of a split, their weights, the
-# part of each corpus that belongs to the split (bounds), and the number of samples that are wanted
-# (size).  With multiple_validation_sets each corpus of valid is an entry of its own.
+# The config is read once, into a list of what is built.  The first row that fits a split says it;
+# size is the number of samples that are wanted of it, and None stands for one epoch:
 #
-# With w for the weight of a corpus divided by the sum of all weights:
+#   the split has                         is built as             each corpus is built for
+#   blend_phases (train)                  a blend of all phases   n samples and the surplus
+#   multiple_validation_sets (valid)      a dataset a corpus      size samples
+#   one corpus, without a weight or in    that corpus, unmixed    size samples
+#     blend_per_split
+#   no weights                            a blend of size         one epoch
+#                                         samples, or of all
+#   weights, and size is None             ValueError
+#   weights, and a size                   a blend of all n        n samples and the surplus
 #
-#   weights   size     each corpus is built for                   the blend has
-#   given     given    n = ceil(size * w) samples, and on top     the sum of all n
-#                      a surplus, rounded up again
-#   given     None     ValueError
-#   None      given    one epoch                                  size samples, or all if these are
-#                                                                 fewer
-#   None      None     one epoch                                  all samples of all corpora
-#
-# Without weights corpora are mixed in proportion to their numbers of samples.  One corpus is not
-# mixed, but built for size samples (None: one epoch); with blend and a weight it is a blend of one.
+# With w for the weight of a corpus divided by the sum of all weights, n = ceil(size * w).  Of
+# phases it is the sum of the n of each phase.  These must have as many samples as size, or more.
+# Without weights corpora are mixed in proportion to their numbers of samples.
 #
 # The surplus is for this: the rule of section 6 keeps to the shares only nearly, so the blend may
 # take more than n samples of a corpus.  Where the surplus is not enough (there upstream fails),
 # that corpus alone is built again, larger.
-#
-# With blend_phases, n is the sum of the n of all phases, and the blend of train has all samples of
-# all phases: these must be as many as size, or more.
 #
 # In a job of several ranks one goes first:
 #
@@ -2735,34 +2196,16 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 
 
 class _Entry(typing.NamedTuple):
-    """What one dataset of a config is made from; see _entries_of_config()."""
+    """What one dataset of a config is made from: a row of the table above."""
 
     split: Split
     prefixes: list  # of the corpora; [None] for mock data
-    weights: list | None  # one for each corpus, their sum is 1; None: there are none (see above)
     bounds: tuple[float, float]  # the part of each corpus that belongs to the split
-    size: int | None  # samples that are wanted; None: one epoch
-    phases: list | None  # [(samples, weights), ...] instead of weights
-
-    @property
-    def is_one_corpus(self) -> bool:
-        """Is it a corpus alone, which is not blended?"""
-        return len(self.prefixes) == 1 and self.weights is None and self.phases is None
-
-    def samples_of_corpora(self, surplus: float) -> list[int | None]:
-        """Return how many samples each corpus is built for; None: one epoch."""
-        if self.is_one_corpus:
-            return [self.size]
-        phases = self.phases
-        if self.weights is not None:
-            phases = [(self.size, self.weights)]  # the whole blend is one phase
-        if phases is None:
-            return [None] * len(self.prefixes)
-        sizes = []
-        for i in range(len(self.prefixes)):
-            target = sum(math.ceil(samples * weights[i]) for samples, weights in phases)
-            sizes.append(math.ceil(target * (1 + surplus)))
-        return sizes
+    built_for: list  # so many samples each corpus; None: one epoch
+    is_blend: bool = False  # False: it is the one corpus; True: a BlendedDataset with these three
+    weights: list | None = None  # None without phases: the numbers of samples of the corpora
+    size: int | None = None
+    phases: list | None = None
 
 
 def _entries_of_config(
@@ -2770,52 +2213,55 @@ def _entries_of_config(
 ) -> list[_Entry]:
     """Return what a config means: an entry for each dataset, in the order of the splits.
 
-    ValueError for sizes that no build can have.  No file is opened.
+    No file is opened.
     """
-    if len(sizes) != len(Split):
-        raise ValueError(f"sizes: wanted {len(Split)} entries, got {sizes}")
-    is_full = config.multiple_validation_sets and config.full_validation
-    if is_full and sizes[Split.valid.value] is not None:
-        raise ValueError("full_validation: the size of valid must be None")
+    _check_sizes(config, sizes)
+    surplus = config.mid_level_dataset_surplus
     entries = []
     for split, size in zip(Split, sizes, strict=True):
-        if size is not None and not 0 <= size < math.inf:
-            raise ValueError(f"size of {split.name}: wanted a number >= 0 or None, got {size}")
         if config.blend_per_split is not None:
             bounds = (0.0, 1.0)
             corpora = config.blend_per_split[split.value]
         else:
             bounds = config.split_matrix[split.value]
             corpora = ([None], None) if config.mock else config.blend
-        if bounds is None or corpora is None:  # nothing is built for this split
-            if size:
-                warnings.warn(
-                    f"{size:,} samples are wanted of {split.name}, which has no share of the data "
-                    "(split, blend_per_split): None is built",
-                    stacklevel=3,
-                )
+        if bounds is None or corpora is None:
+            _warn_of_no_share(split, size)
             continue
         prefixes, weights = corpora
         if split is Split.train and config.blend_phases is not None:
             phases = _as_phases(config.blend_phases, prefixes)
-            total = sum(samples for samples, _ in phases)
-            if size is not None and size > total:
-                raise ValueError(
-                    f"blend_phases has {total} samples, but {size} are wanted of train: add a "
-                    f"phase of {size - total}, or make the last one longer"
-                )
-            entries.append(_Entry(split, list(prefixes), None, bounds, size, phases))
+            _check_samples_of_phases(phases, size)
+            built_for = [math.ceil(n * (1 + surplus)) for n in _samples_of_corpora(phases)]
+            entries.append(_Entry(split, prefixes, bounds, built_for, True, phases=phases))
         elif split is Split.valid and config.multiple_validation_sets:
             for prefix in prefixes:
-                entries.append(_Entry(split, [prefix], None, bounds, size, None))
-        elif weights is None or (config.blend_per_split is not None and len(prefixes) == 1):
-            entries.append(_Entry(split, list(prefixes), None, bounds, size, None))
+                entries.append(_Entry(split, [prefix], bounds, [size]))
+        elif len(prefixes) == 1 and (weights is None or config.blend_per_split is not None):
+            entries.append(_Entry(split, prefixes, bounds, [size]))
+        elif weights is None:
+            built_for = [None] * len(prefixes)
+            entries.append(_Entry(split, prefixes, bounds, built_for, True, size=size))
         elif size is None:
             raise ValueError(f"{split.name} is a blend with weights, which needs a size")
         else:
             prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
-            entries.append(_Entry(split, prefixes, normalize(weights), bounds, size, None))
+            weights = normalize(weights)
+            wanted = _samples_of_corpora([(size, weights)])
+            built_for = [math.ceil(n * (1 + surplus)) for n in wanted]
+            size = sum(wanted)
+            entries.append(_Entry(split, prefixes, bounds, built_for, True, weights, size))
     return entries
+
+
+def _samples_of_corpora(phases):
+    """How many samples phases, [(samples, weights), ...], want of each corpus: n."""
+    _, weights = phases[0]
+    wanted = [0] * len(weights)
+    for samples, weights in phases:
+        for i, weight in enumerate(weights):
+            wanted[i] += math.ceil(samples * weight)
+    return wanted
 
 
 class BlendedMegatronDatasetBuilder:
@@ -2870,45 +2316,32 @@ class BlendedMegatronDatasetBuilder:
         # they build, while it waits.
         is_wanted = _on_every_rank(self.is_built_on_rank)
         if _rank() == 0:
-            datasets, *decided = _on_every_rank(self._build_and_describe)
-            _on_every_rank(_build_nothing)
+            datasets = _on_every_rank(self._build_splits)
+            _on_every_rank(_do_nothing)
         else:
-            _on_every_rank(_build_nothing)
-            step = self._build_and_describe if is_wanted else _build_nothing
-            datasets, *decided = _on_every_rank(step)
-        _compare_on_ranks(*decided)  # section 10
+            _on_every_rank(_do_nothing)
+            datasets = _on_every_rank(self._build_splits if is_wanted else _do_nothing)
+        _compare_builds(datasets)
         return datasets if is_wanted else [None] * len(Split)
-
-    def _build_and_describe(self):
-        """All splits, the JSON of what decides their samples, and how the corpora are called."""
-        datasets = self._build_splits()
-        decided = {}
-        names = {}
-        for split, found in zip(Split, datasets, strict=True):
-            if isinstance(found, list):  # several validation sets
-                for number, dataset in enumerate(found):
-                    of = f" of {split.name} {number}"
-                    decided |= _what_decides(dataset, None, names, of)
-            elif found is not None:
-                decided |= _what_decides(found, None, names, f" of {split.name}")
-        return datasets, json.dumps(decided, default=_as_json), names
 
     def _build_splits(self):
         """All splits, on this rank."""
         opened = self._open_all()
         found = {split: [] for split in Split}
         for entry in self._entries:
-            sizes = entry.samples_of_corpora(self.config.mid_level_dataset_surplus)
-            build_part = functools.partial(self._build_part, entry, opened)
-            parts = self._for_each(build_part, entry.prefixes, sizes)
-            dataset = parts[0] if entry.is_one_corpus else self._mix(entry, opened, parts)
+            entries = [entry] * len(entry.prefixes)
+            corpora = [opened[prefix] for prefix in entry.prefixes]
+            parts = self._for_each(
+                self._build_part, entries, corpora, entry.prefixes, entry.built_for
+            )
+            dataset = self._mix(entry, corpora, parts) if entry.is_blend else parts[0]
             found[entry.split].append(dataset)
         datasets = []
-        for of_split in found.values():
-            if len(of_split) > 1:  # several validation sets
-                datasets.append(of_split)
+        for datasets_of_split in found.values():
+            if len(datasets_of_split) > 1:  # several validation sets
+                datasets.append(datasets_of_split)
             else:
-                datasets.append(of_split[0] if of_split else None)
+                datasets.append(datasets_of_split[0] if datasets_of_split else None)
         return datasets
 
     def _open_all(self):
@@ -2919,15 +2352,11 @@ class BlendedMegatronDatasetBuilder:
         _allow_open_files()  # a start opens hundreds, where many corpora are mixed
         corpora = self._for_each(self._open, prefixes)
         opened = dict(zip(prefixes, corpora, strict=True))
-        _check_tokenizers_of_pairs(opened)
+        _check_corpora(opened, self.cls, self.config.tokenizer)
         return opened
 
     def _open(self, prefix):
-        opened = self.cls.build_low_level_dataset(prefix, self.config)
-        n = self.cls.numel_low_level_dataset(opened)
-        if n >= 2**31:
-            raise ValueError(f"{prefix}: {n} sequences, but int32 numbers only {2**31 - 1}")
-        return opened
+        return self.cls.build_low_level_dataset(prefix, self.config)
 
     def _for_each(self, function, *items):
         """list(map(function, *items)), so many at a time as the config says."""
@@ -2937,39 +2366,26 @@ class BlendedMegatronDatasetBuilder:
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             return list(pool.map(function, *items))  # an error cancels those that have not begun
 
-    def _build_part(self, entry, opened, prefix, size):
+    def _build_part(self, entry, corpus, prefix, size):
         """The dataset of a corpus, of the part of it that belongs to the split."""
-        corpus = opened[prefix]
         first, end = split_range(entry.bounds, self.cls.numel_low_level_dataset(corpus))
         documents = range(first, end)
         if self.cls is not GPTDataset:  # another class gets what upstream gives, an array
             documents = np.arange(first, end, dtype=np.int32)
         return self.cls(corpus, prefix, documents, size, entry.split, self.config)
 
-    def _mix(self, entry, opened, parts):
+    def _mix(self, entry, corpora, parts):
         """The blend of these datasets; None if nothing is wanted, and nothing is there."""
         weights = entry.weights
         size = entry.size
-        if entry.phases is not None:
-            size = None  # they have samples of their own
-        elif weights is not None:
-            size = sum(math.ceil(size * weight) for weight in weights)
-        else:  # one epoch of each corpus, or as many samples of these as are wanted
+        if weights is None and entry.phases is None:
             weights = [len(part) for part in parts]
             total = sum(weights)
-            if total == 0:
-                if size == 0:
-                    return None
-                raise ValueError(
-                    f"{entry.split.name}: samples are wanted, but no corpus has one in it"
-                )
-            if size is not None and size > total:
-                warnings.warn(
-                    f"{entry.split.name}: an epoch has {total:,} samples, not {size:,}: the run "
-                    "will end early; give weights, to repeat corpora",
-                    stacklevel=2,
-                )
-                size = total
+            if total == 0 and size == 0:
+                return None
+            _check_epoch(entry.split, total, size)
+            if size is not None:
+                size = min(size, total)
         try:
             return BlendedDataset(parts, weights, size, self.config, phases=entry.phases)
         except _BlendTooLarge as error:
@@ -2978,40 +2394,8 @@ class BlendedMegatronDatasetBuilder:
         # can come in another order, and the others must keep upstream's order.
         for i, part in enumerate(parts):
             if part in needed:
-                parts[i] = self._build_part(entry, opened, entry.prefixes[i], needed[part])
+                parts[i] = self._build_part(entry, corpora[i], entry.prefixes[i], needed[part])
         return BlendedDataset(parts, weights, size, self.config, phases=entry.phases)
-
-
-def _build_nothing():
-    """What _build_and_describe() gives on a rank that only waits for the others."""
-    return [None] * len(Split), None, {}
-
-
-def _check_tokenizers_of_pairs(opened):
-    """ValueError where the records of {prefix: pair} name different tokenizers (section 20)."""
-    first = None  # the prefix of the first pair whose record names one
-    tokenizer = None
-    for prefix, pair in opened.items():
-        record = None
-        if isinstance(pair, IndexedDataset):
-            record = _read_record(pair.absolute_prefix)
-        if not record:  # not one of ours: its tokenizer is not known
-            continue
-        difference = _compare_tokenizers(prefix, record, first, tokenizer)
-        if difference is not None:
-            raise ValueError(difference)
-        if tokenizer is None:
-            first = prefix
-            tokenizer = record["tokenizer"]
-
-
-def _allow_open_files():
-    """Let this process open as many files as the system allows it."""
-    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no such limit
-        import resource
-
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 # ==============================================================================
@@ -3669,82 +3053,33 @@ def _take_chunks(tensor, dim, chunks_of_rows):
 #   threads           2 3              num_workers of them make batches ahead
 #   training loop   1                  uses the batch that is ready
 #
-# Threads serve GPTDataset, and blends of it, where C is there: it fills batches of mapped pairs
-# without Python's lock, so the loop is not held up.  (Of other pairs Python fills them, in these
-# threads.)  Any other dataset is read by torch's DataLoader, with num_workers processes.  With
-# num_workers=0 a batch is made when the loop asks for it.  (A thread for that case would be slower:
-# to hand over a batch of 8 samples of 2,048 tokens takes as long as to make it.)
+# Threads serve GPTDataset, and blends of it, where C is there: it fills batches without Python's
+# lock, so the loop is not held up.  Any other dataset is read by torch's DataLoader, with
+# num_workers processes.  With num_workers=0 a batch is made when the loop asks for it.
 #
 # The sampler runs ahead of the training loop.  A saved position counts the batches that the loop
 # was given, so what was made ahead and not used is made again after a resume.
 #
-# A state has three keys: its version, the number of consumed samples, and a text, which is the JSON
-# of what decided these samples: their past.  It is read from settings, and no sample is read for
-# it.  After 24 samples of a blend of two corpora:
+# A state has this position, and what decided the samples before it: their past, as JSON.  No sample
+# is read for it.  That of 24 samples of a blend:
 #
-#   sampler   {"kind of the sampler": "single"}        the order; cyclic has a seed and more
-#   data      {"class": "BlendedDataset",
-#              "class of corpus 0": "GPTDataset",
-#              "fingerprint of corpus 0": {...},       of the pair (section 1)
-#              "documents (split) of corpus 0": "range(0, 99)",
-#              "random_seed of corpus 0": 1234, ...,   and more, as _settings_of() says
-#              "which corpus gave which sample (weights, blend_phases)": 1403640103}
-#                                                      a CRC-32 of dataset_index[:24]
+#   {"sampler": {"kind of the sampler": "single"},    cyclic has a seed and more
+#    "data": {"class": "BlendedDataset",
+#             "corpus 0": {"class": "GPTDataset",
+#                          "name (not compared)": "wiki",
+#                          "fingerprint": {...},      of the pair (section 1)
+#                          "random_seed": 1234, ...}, and more, as _settings_of() says
+#             "which corpus gave which sample (weights, blend_phases)": 1403640103}}
+#                                                     a CRC-32 of dataset_index[:24]
 #
-# The job that loads a state makes the same of its own data, and goes on where it finds the same.
-# So another seed, S, split, order, weight or pair is noticed.  What does not change the samples
-# that were consumed is not asked about: with stable_order a longer run, or a phase that comes
-# later; a corpus that has given no sample yet; a copy at another path.  Not noticed are documents
-# that were edited in the middle of a pair, and what a class of the user's own makes of its data.
-# With u, v and w for the weights of phases, of datasets with stable_order:
-#
-#   the state, after 600 samples       [past: 500 samples with weights u, 100 with weights v]
-#   a job that it fits                 phases (500, u) (400, v)
-#   others that it fits                phases (500, u) (900, v) (800, w);  (500, u) (100, v) (99, w)
-#   refused: another past              phases (600, u) (400, v);  (500, u) (400, w)
-#
-# Settings of GPTDataset that change masks and positions, and not which tokens come, are no part of
-# the past.
-#
-# The new job may have other ranks, micro-batches and workers, wherever the order of the sampler
-# does not depend on them:
-#
-#   sampler             order                              what may change on resume
-#   single,             0, 1, 2, ...                       ranks, micro-batch size, workers
-#   full_validation
-#   cyclic, unsharded   in each turn all ranks draw the    workers; ranks and micro-batch size, if
-#                       same shuffled order                (a), (b) and (c) hold
-#   cyclic, sharded     in each turn each rank shuffles    workers; micro-batch size, if (a) and (b)
-#                       a part of its own                  hold
-#
-#   (a) consumed_samples is a whole number of the new rounds
-#   (b) as many samples are shuffled with the new ranks and micro-batch size as with the old ones.
-#       A rest is left out before the shuffle: sharded, what fills no whole round; unsharded, what
-#       fills no whole micro-batch (what then fills no whole round is left out after the shuffle)
-#   (c) consumed_samples divided by the samples of a turn (active_total_samples) gives the same
-#       turn, and the same rest, as with the old ones (sharded, this follows from (b))
+# The job that loads a state makes the same of its own data and sampler, and goes on where it finds
+# the same.  (Section 8 says which ranks and sizes of batches it may have.)  What does not change
+# the samples that were consumed is not asked about: with stable_order a longer run, or a phase that
+# comes later; a corpus that has given no sample yet; settings of masks and positions.  Not noticed
+# are documents that were edited in the middle of a pair, and what a class of the user's own does.
 
 _STATE_VERSION = 7  # a number to count up when the same past comes to mean other samples
-
-
-def _make_batch(dataset: typing.Any, indices: typing.Sequence[int | None]) -> dict:
-    """Return what a batch is: the samples of its indices, stacked, {key: tensor (B, ...)}."""
-    return torch.utils.data.default_collate(_samples_of(dataset, indices))
-
-
-def _is_plain(dataset: typing.Any) -> bool:
-    """Is it a GPTDataset, or a blend of such with the blend's config, and of no subclass?"""
-    if type(dataset) is not BlendedDataset:
-        return type(dataset) is GPTDataset
-    parts = dataset.datasets
-    return all(type(part) is GPTDataset and part.config is dataset.config for part in parts)
-
-
-class _PaddedSubset(torch.utils.data.Subset):
-    """A Subset whose sample None, which fills up a batch, is that of its dataset."""
-
-    def __getitems__(self, indices):
-        return _samples_of(self.dataset, [k if k is None else self.indices[k] for k in indices])
+_NAME = "name (not compared)"  # for messages: a copy may have another
 
 
 class PretrainingDataLoader(torch.utils.data.DataLoader):
@@ -3755,17 +3090,16 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     batch_sampler  a sampler of section 8
     num_workers    how many threads, or processes, make batches ahead; 0: none
     arguments      further arguments of DataLoader, such as collate_fn or prefetch_factor.  With
-                   one of these the batches of a GPTDataset, too, are made by DataLoader and
-                   its processes; pin_memory alone does not change who makes them.
+                   any of them but pin_memory, DataLoader makes the batches of a GPTDataset, too
 
     len() counts the batches of a whole turn, also after a resume.  Where several iterators run, the
     state is that of the newest; with persistent_workers, which they would share, the older ones
     raise a RuntimeError.  What worker processes draw depends on torch.initial_seed(), the
     data-parallel rank and the place where the iterator begins, unless a generator is given.
 
-    The first iterator after load_state_dict() goes on where the state was taken, and only that one:
-    if it is left after a look, as by next(iter(loader)), the next one begins at 0; with a cyclic
-    sampler it begins after the batch that was looked at.  A warning says so.
+    The first iterator after load_state_dict() goes on where the state was taken.  After it the next
+    one begins at 0, or, with a cyclic sampler, behind the last batch; with a warning if the first
+    was left before its end, as by next(iter(loader)).
 
     >>> loader = PretrainingDataLoader(range(6), MegatronPretrainingSampler(6, 0, 2, 0, 1))
     >>> state = [loader.state_dict() for batch in loader][0]          # after the first batch
@@ -3782,89 +3116,59 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         num_workers: int = 0,
         **arguments: typing.Any,
     ) -> None:
-        if num_workers < 0:
-            raise ValueError(f"num_workers must be >= 0, got {num_workers}")
-        if not arguments.get("in_order", True):
-            raise ValueError(
-                "in_order=False: a state counts batches, so they must come in the sampler's order"
-            )
+        _check_loader(batch_sampler, num_workers, arguments)
         if type(dataset) is torch.utils.data.Subset:
             dataset = _PaddedSubset(dataset.dataset, dataset.indices)
         may_use_threads = IMPLEMENTATION == "c" and _is_plain(dataset)
         self.makes_own_batches = may_use_threads and arguments.keys() <= {"pin_memory"}
-        self.num_threads = 0
-        if self.makes_own_batches:
-            self.num_threads = num_workers
-            num_workers = 0  # torch starts no processes
+        self.num_threads = num_workers if self.makes_own_batches else 0
+        num_workers -= self.num_threads  # torch starts no processes where there are threads
         super().__init__(dataset, batch_sampler=batch_sampler, num_workers=num_workers, **arguments)
         self._has_generator = self.generator is not None  # that of the arguments
         self.consumed_samples = batch_sampler.consumed_samples
-        self._newest = None  # stands for the newest iterator; None: none since a state was loaded
-        self._since_state = 2  # how many iterators began since a state was loaded; 2: or more
+        # stands for the newest iterator; None: none has begun since a state was loaded
+        self._newest = object()
+        self._end_of_resumed = 0  # the place where the pass ends that went on from a state
         self._kept = {}  # what was asked of the datasets: now, so that no state needs a storage
         _what_decides(dataset, None, self._kept)
-        if len(batch_sampler) == 0:
-            warnings.warn(
-                f"a loader without a batch: {batch_sampler.total_samples} samples are fewer than "
-                f"the {batch_sampler.samples_per_round} of a round (micro_batch_size * "
-                "data_parallel_size): ask for more samples, or for drop_last=False",
-                stacklevel=3,
-            )
 
     def __iter__(self) -> typing.Iterator[dict]:
         sampler = self.batch_sampler
-        limit = sampler.total_samples
         if sampler.kind == "cyclic":
             # This sampler advances its own number as it runs ahead of the loop: set it back to the
             # last batch that the loop was given.  The others set theirs to 0 for a further pass.
             sampler.next_start = self.consumed_samples
-            limit = math.inf  # it counts on over all turns
-        consumed = sampler.next_start
-        self._warn_if_left(consumed)
+        begin = sampler.next_start
+        end = self._end_of_pass(begin)
+        _warn_if_left(self.consumed_samples, self._end_of_resumed, begin)
+        self._end_of_resumed = end if self._newest is None else 0
         this_iterator = object()
         self._newest = this_iterator
-        batches = (
-            self._own_batches() if self.makes_own_batches else self._batches_of_torch(consumed)
-        )
+        batches = self._own_batches() if self.makes_own_batches else self._batches_of_torch(begin)
+        consumed = begin
         for batch in batches:
-            consumed += sampler.samples_per_round
+            consumed = min(consumed + sampler.samples_per_round, end)
             if self._newest is this_iterator:
-                self.consumed_samples = min(consumed, limit)
+                self.consumed_samples = consumed
             yield batch
-            if self._newest is None:
-                raise RuntimeError(
-                    "load_state_dict() was called while this iterator was running: it would go on "
-                    "at its old place, so start a new one with iter(loader)"
-                )
-            if self.persistent_workers and self._newest is not this_iterator:
-                raise RuntimeError(
-                    "a newer iterator has begun, which has the workers now (persistent_workers): "
-                    "end one before the next begins, or do without persistent_workers"
-                )
+            if self._newest is not this_iterator:
+                _refuse_older_iterator(self)
 
-    def _warn_if_left(self, begin):
-        """Warn, as one begins, if the one that went on from a state was left before its end."""
-        self._since_state += 1
+    def _end_of_pass(self, begin):
+        """The consumed samples after the last batch of a pass that begins there."""
         sampler = self.batch_sampler
         if sampler.kind == "cyclic":
-            has_more = self.consumed_samples % sampler.active_total_samples > 0
-        elif sampler.drop_last:
-            has_more = self.consumed_samples + sampler.samples_per_round <= sampler.total_samples
-        else:
-            has_more = self.consumed_samples < sampler.total_samples
-        if self._since_state == 2 and has_more:
-            warnings.warn(
-                f"the iterator that went on from the state was left at sample "
-                f"{self.consumed_samples}, and this one begins at sample {begin}: to go on there, "
-                "load the state again, and keep its first iterator",
-                stacklevel=3,
-            )
+            return (begin // sampler.active_total_samples + 1) * sampler.active_total_samples
+        end = sampler.total_samples
+        if sampler.drop_last:
+            end -= (end - begin) % sampler.samples_per_round
+        return end
 
     def _own_batches(self):
-        """Batches of our own datasets, in the order of the sampler; by threads if there are any.
+        """Batches of our own datasets; by threads, if there are any, a few ahead.
 
-        They are made a few ahead, so memory stays small.  An error comes at the place of its batch.
-        Once this iterator is gone, what no thread has begun is not made, and nobody waits.
+        An error comes at the place of its batch.  Once this iterator is gone, what no thread has
+        begun is not made, and nobody waits.
         """
         if not self.num_threads:
             for indices in self.batch_sampler:
@@ -3882,17 +3186,16 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _batches_of_torch(self, consumed_samples):
+    def _batches_of_torch(self, begin):
         """Batches that torch's DataLoader makes, from a place on.
 
         For an iterator torch draws a number, from which each of its worker processes has its seed.
-        From the global generator it would be drawn on those ranks alone that have a loader, and
-        their dropout would be another one than that of the ranks beside them.
-
-        Torch also makes tensors on the default device, and fails if that is not the CPU.
+        From the global generator only ranks with a loader would draw it, and their dropout would
+        differ from that of the ranks beside them.  Torch also makes tensors on the default device,
+        and fails if that is not the CPU.
         """
         if not self._has_generator:
-            place = [torch.initial_seed(), self.batch_sampler.data_parallel_rank, consumed_samples]
+            place = [torch.initial_seed(), self.batch_sampler.data_parallel_rank, begin]
             [seed] = np.random.SeedSequence(place).generate_state(1, np.uint64).tolist()
             self.generator = torch.Generator().manual_seed(seed)
         with torch.device("cpu"):
@@ -3918,8 +3221,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         """Return {"version": number, "consumed_samples": number, "past": text}.
 
         It is equal on all ranks that read.  The loader of a tensor-parallel rank that is sent its
-        batches stays at sample 0: save the state of a rank that reads.  Cost: no sample is read and
-        no storage is asked; of a blend dataset_index is read, on from the last state.
+        batches stays at sample 0: save the state of a rank that reads.
         """
         return {
             "version": _STATE_VERSION,
@@ -3930,41 +3232,15 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     def load_state_dict(self, state_dict: dict, strict: bool = True) -> None:
         """Go on where the state was taken, in the next iterator: one that runs raises RuntimeError.
 
-        Ranks, micro-batch size and workers may be others, unless the order depends on them.  The
-        run may be longer, unless the consumed samples would be others (see the top of the section).
-        ValueError names the first thing that does not fit; strict=False goes on all the same, if
-        a pass of the sampler can start there.
+        ValueError names the first thing of the past that is another one here; strict=False goes on
+        all the same, if a pass of the sampler can start there.
         """
-        try:
-            version = operator.index(state_dict["version"])
-            consumed = operator.index(state_dict["consumed_samples"])
-            past = _read_past(state_dict["past"])
-        except (LookupError, AttributeError, TypeError, ValueError, RecursionError):
-            raise ValueError(
-                "wanted a state of PretrainingDataLoader: version, consumed_samples (whole "
-                f"numbers) and past (dicts, as JSON), got {str(state_dict)[:200]}"
-            ) from None
+        version, consumed, past = _read_state(state_dict)
         _refuse_start(self.batch_sampler, consumed)
         if strict:
-            if version != _STATE_VERSION:
-                raise ValueError(
-                    f"the state does not fit: it has version {version}, and this release reads "
-                    f"{_STATE_VERSION}.  Go on with the release that saved it, or at its place, "
-                    "unchecked: load_state_dict(state, strict=False)"
-                )
-            here = _read_past(self._past_of(consumed))
-            difference = _first_difference(past, here, self._kept)
-            if difference is not None:
-                words, was, now = difference
-                raise ValueError(
-                    f"the state does not fit: {words} was {was} in the state, and is {now}.  Go on "
-                    "with the data and the settings of the state (a run that is to be longer, or "
-                    "mixed in another way, wants stable_order=True from its first start), or read "
-                    "what is here, where some samples come twice and others never: "
-                    "load_state_dict(state, strict=False)"
-                )
+            _refuse_other_past(version, past, _read_past(self._past_of(consumed)))
         self._newest = None
-        self._since_state = 0
+        self._end_of_resumed = 0
         self.consumed_samples = consumed
         self.batch_sampler.next_start = consumed
 
@@ -3972,99 +3248,99 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         """The JSON of what decided the consumed samples; "{}" if there is none."""
         if consumed_samples == 0:
             return "{}"
-        settings = self._settings_of_order(consumed_samples)
-        # cyclic: each that is shuffled may have been consumed
-        num_samples = settings.get("samples that are shuffled", consumed_samples)
-        data = _what_decides(self.dataset, num_samples, self._kept)
-        return json.dumps({"sampler": settings, "data": data}, default=_as_json)
-
-    def _settings_of_order(self, consumed_samples):
-        """What the order of the samples depends on; only "cyclic" has another than 0, 1, 2, ..."""
         sampler = self.batch_sampler
-        settings = {"kind of the sampler": sampler.kind}
-        if sampler.kind != "cyclic":
-            return settings
-        turn, done = divmod(consumed_samples, sampler.active_total_samples)
-        settings["seed of the sampler"] = sampler.seed
-        settings["data_sharding"] = sampler.data_sharding
-        settings["samples that are shuffled"] = sampler.samples_shuffled()
-        settings["turn"] = turn
-        settings["samples done in the turn"] = done
-        if sampler.data_sharding:
-            settings["data_parallel_size"] = sampler.data_parallel_size
-        return settings
+        order = {"kind of the sampler": sampler.kind}  # of the others it is 0, 1, 2, ...
+        n = consumed_samples
+        if sampler.kind == "cyclic":
+            n = sampler.samples_shuffled()  # each of them may have been consumed
+            turn, done = divmod(consumed_samples, sampler.active_total_samples)
+            order["seed of the sampler"] = sampler.seed
+            order["data_sharding"] = sampler.data_sharding
+            order["samples that are shuffled"] = n
+            order["turn"] = turn
+            order["samples done in the turn"] = done
+            if sampler.data_sharding:
+                order["data_parallel_size"] = sampler.data_parallel_size
+        past = {"sampler": order, "data": _what_decides(self.dataset, n, self._kept)}
+        return json.dumps(past, default=_as_json)
 
 
-def _read_past(text):
-    """All that a past says, {setting, in words: value}."""
-    past = json.loads(text)
-    return {**past.get("sampler", {}), **past.get("data", {})}
+def _make_batch(dataset: typing.Any, indices: typing.Sequence[int | None]) -> dict:
+    """Return what a batch is: the samples of its indices, stacked, {key: tensor (B, ...)}."""
+    return torch.utils.data.default_collate(_samples_of(dataset, indices))
 
 
-def _what_decides(dataset, n, kept, of=""):
-    """What decides the first n samples of a dataset: {setting, in words: value}.
+def _is_plain(dataset: typing.Any) -> bool:
+    """Is it a GPTDataset, or a blend of such with the blend's config, and of no subclass?"""
+    if type(dataset) is not BlendedDataset:
+        return type(dataset) is GPTDataset
+    parts = dataset.datasets
+    return all(type(part) is GPTDataset and part.config is dataset.config for part in parts)
+
+
+class _PaddedSubset(torch.utils.data.Subset):
+    """A Subset whose sample None, which fills up a batch, is that of its dataset."""
+
+    def __getitems__(self, indices):
+        return _samples_of(self.dataset, [k if k is None else self.indices[k] for k in indices])
+
+
+# -- What decides the samples ------------------------------------------------------------------
+
+
+def _what_decides(dataset, n, kept):
+    """What decides the first n samples of a dataset: {setting, in words: value}, with dicts in it.
 
     n      None: all.  Of a blend these are its weights, phases and size, and all its datasets
-    kept   a dict, for further calls: what is asked once, and {" of corpus 1": its name}
-    of     what the words end with
+    kept   a dict, for further calls: what was asked of each dataset once
     """
+    data = getattr(dataset, "dataset", None)
     if isinstance(dataset, BlendedDataset):
-        return _what_decides_blend(dataset, n, kept, of)
+        mix, parts = _mix_of_first(dataset, n, kept)
+        settings = {"class": type(dataset).__name__}
+        for d in parts:
+            settings[f"corpus {d}"] = _what_decides(dataset.datasets[d], None, kept)
+        return settings | mix
     if isinstance(dataset, torch.utils.data.Subset):
-        data = dataset.dataset
         indices = np.asarray(dataset.indices[:n], np.int64)
-        if np.any(indices < 0):  # counted from the end, wherever that is
-            indices = np.where(indices < 0, indices + len(data), indices)
+        if np.any(indices < 0):  # -1 is the last
+            indices = indices % len(data)
         n = int(indices.max(initial=-1)) + 1
         settings = {"class": "Subset", "indices": _md5(indices.tobytes())}
-    else:
-        if id(dataset) not in kept:
-            kept[id(dataset)] = _settings_of(dataset)
-        settings, data = kept[id(dataset)]
-    decided = {f"{key}{of}": value for key, value in settings.items()}
-    if data is not None:
-        decided |= _what_decides(data, n, kept, f" of the data{of}")
-    return decided
+        return settings | {"data": _what_decides(data, n, kept)}
+    if id(dataset) not in kept:
+        kept[id(dataset)] = _settings_of(dataset)
+    settings = kept[id(dataset)]
+    if data is None or isinstance(dataset, GPTDataset):  # whose settings are of its pair, too
+        return settings
+    return settings | {"data": _what_decides(data, n, kept)}
 
 
-def _what_decides_blend(blend, n, kept, of):
-    """The same of a blend: what decides each dataset that gave a sample, and which gave which.
+def _mix_of_first(blend, n, kept):
+    """How a blend mixes its first n samples, and the numbers of the datasets that gave one.
 
     What is kept of the last n goes on from there: of 10^9 samples it takes seconds.
     """
-    has_own_order = type(blend)._build_indices is not BlendedDataset._build_indices
     if n is None:
         mix = {"weights": blend.weights, "blend_phases": blend.phases, "size": blend.size}
-        counts = dict.fromkeys(range(len(blend.datasets)))
-    else:
-        last = kept.get(id(blend), (0, 0, 0))
-        if last[0] > n:
-            last = (0, 0, 0)
-        read, checksum, given = last
-        new = np.ascontiguousarray(blend.dataset_index[read:n], np.int16)
-        checksum = zlib.crc32(new, checksum)
-        given = np.add(given, _count_datasets(new, len(blend.datasets)))
-        kept[id(blend)] = n, checksum, given
-        mix = {"which corpus gave which sample (weights, blend_phases)": checksum}
-        counts = {d: int(given[d]) for d in np.flatnonzero(given).tolist()}
-        if has_own_order:  # else each gives its samples in order
-            samples = np.ascontiguousarray(blend.dataset_sample_index[:n], np.int64)
-            mix["which sample each corpus gave"] = zlib.crc32(samples)
-            counts = {d: len(blend.datasets[d]) for d in counts}
-    decided = {f"class{of}": type(blend).__name__}
-    for d, count in counts.items():
-        corpus = f" of corpus {d}{of}"
-        kept[corpus] = os.path.basename(_name(blend.datasets[d]))
-        decided |= _what_decides(blend.datasets[d], count, kept, corpus)
-    return decided | {f"{key}{of}": value for key, value in mix.items()}
+        return mix, range(len(blend.datasets))
+    last_n, checksum, given = kept.get(id(blend), (0, 0, 0))
+    if last_n > n:
+        last_n, checksum, given = 0, 0, 0
+    new = np.ascontiguousarray(blend.dataset_index[last_n:n], np.int16)
+    checksum = zlib.crc32(new, checksum)
+    given = np.add(given, _count_datasets(new, len(blend.datasets)))
+    kept[id(blend)] = n, checksum, given
+    mix = {"which corpus gave which sample (weights, blend_phases)": checksum}
+    if type(blend)._build_indices is not BlendedDataset._build_indices:
+        samples = np.ascontiguousarray(blend.dataset_sample_index[:n], np.int64)
+        mix["which sample each corpus gave"] = zlib.crc32(samples)
+    return mix, np.flatnonzero(given).tolist()
 
 
 def _settings_of(dataset):
-    """What decides the samples of a dataset that is no blend and no Subset, since it was built.
-
-    Returns ({setting: value}, the data in it that are to be asked too, or None).
-    """
-    settings = {"class": type(dataset).__name__}
+    """What decides the samples of a dataset that is no blend and no Subset, since it was built."""
+    settings = {"class": type(dataset).__name__, _NAME: os.path.basename(_name(dataset))}
     is_gpt = isinstance(dataset, GPTDataset)
     reader = dataset.dataset if is_gpt else dataset
     if callable(getattr(reader, "fingerprint", None)):
@@ -4073,78 +3349,42 @@ def _settings_of(dataset):
         lengths = np.asarray(getattr(reader, "sequence_lengths", []), np.int64)
         settings["sequence_lengths (CRC-32)"] = zlib.crc32(lengths)
     if not isinstance(dataset, MegatronDataset):
-        return settings, getattr(dataset, "dataset", None)
+        return settings
     documents = dataset._documents
-    settings["documents (split)"] = str(documents)
     if not isinstance(documents, range):
-        settings["documents (split)"] = _md5(documents.astype(np.int64).tobytes())
+        documents = _md5(documents.astype(np.int64).tobytes())
+    settings["documents (split)"] = str(documents)
+    if is_gpt:
+        return settings | _settings_of_orders(dataset)
+    for name, value in dataset.unique_identifiers.items():
+        if name not in ("dataset_path", "num_samples", "index_split", "split", "split_matrix"):
+            settings[name] = value
+    if isinstance(dataset, SFTDataset):
+        settings["context_parallel_size"] = dataset.config.context_parallel_size or 1
+    return settings
+
+
+def _settings_of_orders(dataset):
+    """What decides which tokens the samples of a GPTDataset are, and their order."""
     identifiers = dataset.unique_identifiers
-    if not is_gpt:
-        for name, value in identifiers.items():
-            if name not in ("dataset_path", "num_samples", "index_split", "split", "split_matrix"):
-                settings[name] = value
-        if isinstance(dataset, SFTDataset):
-            settings["context_parallel_size"] = dataset.config.context_parallel_size or 1
-        return settings, dataset.dataset
-    settings["sequence_length"] = identifiers["sequence_length"]
-    extra = identifiers.get("add_extra_token_to_sequence", True)
-    settings["add_extra_token_to_sequence"] = extra
-    settings["drop_last_partial_validation_sequence"] = not dataset._keeps_short
+    settings = {"sequence_length": identifiers["sequence_length"]}
+    for name in ("add_extra_token_to_sequence", "drop_last_partial_validation_sequence"):
+        settings[name] = identifiers.get(name, True)
     method = "_build_document_sample_shuffle_indices"
     if getattr(type(dataset), method) is not getattr(GPTDataset, method):
         for name in dataset.index_names:
             settings[f"{name} (CRC-32)"] = zlib.crc32(np.ascontiguousarray(getattr(dataset, name)))
-        return settings, None
+        return settings
     settings["random_seed"] = identifiers["random_seed"]
     plan = dataset.epoch_plan
     is_by_epochs = identifiers.get("stable_order", False) or plan.num_epochs == 1
-    settings["shuffle by epochs (stable_order, or one epoch)"] = is_by_epochs
-    if dataset._keeps_short or not is_by_epochs:  # else those that are added change nothing before
+    settings["stable_order, or one epoch"] = is_by_epochs
+    keeps_short = not settings["drop_last_partial_validation_sequence"]
+    if keeps_short or not is_by_epochs:  # else those that are added change nothing before
         settings["epochs"] = plan.num_epochs
     if not is_by_epochs:
         settings["last epoch shuffled alone"] = plan.separate_final_epoch
-    return settings, None
-
-
-def _first_difference(was, now, names):
-    """Return the first thing that differs: (its words, its value in was, in now), or None.
-
-    was, now   answers of _what_decides()
-    names      {" of corpus 1": its name}
-    """
-    in_both = [words for words in now if words in was]  # first: what is missing follows from them
-    for words in [*in_both, *now, *was]:
-        if was.get(words) != now.get(words):
-            name = names.get(words.removeprefix(words.partition(" of ")[0]))
-            suffix = "" if name is None else f" ({name})"
-            return f"{words}{suffix}", was.get(words), now.get(words)
-    return None
-
-
-def _compare_on_ranks(decided, names):
-    """ValueError on every rank, with ranks and corpus, where the ranks have built other samples.
-
-    decided   the JSON of what decides the samples of this rank; None: it has built none, and is not
-              rank 0
-    names     as of _first_difference()
-    """
-    ends = torch.full((2,), 2**63 - 1, device=_device_of_group())
-    if decided is not None:
-        digest = int(_md5(decided)[:15], 16)
-        ends = torch.tensor([digest, -digest], device=_device_of_group())
-    torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MIN)
-    least, greatest = ends[0], -ends[1]
-    if least == greatest:
-        return
-    texts = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(texts, decided)
-    others = [rank for rank, text in enumerate(texts) if text not in (None, texts[0])]
-    first, other = json.loads(texts[0]), json.loads(texts[others[0]])
-    words, was, now = _first_difference(first, other, names)
-    raise ValueError(
-        f"ranks {others} have other data than rank 0: {words} is {was} on rank 0, and {now} on "
-        f"rank {others[0]}.  Give all ranks the same copy and the same settings"
-    )
+    return settings
 
 
 def build_pretraining_data_loader(
@@ -4183,15 +3423,14 @@ def build_pretraining_data_loader(
         return dataset
     if len(dataset) == 0:  # a split of which nothing is wanted
         return None
-    if isinstance(dataset, (list, tuple)) and isinstance(dataset[0], torch.utils.data.Dataset):
-        raise ValueError(
-            f"got {len(dataset)} datasets, such as several validation sets: make a loader for each"
-        )
-    place = _place_of_rank(data_parallel_rank, data_parallel_size)
-    sizes = [len(dataset), consumed_samples, micro_batch_size, *place]
+    _refuse_several_datasets(dataset)
+    _check_rank_is_given(data_parallel_rank, data_parallel_size)
+    rank = 0 if data_parallel_rank is None else data_parallel_rank
+    ranks = 1 if data_parallel_size is None else data_parallel_size
+    sizes = [len(dataset), consumed_samples, micro_batch_size, rank, ranks]
     if full_validation:
         sampler = MegatronFullValidationSampler(
-            len(dataset), *place, consumed_samples=consumed_samples
+            len(dataset), rank, ranks, consumed_samples=consumed_samples
         )
     elif dataloader_type == "single":
         sampler = MegatronPretrainingSampler(*sizes, drop_last)
@@ -4207,19 +3446,17 @@ def build_pretraining_data_loader(
     )
 
 
-def _place_of_rank(rank, size):
-    """Return [rank, size] of a data-parallel rank; None is 0 and 1, in a job of one process."""
-    if rank is None or size is None:
-        num_processes = os.environ.get("WORLD_SIZE", "1")
-        if _is_distributed():
-            num_processes = str(torch.distributed.get_world_size())
-        if num_processes != "1":
-            raise ValueError(
-                f"this is a job of {num_processes} processes, which would all read the same "
-                "samples: give data_parallel_rank and data_parallel_size (0 and 1, if the same "
-                "samples are meant, as with tensor parallelism alone)"
-            )
-    return [0 if rank is None else rank, 1 if size is None else size]
+def _read_at_once(dataset, indices):
+    """Several samples of a GPTDataset, whose pieces are read together; None is padding."""
+    if type(dataset) is not GPTDataset:  # a subclass may say itself what a sample is
+        return [dataset[idx] for idx in indices]
+    pieces_of_samples = [dataset.pieces(0 if idx is None else idx) for idx in indices]
+    parts = iter(_read_pieces(dataset.dataset, list(itertools.chain(*pieces_of_samples))))
+    samples = []
+    for idx, pieces in zip(indices, pieces_of_samples, strict=True):
+        text = np.concatenate([next(parts) for _ in pieces], dtype=np.int64)
+        samples.append(dataset._make_sample(idx, text))
+    return samples
 
 
 # ==============================================================================
@@ -4907,28 +4144,34 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 # ==============================================================================
 # Question answered here: what is looked at, when, and with which error?
 #
-#   input                     what is wrong with it                  looked at            error
-#   an .idx                   its magic, version, dtype code, size   at every open        (a)
-#   a pair                    documents do not run from 0 to n, or   at every open        (a)
-#                             the .bin does not end with the last
-#                             sequence
-#   all entries of an .idx    a length below 0, a pointer that is    verify(),            (a)
-#                             not the sum of the lengths before it,  check=True, before
-#                             documents that decrease                orders are built
-#   tokens, lengths, modes    they do not fit the dtype, do not add  before they are      ValueError
-#                             up                                     written
-#   a config, a blend         a field out of its range, fields that  when it is made      ValueError
-#                             do not go together, a weight that is
-#                             no finite number >= 0
-#   arguments of a kernel     their dtype, shape, range              at each call         TypeError,
-#                                                                                         ValueError
-#   a place in a sequence,    it is outside                          at each access       IndexError
-#   in an array of orders
-#   sizes of a sampler        below 1, a place where no pass starts  when it is made      ValueError
-#   a batch                   another shape, packed or not, a mask   when it is read      ValueError
-#                             of documents that would be left out
+#   input                    what is wrong with it                   looked at            error
+#   the name of a pair       nothing is there                        when it is opened    (b)
+#   an .idx, a pair          header or size; the ends of documents   when it is opened    (a)
+#                            or of the .bin; replaced meanwhile
+#   all entries of an .idx   lengths below 0, pointers that are not  verify(), check=True (a)
+#                            their sums, documents that decrease     before orders
+#   a place in a sequence    it is outside                           at each access       IndexError
+#   ids, lengths, modes      they do not fit, or do not add up       before the writing   ValueError
+#   a text, its ids          they are none                           when they come       ValueError
+#   a config, a blend        a field out of its range, fields that   when it is made      ValueError
+#                            do not go together, weights, phases
+#   sizes, corpora           no build can have them; tokenizers      build()              ValueError
+#   data of the ranks        they differ                             end of build()       ValueError
+#   arguments of kernels     dtype, shape, range                     at each call         (c)
+#   arrays of orders         they lead out of the corpus             at each access       IndexError
+#   sizes of a sampler       below 1; it cannot begin there          when it is made      ValueError
+#   groups, rows, documents  ranks or tokens cannot be cut so        when they are cut    ValueError
+#   a batch                  shape; packed or not; a mask of         when it is read      ValueError
+#                            documents that would be left out
+#   a loader, a state        no rank in a job of several; no batch   when it is made      ValueError
+#                            (a warning); another past               or loaded
+#   an older iterator, a     it comes too late                       when it comes        (d)
+#   gradient
+#   a changed parameter, a   its gradient would be wrong             in the step          ValueError
+#   sum of one rank
 #
 #   (a) DatasetFormatError, a ValueError: file, field, what was wanted, what was found
+#   (b) FileNotFoundError   (c) TypeError, ValueError or IndexError   (d) RuntimeError
 #
 # What is refused in one plain line, such as an index out of range, may stand where it is used.
 
@@ -4997,14 +4240,6 @@ def _absolute(path):
     return path if _is_remote(path) else os.path.abspath(path)
 
 
-def _attribute(tokenizer, name):
-    """An attribute of a tokenizer; None if there is none, or if it says NotImplementedError."""
-    try:
-        return getattr(tokenizer, name, None)
-    except NotImplementedError:
-        return None
-
-
 def _import_extra(module, user):
     """Import a module of a package that is not required; user is what needs it."""
     try:
@@ -5047,10 +4282,593 @@ def _rank(group=None) -> int:
 # -- Files (sections 1 and 2) ----------------------------------------------------------------------
 
 
+def _stamp_of_index(path):
+    """The stamp of an .idx; where there is no such file, the error says what there is."""
+    try:
+        return _file_stamp(path)
+    except FileNotFoundError:
+        prefix = path.removesuffix(".idx")
+        if os.path.isfile(prefix):
+            reason = "not a pair but a file (a pair is named without .bin and .idx)"
+            raise FileNotFoundError(errno.ENOENT, reason, prefix) from None
+        found = sorted(glob.glob(f"{glob.escape(prefix)}*.idx"))
+        if not found:
+            raise
+        names = [os.path.basename(name).removesuffix(".idx") for name in found]
+        reason = f"no such pair; pairs that begin so: {', '.join(names[:3])}"
+        raise FileNotFoundError(errno.ENOENT, reason, path) from None
+
+
+def _refuse_if_changed(path, stamp, done):
+    """DatasetFormatError for a file that has another stamp after what was done with it."""
+    if _file_stamp(path) != stamp:
+        raise _format_error(path, "file", f"one that stays while it is {done}", "another")
+
+
+def _check_idx_header(path, content, multimodal):
+    """Return (dtype code, n, m) of an .idx, which must have the size that they ask for."""
+    found = len(content)
+    if found < _HEADER.size:
+        raise _format_error(path, "file size", f"at least {_HEADER.size} bytes", found)
+    magic, version, code, n, m = _HEADER.unpack_from(content)
+    if magic != _MAGIC or version != _VERSION:
+        raise _format_error(path, "magic, version", (_MAGIC, _VERSION), (magic, version))
+    if not 1 <= code <= 8:
+        raise _format_error(path, "dtype code", "1 to 8", code)
+    if m < 1:
+        raise _format_error(path, "length of document_indices", "at least 1", m)
+    without_modes = 34 + 12 * n + 8 * m
+    sizes = [without_modes + n]
+    if not multimodal:
+        sizes.append(without_modes)
+    if found not in sizes:
+        raise _format_error(path, "file size", f"{sizes} (the first with modes)", found)
+    return code, n, m
+
+
+def _check_ends_of_pair(pair, bin_size):
+    """The documents run from 0 to n, and the last sequence ends where the .bin ends."""
+    n = len(pair)
+    documents = [int(pair.document_indices[0]), int(pair.document_indices[-1])]
+    if documents != [0, n]:
+        raise _format_error(pair._idx_path, "document_indices", f"from 0 to {n}", documents)
+    end = 0
+    if n:
+        last_size = int(pair.sequence_lengths[-1]) * pair._token_bytes
+        end = int(pair.sequence_pointers[-1]) + last_size
+    if bin_size != end or end % pair._token_bytes:
+        raise _format_error(
+            pair._bin_path,
+            f"file size ({pair.dtype.__name__} tokens)",
+            f"{end} bytes, as {pair._idx_path} says, a multiple of {pair._token_bytes}",
+            f"{bin_size}: the file is truncated, or belongs to another .idx",
+        )
+
+
+def _check_entries_of_idx(pair):
+    """Each entry of the .idx is what IndexedDataset.verify() says.
+
+    In chunks, whose arrays stay in the CPU's cache: whole ones take four times as long, and 32 GB
+    for a billion sequences.
+    """
+    where_it_ends = "the end of the sequence before it"
+    _refuse_first_entry(
+        pair, "sequence_pointers", 0, pair.sequence_pointers[:1] != 0, where_it_ends
+    )
+    size = 1 << 15
+    for low in range(0, max(len(pair), len(pair.document_indices)), size):
+        # Copies: the file has these arrays at addresses that are no multiple of 8, which numpy
+        # reads slowly.
+        num_bytes = pair.sequence_lengths[low : low + size].astype(np.int64)
+        pointers = pair.sequence_pointers[low : low + size + 1].copy()  # one of the next chunk
+        documents = pair.document_indices[low : low + size + 1].copy()
+        num_bytes *= pair._token_bytes
+        _refuse_first_entry(pair, "sequence_lengths", low, num_bytes < 0, ">= 0")
+        steps = np.diff(pointers)
+        is_elsewhere = steps != num_bytes[: len(steps)]
+        _refuse_first_entry(pair, "sequence_pointers", low + 1, is_elsewhere, where_it_ends)
+        is_lower = documents[1:] < documents[:-1]
+        _refuse_first_entry(
+            pair, "document_indices", low + 1, is_lower, "at least the one before it"
+        )
+
+
+def _refuse_first_entry(pair, name, low, is_wrong, wanted):
+    """DatasetFormatError for the first wrong entry, if any, from entry low of an array on."""
+    if is_wrong.any():
+        at = low + is_wrong.argmax()
+        raise _format_error(pair._idx_path, f"{name}[{at}]", wanted, getattr(pair, name)[at])
+
+
+def _check_span(pair, i, pointer, size, offset, length):
+    """Sequence i lies in the .bin, and length tokens from offset on lie in it.
+
+    DatasetFormatError if only an .idx that was not checked as a whole can say so; else IndexError.
+    """
+    token_bytes = pair._token_bytes
+    end = pointer + size * token_bytes
+    if pointer % token_bytes or not 0 <= pointer <= end <= pair.num_tokens * token_bytes:
+        found = f"byte {pointer}, {size} tokens"
+        raise _format_error(pair._idx_path, f"sequence {i}", "a place in .bin", found)
+    if not 0 <= offset <= offset + length <= size:
+        wanted = f"tokens {offset} to {offset + length} of sequence {i}"
+        raise IndexError(f"{pair.path_prefix}: wanted {wanted}, which has {size}")
+
+
+def _check_new_lengths(builder, content, lengths, modes):
+    """Return lengths and modes as arrays; ValueError for those that do not fit the tokens."""
+    path = builder._bin.path
+    try:
+        lengths = array.array("i", iter(lengths))  # array("i", bytes) would copy their memory
+        if builder.multimodal:
+            modes = array.array("b", bytes(len(lengths)) if modes is None else modes)
+    except OverflowError as error:  # it does not say what is too large
+        found = f"lengths {lengths!s:.60}, modes {modes!s:.60}"
+        raise ValueError(f"{path}: {found}: {error}") from None
+    num_tokens = len(content) // builder._token_dtype.itemsize
+    if sum(lengths) != num_tokens or (lengths and min(lengths) < 0):
+        raise ValueError(
+            f"{path}: wanted lengths >= 0 that sum to the {num_tokens} tokens, "
+            f"got lengths {lengths.tolist()!s:.60} that sum to {sum(lengths)}"
+        )
+    if builder.multimodal and len(modes) != len(lengths):
+        raise ValueError(
+            f"{path}: wanted a mode for each of the {len(lengths)} sequences, "
+            f"got {len(modes)} modes"
+        )
+    return lengths, modes
+
+
+def _check_appended(builder, other):
+    """The other pair has the builder's dtype, no modes that would be lost, and is not its own."""
+    source = get_bin_path(other.path_prefix)
+    target = builder._bin.path
+    if os.path.realpath(source) == os.path.realpath(target):
+        raise ValueError(f"{source} is both input and output: choose another output prefix")
+    if other.dtype != builder.dtype:
+        raise ValueError(
+            f"{source} holds {other.dtype.__name__} tokens, "
+            f"wanted {builder.dtype.__name__} as in {target}"
+        )
+    if other.has_modes and not builder.multimodal:
+        raise ValueError(
+            f"{source} is one of a multimodal pair: to keep its modes, give --multimodal, or "
+            "multimodal=True"
+        )
+
+
+def _refuse_closed_builder(builder):
+    """ValueError if nothing can be added any more."""
+    if builder._bin.file.closed:
+        reason = "finalize() was called, or a write failed"
+        raise ValueError(f"{builder._bin.path}: this builder is closed: {reason}")
+
+
+def _check_last_document(builder):
+    """A document ends with the last sequence, and the builder is not closed."""
+    last_end = builder.document_indices[-1]
+    if last_end != len(builder.sequence_lengths):
+        raise ValueError(
+            f"{builder._bin.path}: no document ends after sequence {last_end}: "
+            "call end_document() before finalize()"
+        )
+    _refuse_closed_builder(builder)
+
+
+def _refuse_no_integers(ids, dtype, values):
+    """ValueError where tokens of this dtype would be made of anything but integers."""
+    if len(ids) and ids.dtype.kind not in "biu":  # bool, signed, unsigned
+        raise ValueError(f"{dtype} tokens must be integers of 64 bits, got {values!s:.60}")
+
+
+def _refuse_misfits(ids, tokens):
+    """ValueError for the first id that is another number as a token."""
+    misfits = (tokens != ids).nonzero()[0]
+    if len(misfits):
+        at = misfits[0]
+        reason = f"does not fit {tokens.dtype}: choose a larger dtype"
+        raise ValueError(f"token {ids[at]} at {at} {reason}")
+
+
+def _sentences(text):
+    """The sentences of a document: a str is one, a list has several; ValueError for all else."""
+    sentences = [text] if isinstance(text, str) else text
+    is_list = isinstance(sentences, list)
+    if not is_list or not all(isinstance(sentence, str) for sentence in sentences):
+        raise ValueError(f"wanted a text, or a list of sentences, got {text!r:.60}")
+    return sentences
+
+
+def _as_ids(tokenizer, found):
+    """What tokenize() has returned, as an array of ids; ValueError if it is none."""
+    ids = np.asarray(found)
+    if ids.ndim != 1 or (len(ids) > 0 and ids.dtype.kind not in "iu"):
+        raise ValueError(
+            f"wanted a tokenizer, got {type(tokenizer).__name__}, whose tokenize() makes "
+            f"{found!r:.60}, and no list of ids"
+        )
+    return ids
+
+
 # -- Configs, blends and builds (sections 3, 6 and 7) ----------------------------------------------
 
 
+def _is_list(names):
+    """Is this a list or the like, and no text?"""
+    return isinstance(names, collections.abc.Sequence) and not isinstance(names, str)
+
+
+def _check_weights(weights, names):
+    """ValueError for other than a finite number >= 0 for each of these names, and for all 0."""
+    weights = np.array(weights).tolist()  # of a number: the number
+    if not isinstance(weights, list) or len(weights) != len(names):
+        raise ValueError(f"wanted {len(names)} weights, got {weights!r}")
+    for weight, name in zip(weights, names, strict=True):
+        if not isinstance(weight, numbers.Real) or not 0 <= weight < math.inf:
+            raise ValueError(f"weight of {name}: wanted a finite number >= 0, got {weight!r}")
+    if not 0 < sum(weights) < math.inf:
+        raise ValueError(f"weights {weights}: wanted a finite sum > 0")
+
+
+def _check_blend(blend):
+    """ValueError for a blend of a config that is none."""
+    is_pair = _is_list(blend) and len(blend) == 2
+    if not is_pair or not _is_list(blend[0]) or len(blend[0]) == 0:
+        raise ValueError("a blend is ([prefix, ...], [weight, ...] or None), in lists or tuples")
+    prefixes, weights = blend
+    if weights is not None:
+        _check_weights(weights, prefixes)
+
+
+def _check_config(config):
+    """ValueError for a field of a config that is wrong, and for fields that do not go together."""
+    _refuse_passwords([config.blend, config.blend_per_split])
+    least_numbers = {"random_seed": 0, "sequence_length": 1, "num_dataset_builder_threads": 1}
+    for name, least in least_numbers.items():
+        value = getattr(config, name)
+        if not hasattr(value, "__index__") or not least <= value < 2**32:
+            raise ValueError(
+                f"{name} must be a whole number from {least} to 2**32 - 1, got {value!r}"
+            )
+    surplus = config.mid_level_dataset_surplus
+    if not isinstance(surplus, numbers.Real) or not 0 <= surplus < math.inf:
+        raise ValueError(f"mid_level_dataset_surplus: wanted a number >= 0, got {surplus!r}")
+    blends = config.blend_per_split
+    if blends and not (_is_list(blends) and len(blends) == len(Split)):
+        raise ValueError(f"blend_per_split wants a list of {len(Split)}: for each split a blend")
+    if blends and any(blends):
+        if config.blend is not None or config.split is not None:
+            raise ValueError("blend_per_split wants blend and split to be None")
+    else:
+        if config.multiple_validation_sets:
+            raise ValueError("multiple_validation_sets needs blend_per_split")
+        if config.blend is not None and config.split is None:
+            raise ValueError('a blend needs a split, such as "98,1,1"')
+        blends = [config.blend]
+    for blend in blends:
+        if blend is not None:
+            _check_blend(blend)
+    has_train = blends[0] is not None
+    if has_train and config.split is not None:
+        has_train = parse_and_normalize_split(config.split)[0] > 0
+    if config.blend_phases is not None and not has_train:
+        raise ValueError(
+            "blend_phases mixes the corpora of train, which has none: give it a blend, and a share "
+            f"of split, which is {config.split!r}"
+        )
+    if config.blend_phases is not None:
+        _check_phases(config.blend_phases, blends[0][0])
+
+
+def _check_config_of_samples(config):
+    """ValueError for a GPTDatasetConfig whose samples cannot be made as it says."""
+    names = ["unique_identifiers"]
+    if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
+        names.append("eod")
+    _check_tokenizer(config.tokenizer, names)  # section 19
+    if config.hybrid_context_parallel:
+        raise ValueError(
+            "hybrid_context_parallel is not supported: use inter_document_masking, and cut "
+            "batches with get_batch_on_this_cp_rank()"
+        )
+    if config.reset_attention_mask and not config.has_dense_mask:
+        raise ValueError(
+            "reset_attention_mask has no effect without a dense mask: set "
+            "create_attention_mask, or use inter_document_masking alone"
+        )
+
+
+def _check_phases(phases, names):
+    """ValueError for what is no list of phases of a blend of these names."""
+    if not _is_list(phases) or len(phases) == 0:
+        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
+    for number, phase in enumerate(phases):
+        with _named(f"phase {number}", "wanted (samples, weights), 1 sample or more"):
+            samples, weights = phase
+            if operator.index(samples) < 1:
+                raise ValueError(f"got {samples} samples")
+            _check_weights(weights, names)
+
+
+def _check_shares(weights, size, phases, names):
+    """ValueError for what a BlendedDataset of these names cannot be made with."""
+    if phases is None:
+        _check_weights(weights, names)
+        if size is not None and (size < 0 or size % 1):
+            raise ValueError(f"wanted a size that is a whole number >= 0, got {size}")
+    elif weights is not None or size is not None:
+        raise ValueError("phases stand for weights and size: these must be None")
+
+
+class _BlendTooLarge(ValueError):
+    """It has needed, {dataset: samples taken of it}: the builder makes these so large."""
+
+
+def _check_taken(blend):
+    """_BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
+    needed = {}
+    for count, dataset in zip(blend.samples_taken().tolist(), blend.datasets, strict=True):
+        if count > len(dataset):
+            needed[dataset] = count
+    if needed:
+        sentences = [
+            f"the blend takes {count:,} samples of {_name(dataset)}, which has {len(dataset):,}"
+            for dataset, count in needed.items()
+        ]
+        error = _BlendTooLarge("; ".join(sentences))
+        error.needed = needed
+        raise error
+
+
+def _check_sizes(config, sizes):
+    """ValueError for numbers of samples that no build can have."""
+    if len(sizes) != len(Split):
+        raise ValueError(f"sizes: wanted {len(Split)} entries, got {sizes}")
+    is_full = config.multiple_validation_sets and config.full_validation
+    if is_full and sizes[Split.valid.value] is not None:
+        raise ValueError("full_validation: the size of valid must be None")
+    for split, size in zip(Split, sizes, strict=True):
+        if size is not None and not 0 <= size < math.inf:
+            raise ValueError(f"size of {split.name}: wanted a number >= 0 or None, got {size}")
+
+
+def _warn_of_no_share(split, size):
+    """None is built for a split without a share, as in upstream."""
+    if size:
+        warnings.warn(
+            f"{size:,} samples are wanted of {split.name}, which has no share of the data "
+            "(split, blend_per_split): None is built",
+            stacklevel=4,
+        )
+
+
+def _check_samples_of_phases(phases, size):
+    """ValueError for phases that end before the run does."""
+    total = sum(samples for samples, _ in phases)
+    if size is not None and size > total:
+        raise ValueError(
+            f"blend_phases has {total} samples, but {size} are wanted of train: add a phase of "
+            f"{size - total}, or make the last one longer"
+        )
+
+
+def _check_epoch(split, total, size):
+    """A blend without weights has at most the samples of an epoch, and one at least."""
+    if total == 0:
+        raise ValueError(f"{split.name}: samples are wanted, but no corpus has one in it")
+    if size is not None and size > total:
+        warnings.warn(
+            f"{split.name}: an epoch has {total:,} samples, not {size:,}: the run will end early; "
+            "give weights, to repeat corpora",
+            stacklevel=3,
+        )
+
+
+def _check_corpora(opened, cls, tokenizer):
+    """ValueError for corpora, {prefix: corpus}, that no int32 numbers, or of several tokenizers."""
+    for prefix, corpus in opened.items():
+        n = cls.numel_low_level_dataset(corpus)
+        if n >= 2**31:
+            raise ValueError(f"{prefix}: {n} sequences, but int32 numbers only {2**31 - 1}")
+    _check_tokenizers(opened, tokenizer)  # section 20
+
+
+def _compare_builds(datasets):
+    """ValueError on every rank, with ranks and corpus, where the ranks have built other samples.
+
+    datasets   what build() returns; None on a rank that has built nothing
+    """
+    decided = _on_every_rank(functools.partial(_describe_build, datasets))
+    ends = torch.full((2,), 2**63 - 1, device=_device_of_group())
+    if decided is not None:
+        digest = int(_md5(decided)[:15], 16)
+        ends = torch.tensor([digest, -digest], device=_device_of_group())
+    torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MIN)
+    least, greatest = ends[0], -ends[1]
+    if least == greatest:
+        return
+    texts = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(texts, decided)
+    differences = {}  # {rank: the first difference from rank 0}
+    for rank, text in enumerate(texts):
+        if text is not None:
+            difference = _first_difference(json.loads(texts[0]), json.loads(text))
+            if difference is not None:
+                differences[rank] = difference
+    if differences:
+        rank, (words, was, now) = next(iter(differences.items()))
+        raise ValueError(
+            f"ranks {list(differences)} have other data than rank 0: {words} is {was} on rank 0, "
+            f"and {now} on rank {rank}.  Give all ranks the same copy and the same settings"
+        )
+
+
+def _describe_build(datasets):
+    """The JSON of what decides the samples of all datasets (section 10); None of None."""
+    if datasets is None:
+        return None
+    decided = {}
+    for split, found in zip(Split, datasets, strict=True):
+        if isinstance(found, list):  # several validation sets
+            for number, dataset in enumerate(found):
+                decided[f"{split.name} {number}"] = _what_decides(dataset, None, {})
+        elif found is not None:
+            decided[split.name] = _what_decides(found, None, {})
+    return json.dumps(decided, default=_as_json)
+
+
+def _do_nothing():
+    """What a rank does while another one builds."""
+
+
+def _allow_open_files():
+    """Let this process open as many files as the system allows it."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no such limit
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 # -- Kernels, orders and samples (sections 4 to 6) -------------------------------------------------
+
+
+def _check_wanted(num_samples, tokens_per_epoch):
+    """ValueError for a number of samples that no number of epochs holds."""
+    if num_samples is not None and num_samples < 0:
+        raise ValueError(f"wanted num_samples >= 0, got {num_samples}")
+    if num_samples and tokens_per_epoch == 0:
+        raise ValueError(f"{num_samples} samples are wanted of a split that holds no tokens")
+
+
+def _check_array(values, name, dtype):
+    """A 1-D array of this dtype; TypeError or ValueError."""
+    if not isinstance(values, np.ndarray) or values.dtype != dtype:
+        found = getattr(values, "dtype", type(values).__name__)
+        raise TypeError(f"{name} must be an array of {np.dtype(dtype)}, got {found}")
+    if values.ndim != 1:
+        raise ValueError(f"{name} must be 1-D, got shape {values.shape}")
+
+
+def _check_stream(sizes, document_index, S, tokens):
+    """Arrays of documents that may hold so many tokens: asked before larger arrays are made."""
+    _check_array(sizes, "sizes", np.int32)
+    _check_array(document_index, "document_indices", np.int32)
+    if not 1 <= S < 2**32:
+        raise ValueError(f"sequence_length must be 1 to 2**32 - 1, got {S}")
+    if not 0 <= tokens <= len(document_index) * 2**31:
+        raise ValueError(f"{len(document_index)} documents cannot hold {tokens} tokens")
+
+
+def _check_numbers(documents):
+    """ValueError for the number of a document that would wrap in document_index."""
+    if len(documents) and np.max(documents) >= 2**31:
+        raise ValueError(f"document {np.max(documents)}: document_index is int32, below 2**31")
+
+
+def _check_documents(sizes, document_index):
+    """IndexError for a document that is no sequence; numpy would take a -1."""
+    wrong = np.flatnonzero((document_index < 0) | (document_index >= len(sizes)))
+    if len(wrong):
+        d = wrong[0]
+        raise IndexError(f"document_indices[{d}] is {document_index[d]} of {len(sizes)} sequences")
+
+
+def _check_lengths(lengths, num_samples, end_of_last):
+    """ValueError for documents of so many tokens in which so many samples do not end."""
+    if len(lengths) and lengths.min() < 0:
+        raise ValueError("a size is negative: no sequence has less than 0 tokens")
+    held = lengths.sum(dtype=np.int64)
+    if num_samples and end_of_last > held:
+        raise ValueError(f"the samples need {end_of_last} tokens, the documents hold {held}")
+
+
+def _check_blending(dataset_index, dataset_sample_index, shares, num_datasets, size):
+    """TypeError or ValueError for weights or sizes, and outputs, that the loops would misread."""
+    _check_array(dataset_index, "dataset_index", np.int16)
+    _check_array(dataset_sample_index, "dataset_sample_index", np.int64)
+    room = min(len(dataset_index), len(dataset_sample_index))
+    if not 0 <= size <= room:
+        raise ValueError(f"the outputs have room for {room} samples, not for {size}")
+    if not 0 < num_datasets < 2**15 - 1 or len(shares) != num_datasets:
+        raise ValueError(
+            f"num_datasets must be 1 to {2**15 - 2}, each with a weight, got {num_datasets} and "
+            f"{len(shares)} weights"
+        )
+    if not np.all((shares >= 0) & (shares < np.inf)):
+        raise ValueError("weights: wanted finite numbers >= 0, one for each dataset")
+
+
+def _check_corpus(dataset):
+    """What the orders of a GPTDataset are about to be built from; a warning if it lacks eods."""
+    reader = dataset.dataset
+    if isinstance(reader, IndexedDataset):
+        reader.verify()
+        if np.issubdtype(reader.dtype, np.floating):
+            raise ValueError(f"{_name(dataset)} holds {reader.dtype.__name__}, no ids")
+    num_sequences = len(reader.sequence_lengths)
+    if np.any((dataset.indices < 0) | (dataset.indices >= num_sequences)):
+        raise IndexError(f"{_name(dataset)}: its documents are 0 to {num_sequences - 1}")
+    if dataset.eod_token_id is not None:
+        _warn_if_no_eod(dataset)
+
+
+def _warn_if_no_eod(dataset):
+    """Resets find nothing in a corpus that was tokenized without --append-eod."""
+    last_tokens = []
+    for i in dataset.indices[:16].tolist():
+        length = int(dataset.dataset.sequence_lengths[i])
+        if length > 0:
+            last_tokens.append(dataset.dataset.get(i, length - 1, 1)[0])
+    if last_tokens and dataset.eod_token_id not in last_tokens:
+        warnings.warn(
+            f"{_name(dataset)}: none of {len(last_tokens)} documents looked at ends in eod, so "
+            "resets and eod_mask_loss find nothing: tokenize with --append-eod?",
+            stacklevel=3,
+        )
+
+
+def _check_has_tokens(dataset, tokens_per_epoch):
+    """ValueError for a split without tokens, of which no number of epochs holds a sample."""
+    if dataset.num_samples and tokens_per_epoch == 0:
+        raise ValueError(
+            f"{_name(dataset)}: {dataset.index_split.name} of split {dataset.config.split!r} holds "
+            f"no tokens for {dataset.num_samples} samples: enlarge it"
+        )
+
+
+def _check_places(dataset, k):
+    """IndexError unless the arrays lead from sample k to sequences of the corpus.
+
+    Those of other data may lead elsewhere, or to a number below 0, which numpy counts from the end.
+    What is then read of a sequence, its reader checks.
+    """
+    j = int(dataset.shuffle_index[k])
+    if not 0 <= j < len(dataset.sample_index) - 1:
+        raise _error_of_sample(dataset, k, f"shuffle_index[{k}] is {j}")
+    rows = dataset.sample_index[j : j + 2].tolist()
+    (first_d, first_offset), (last_d, last_offset) = rows
+    is_in_order = 0 <= first_d <= last_d < len(dataset.document_index)
+    if not is_in_order or first_offset < 0 or last_offset < 0:
+        raise _error_of_sample(dataset, k, f"rows {j} and {j + 1} of sample_index are {rows}")
+    sequences = dataset.document_index[first_d : last_d + 1].tolist()
+    if min(sequences) < 0 or max(sequences) >= len(dataset.dataset):
+        raise _error_of_sample(dataset, k, f"it is in sequences {sequences}")
+
+
+def _check_text(dataset, k, text, missing):
+    """An error unless a text, perhaps of a subclass, is integers, not more than S + x."""
+    dtype = np.asarray(text).dtype
+    if dtype.kind not in "iu":
+        raise TypeError(f"{_name(dataset)}: sample {k}: tokens must be integers, got {dtype}")
+    if missing < 0:
+        found = len(text)
+        raise _error_of_sample(dataset, k, f"wanted {found + missing} tokens, got {found}")
+
+
+def _error_of_sample(dataset, k, found):
+    """An error for arrays that do not fit the corpus."""
+    return IndexError(f"{_name(dataset)}: sample {k}: {found}: rebuild the indices")
 
 
 # -- Samplers, batches and gradients (sections 8 to 12) --------------------------------------------
@@ -5185,6 +5003,127 @@ def _refuse_uneven_documents(starts_of_rows, length, cp_size):
                 )
 
 
+def _check_loader(sampler, num_workers, arguments):
+    """ValueError for what a loader cannot do; a warning where it has no batch."""
+    if num_workers < 0:
+        raise ValueError(f"num_workers must be >= 0, got {num_workers}")
+    if not arguments.get("in_order", True):
+        raise ValueError(
+            "in_order=False: a state counts batches, so they must come in the sampler's order"
+        )
+    if len(sampler) == 0:
+        warnings.warn(
+            f"a loader without a batch: {sampler.total_samples} samples are fewer than the "
+            f"{sampler.samples_per_round} of a round (micro_batch_size * data_parallel_size): ask "
+            "for more samples, or for drop_last=False",
+            stacklevel=4,
+        )
+
+
+def _warn_if_left(consumed_samples, end, begin):
+    """A warning where the pass that went on from a state was not read to its end."""
+    if consumed_samples < end:
+        warnings.warn(
+            f"the iterator that went on from the state was left at sample {consumed_samples}, and "
+            f"this one begins at sample {begin}: to go on there, load the state again, and keep "
+            "its first iterator",
+            stacklevel=3,
+        )
+
+
+def _refuse_older_iterator(loader):
+    """RuntimeError for an iterator that is not the newest of its loader, where it cannot go on."""
+    if loader._newest is None:
+        raise RuntimeError(
+            "load_state_dict() was called while this iterator was running: it would go on at its "
+            "old place, so start a new one with iter(loader)"
+        )
+    if loader.persistent_workers:
+        raise RuntimeError(
+            "a newer iterator has begun, which has the workers now (persistent_workers): end one "
+            "before the next begins, or do without persistent_workers"
+        )
+
+
+def _read_state(state_dict):
+    """The state of a loader: (version, consumed samples, all that its past says)."""
+    try:
+        version = operator.index(state_dict["version"])
+        consumed_samples = operator.index(state_dict["consumed_samples"])
+        return version, consumed_samples, _read_past(state_dict["past"])
+    except (LookupError, AttributeError, TypeError, ValueError, RecursionError):
+        raise ValueError(
+            "wanted a state of PretrainingDataLoader: version, consumed_samples (whole numbers) "
+            f"and past (dicts, as JSON), got {str(state_dict)[:200]}"
+        ) from None
+
+
+def _refuse_other_past(version, past, here):
+    """ValueError for a state of another version, or whose past is not what is here."""
+    if version != _STATE_VERSION:
+        raise ValueError(
+            f"the state does not fit: it has version {version}, and this release reads "
+            f"{_STATE_VERSION}.  Go on with the release that saved it, or at its place, unchecked: "
+            "load_state_dict(state, strict=False)"
+        )
+    difference = _first_difference(past, here)
+    if difference is not None:
+        words, was, now = difference
+        raise ValueError(
+            f"the state does not fit: {words} was {was} in the state, and is {now}.  Go on with "
+            "the data and the settings of the state (a run that is to be longer, or mixed in "
+            "another way, wants stable_order=True from its first start), or read what is here, "
+            "where some samples come twice and others never: load_state_dict(state, strict=False)"
+        )
+
+
+def _read_past(text):
+    """All that a past says, of the sampler and of the data."""
+    past = json.loads(text)
+    return past.get("sampler", {}) | past.get("data", {})
+
+
+def _first_difference(was, now, of=""):
+    """Return the first thing that differs: (its words, its value in was, in now), or None.
+
+    was, now   answers of _what_decides(), from JSON
+    of         what the words end with, such as " of corpus 1 (wiki)"
+    """
+    in_both = [key for key in now if key in was]  # first: what is missing follows from them
+    for key in [*in_both, *now, *was]:
+        old = was.get(key)
+        new = now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            name = f" ({new[_NAME]})" if _NAME in new else ""
+            difference = _first_difference(old, new, f" of {key}{name}{of}")
+            if difference is not None:
+                return difference
+        elif old != new and key != _NAME:
+            return f"{key}{of}", old, new
+    return None
+
+
+def _refuse_several_datasets(dataset):
+    """ValueError for the list of a build with several validation sets."""
+    if isinstance(dataset, (list, tuple)) and isinstance(dataset[0], torch.utils.data.Dataset):
+        raise ValueError(
+            f"got {len(dataset)} datasets, such as several validation sets: make a loader for each"
+        )
+
+
+def _check_rank_is_given(rank, size):
+    """ValueError where a job has several processes, and a loader is not told which one it is."""
+    num_processes = os.environ.get("WORLD_SIZE", "1")
+    if _is_distributed():
+        num_processes = str(torch.distributed.get_world_size())
+    if num_processes != "1" and (rank is None or size is None):
+        raise ValueError(
+            f"this is a job of {num_processes} processes, which would all read the same samples: "
+            "give data_parallel_rank and data_parallel_size (0 and 1, if the same samples are "
+            "meant, as with tensor parallelism alone)"
+        )
+
+
 def _refuse_late_gradient(ddp, param):
     """RuntimeError for a gradient that would be in no average of a DistributedDataParallel."""
     if ddp._bucket_of[param] < ddp._num_sent:
@@ -5289,23 +5228,20 @@ def _refuse_ramp(ramp, global_batch_size, samples_per_round):
 # X, or, where corpus.bin.X.tmp is gone, in corpus.bin and corpus.idx.X.tmp.  Rename them by hand,
 # the .bin first.  An OSError names them.
 #
-# All other temporary files are removed, at the latest when the process ends.  A kill leaves them
-# behind: they can be deleted, but for those of such a pair.  (The steps of two jobs that write one
-# pair at the same moment may mix: there are no locks, which not all disks have.)
+# Other temporary files are removed, at the latest when the process ends, but for those of a kill:
+# delete them.  (The steps of two jobs that write one pair at the same moment may mix: there are no
+# locks, which not all disks have.)
 
 
 class _NewFile:
-    """A binary file that appears as path, whole, at commit().
+    """A binary file that appears as path, whole, at the end of a with block.
 
     path       made absolute: the process may change its folder meanwhile
     synced     have the disk hold the file before it gets its name; False for what can be made again
-    digits     a part of its temporary name, random by default; an .idx has those of its .bin
-    file       the open file
-    temporary  its name until commit()
+    digits     a part of the temporary name, random by default; an .idx has those of its .bin
 
-    In a with block the file is committed at the end, or removed if an exception ends the block.
-    It is also removed, by the process that began it and by no other, when this object goes.
-    OSError, with the name of the file, if the folder is missing or the disk is full.
+    It is removed if an exception ends the block, or, by the process that began it and by no other,
+    when this object goes.  An OSError, as of a full disk, names the file.
     """
 
     def __init__(self, path: str | os.PathLike, synced: bool = True, digits: str = "") -> None:
@@ -5314,12 +5250,10 @@ class _NewFile:
         self.synced = synced
         self.digits = digits or secrets.token_hex(8)
         self.temporary = f"{self.path}.{self.digits}.tmp"
-        folder = os.path.dirname(os.fspath(path))
-        if folder and not os.path.isdir(folder):
-            raise FileNotFoundError(f"{folder}: no such local folder")
         # Before the file is there: a signal may come at any moment.
         self._remove = weakref.finalize(self, _remove_file, self.temporary, os.getpid())
-        self.file = open(self.temporary, "xb", 1 << 20)
+        with _named(path, "cannot be written"):
+            self.file = open(self.temporary, "xb", 1 << 20)
         weakref.finalize(self, self.file.raw.close)  # for one that nobody ends
 
     def write(self, content: typing.Any) -> None:
@@ -5337,20 +5271,16 @@ class _NewFile:
             os.fsync(self.file.fileno())
 
     def finish(self) -> None:
-        """Close the whole file; it has its temporary name still."""
+        """Close the whole file, unless it is closed; it has its temporary name still."""
+        if self.file.closed:
+            return
         if self.synced:
             self.sync()
         with _named(self.temporary, "cannot be written"):
             self.file.close()
 
-    def commit(self) -> None:
-        """Give the file its name."""
-        if not self.file.closed:
-            self.finish()
-        os.replace(self.temporary, self.path)
-
     def discard(self) -> None:
-        """Close and remove the file; after commit() there is none."""
+        """Close and remove the file; once it has its name there is none."""
         with contextlib.suppress(OSError):
             self.file.raw.close()  # without what is not yet written
         self._remove()
@@ -5361,7 +5291,8 @@ class _NewFile:
     def __exit__(self, kind, error, traceback):
         try:
             if kind is None:
-                self.commit()
+                self.finish()
+                os.replace(self.temporary, self.path)
         finally:
             self.discard()
 
@@ -5389,14 +5320,14 @@ def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
             _sync_folder(folder)
     except BaseException:
         # A step over a network may fail and be made: look which names are there.
-        if _is_there(tokens.temporary) and has_old == _is_there(index.path):
+        names = []
+        for new_file in (tokens, index):
+            is_temporary = _is_there(new_file.temporary)
+            names.append(new_file.temporary if is_temporary else new_file.path)
+        if names[0] == tokens.temporary and has_old == _is_there(index.path):
             _remove_file(index.temporary, os.getpid())
             _remove_file(tokens.temporary, os.getpid())
             raise
-        names = []
-        for new_file in (tokens, index):
-            has_name = not _is_there(new_file.temporary)
-            names.append(new_file.path if has_name else new_file.temporary)
         with _named(" and ".join(names), "the new pair is whole in these two files"):
             raise
 
@@ -5430,9 +5361,13 @@ def _sync_folder(folder):
 #
 # When they are what is asked for, and the data are the same.  Three things say so:
 #
-#   description   what was asked for: its md5 is in the names of the files
-#   stamp         the size and the time of a file: has it changed since somebody looked?
+#   description   what was asked for?  Its md5 is in the names of the files; what upstream's leaves
+#                 out is in the manifest (made_from)
+#   stamp         size and time of a file: has it changed since somebody looked?
 #   fingerprint   sizes, lengths, and the ends of the tokens: are these the data, wherever they are?
+#
+# A note of a pair, in a manifest or a pickle, has the stamps of both files and the fingerprint.
+# Where the stamps are still the same, the fingerprint is believed without being made again.
 #
 #   <hash>-GPTDataset-train-description.txt
 #                          -document_index.npy   and -sample_index.npy, -shuffle_index.npy
@@ -5524,11 +5459,12 @@ def _find_arrays(stem, names, made_from, pair):
     if manifest["made_from"] != made_from:
         raise DatasetFormatError(f"it was made from {manifest['made_from']}, now from {made_from}")
     note = manifest["pair"]
-    if pair is not None and (note is None or not _is_noted(pair, note)):
+    if pair is not None and not _is_noted(pair, note):
         raise DatasetFormatError(f"the pair was {note}, is {_note_of_pair(pair)}")
     in_files = {}
     for name in names:
-        in_files[name] = _open_array(f"{stem}-{name}.npy", manifest["files"][name])
+        path = f"{stem}-{name}.npy"
+        in_files[name] = _as_array(path, _read_or_map_file(path), manifest["files"][name])
     # Another job may have renamed its own files in meanwhile: it removes the manifest first.
     if _read_manifest(stem) != text:
         raise DatasetFormatError("another job has written it meanwhile")
@@ -5544,31 +5480,45 @@ def _read_manifest(stem):
         return None
 
 
-def _open_array(path, noted):
-    """The array in a file that is as it was noted.
+# A mapping holds a file descriptor, of which a process may have few.  With hundreds of corpora they
+# would run out, so a file of at most so many bytes is read instead.
+_FEW_BYTES = 64 << 10
+
+
+def _read_or_map_file(path: str | os.PathLike) -> np.ndarray:
+    """The bytes of an .idx or array file, read-only; the array keeps a mapping alive.
+
+    At most _FEW_BYTES are read, more are mapped; and read where the system refuses to map them.
+    """
+    if os.path.getsize(path) > _FEW_BYTES:
+        with contextlib.suppress(Exception):
+            return np.asarray(np.memmap(path, np.uint8, "r"))
+    with open(path, "rb") as file:
+        return np.frombuffer(file.read(), np.uint8)
+
+
+def _as_array(path, content, noted):
+    """The array in the bytes of a file, which must be as it was noted.
 
     Its dtype and its shape are noted too: of hundreds of small corpora, to parse the headers of the
     files takes a fifth of a start.
     """
-    content = _read_or_map_file(path)
     size = len(content)
     name = os.path.basename(path)
     if size != noted["size"]:
         raise DatasetFormatError(f"{name} had {noted['size']} bytes, has {size}")
-    if _crc32_of_file(b"", content) != noted["crc32"]:
+    if _crc32_of_file(content) != noted["crc32"]:
         raise DatasetFormatError(f"{name} has another CRC-32")
     dtype = np.dtype(noted["dtype"])
     header_bytes = size - math.prod(noted["shape"]) * dtype.itemsize
     return np.frombuffer(content, dtype, offset=header_bytes).reshape(noted["shape"])
 
 
-def _crc32_of_file(header, content):
+def _crc32_of_file(content):
     """CRC-32 of the bytes of an array file; of a large one of the first and the last 4,096."""
-    crc32 = zlib.crc32(header)
-    if len(header) + len(content) > _CHECKED_BYTES:
-        crc32 = zlib.crc32(content[: 4096 - len(header)], crc32)
-        content = content[-4096:]
-    return zlib.crc32(content, crc32)
+    if len(content) > _CHECKED_BYTES:
+        content = np.concatenate([content[:4096], content[-4096:]])
+    return zlib.crc32(content)
 
 
 def _save_arrays(stem, arrays, description, manifest):
@@ -5588,21 +5538,20 @@ def _save_arrays(stem, arrays, description, manifest):
             header = io.BytesIO()
             fields = np.lib.format.header_data_from_array_1_0(values)
             np.lib.format.write_array_header_1_0(header, fields)
-            header = header.getvalue()
-            content = values.reshape(-1).view(np.uint8)
-            size = len(header) + len(content)
-            noted = {"size": size, "dtype": values.dtype.str, "shape": values.shape}
-            noted["crc32"] = _crc32_of_file(header, content)
+            size = header.tell() + values.nbytes
             new_file = _NewFile(f"{stem}-{name}.npy", synced=size > _CHECKED_BYTES)
-            new_files.enter_context(new_file).write(header)
-            new_file.write(content)
+            new_files.enter_context(new_file).write(header.getvalue())
+            new_file.write(values.reshape(-1).view(np.uint8))
             new_file.finish()
-            manifest["files"][name] = noted
             if size > _FEW_BYTES:
                 # mapped before it has its name, under which another job may put its own
-                values = _open_array(new_file.temporary, noted)
-            values.setflags(write=False)
-            in_files[name] = values
+                content = _read_or_map_file(new_file.temporary)
+            else:
+                content = np.frombuffer(header.getvalue() + values.tobytes(), np.uint8)
+            noted = {"size": size, "dtype": values.dtype.str, "shape": values.shape}
+            noted["crc32"] = _crc32_of_file(content)
+            in_files[name] = _as_array(new_file.path, content, noted)
+            manifest["files"][name] = noted
         for ending in ("manifest.json", "description.txt"):
             pathlib.Path(f"{stem}-{ending}").unlink(missing_ok=True)
     manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
@@ -5626,7 +5575,7 @@ def _what_orders_are_made_from(dataset):
     made_from = {
         "documents": described,
         "keeps_short": dataset._keeps_short,
-        "extra_token": dataset._extra,
+        "extra_token": dataset._x,
         "stable_order": bool(dataset.config.stable_order),
     }
     if not isinstance(dataset.dataset, IndexedDataset):
@@ -5641,7 +5590,6 @@ def _what_orders_are_made_from(dataset):
 def _file_stamp(path: str | os.PathLike) -> dict:
     """Return what tells a file from one that is written later: its size, and its last change."""
     if _is_remote(path):
-        _refuse_passwords(path)
         return _RemoteFile(path).stamp()
     stat = os.stat(path)
     # What unpacks or copies a file may set its st_mtime_ns to an old time, but not its st_ctime_ns.
@@ -5671,7 +5619,7 @@ def _note_of_pair(pair):
 def _is_noted(pair, note):
     """Are these the data of a note?  Nothing is read where the stamps are equal, and have a time.
 
-    DatasetFormatError for a damaged .idx: of its arrays the fingerprint has the lengths alone.
+    Else the whole .idx is checked: of its arrays the fingerprint has the lengths alone.
     """
     has_times = all(stamp["changed"] for stamp in pair._stamps.values())
     if has_times and note["stamps"] == pair._stamps:
@@ -5727,12 +5675,87 @@ def _restore_pair(pair, state):
     vars(pair).update(attributes)  # an array that a user has set
 
 
+# ---- of datasets
+
+
+def _as_json(value):
+    """What stands in a text of JSON for a tokenizer, or for a Path or a number of numpy in one."""
+    return getattr(value, "unique_identifiers", str(value))
+
+
+def _identifiers_of(dataset):
+    """The unique_identifiers of a MegatronDataset: upstream's, in upstream's order."""
+    identifiers = collections.OrderedDict()
+    identifiers["class"] = type(dataset).__name__
+    identifiers["dataset_path"] = dataset.dataset_path
+    identifiers["num_samples"] = dataset.num_samples
+    identifiers["index_split"] = dataset.index_split.name
+    for name in dataset._key_config_attributes():
+        identifiers[name] = getattr(dataset.config, name)
+    return identifiers
+
+
+def _identifiers_of_orders(dataset):
+    """What upstream's identifiers of a GPTDataset leave out, so that others could share its files.
+
+    With all defaults it is nothing, and the names of the files are upstream's.
+    """
+    identifiers = {}
+    if not dataset._x:
+        identifiers["add_extra_token_to_sequence"] = False
+    if dataset._keeps_short:
+        identifiers["drop_last_partial_validation_sequence"] = False
+    if dataset.config.stable_order:
+        identifiers["stable_order"] = True
+    return identifiers
+
+
+def _folder_of_cache(dataset):
+    """The folder of the config, or one beside the pair, or beside the copy of its .idx."""
+    if dataset.config.path_to_cache:
+        return _absolute(dataset.config.path_to_cache)
+    if dataset.dataset_path is None:
+        return None
+    prefix = getattr(dataset.dataset, "path_prefix", dataset.dataset_path)
+    folder = os.path.abspath(f"{prefix}/cache")
+    if _is_remote(prefix):
+        folder = dataset.dataset.object_storage_config.path_to_idx_cache
+    return f"{folder}/{type(dataset).__name__}_indices"
+
+
+def _find_or_build_orders(dataset):
+    """What _build_arrays() of a GPTDataset returns, now or where the files were made."""
+    split = dataset.index_split.name
+    facts, arrays, dataset._in_files = _load_or_build(
+        folder=dataset._cache_folder,
+        stem=f"{dataset.unique_description_hash}-{type(dataset).__name__}-{split}",
+        names=dataset.index_names,
+        description=dataset.unique_description,
+        made_from=_what_orders_are_made_from(dataset),
+        pair=dataset.dataset if isinstance(dataset.dataset, IndexedDataset) else None,
+        build=dataset._build_arrays,
+    )
+    return facts, arrays
+
+
+def _as_range(documents):
+    """Numbers of documents as a range, if they follow each other, else as an array."""
+    if isinstance(documents, range) and documents.step == 1:
+        return documents
+    documents = np.asarray(documents)
+    if len(documents) == 0:
+        return range(0)
+    if documents.dtype.kind not in "iu":
+        raise TypeError(f"numbers of documents must be integers, got {documents.dtype}")
+    if np.array_equal(documents, documents[0] + np.arange(len(documents))):
+        return range(int(documents[0]), int(documents[-1]) + 1)
+    return documents
+
+
 # ==============================================================================
 # 16. Object storage
 # ==============================================================================
 # Question answered here: how are tokens read that are not mapped, as over a network?
-#
-# With mmap=False they are read from a .bin file that stays open, each time anew: _FileTokens.
 #
 # Object storage is everything with a name such as s3://bucket/corpus or https://host/corpus.  It is
 # read with the package fsspec, which comes with torch, and never written.
@@ -5778,7 +5801,7 @@ class ObjectStorageConfig:
 
 
 class _FileTokens:
-    """The tokens of a .bin file that stays open; a read is a new array."""
+    """The tokens of a .bin file that is not mapped (mmap=False) but stays open."""
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
         self.path = os.fspath(path)
@@ -5787,13 +5810,12 @@ class _FileTokens:
         weakref.finalize(self, self._file.close)  # closes the file when this object is gone
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """Return count tokens from token first on; DatasetFormatError if the file ends before."""
+        """Return a new array of tokens; DatasetFormatError if the file ends before."""
         begin = first * self.dtype.itemsize
         size = count * self.dtype.itemsize
         content = bytearray()
         while len(content) < size:  # the system may return a part of what is there
-            place = begin + len(content)
-            part = os.pread(self._file.fileno(), size - len(content), place)
+            part = os.pread(self._file.fileno(), size - len(content), begin + len(content))
             if not part:
                 raise _format_error(self.path, f"bytes at {begin}", size, len(content))
             content += part
@@ -5805,24 +5827,22 @@ class _FileTokens:
 
 
 class _RemoteFile:
-    """An object on object storage, by its URL.
+    """An object on object storage, of tokens of a dtype; is_input: of text, and no file of a pair.
 
-    url     such as s3://bucket/corpus.bin
-    dtype   of its tokens; by default they are bytes
-
-    Every request is tried again after growing pauses, unless the object is not there, may not be
-    read, or comes as a whole where a range was asked for.  An error names the object.  Objects can
-    be pickled, and used by threads and by forked processes: fsspec keeps one connection for each
-    process.
+    A request is made again after growing pauses, unless its error is one that stays.  The error
+    names the object.  A _RemoteFile can be pickled, and used by threads and by forked processes:
+    fsspec keeps one connection for each process.
     """
 
     _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
+    _LASTING = {FileNotFoundError: (404, 410), PermissionError: (401, 403)}  # statuses of HTTP
+    _LASTING |= {io.UnsupportedOperation: (), MemoryError: ()}
     # the names under which storages tell an ETag, a digest or the time of the last change
     _CHANGED = ("ETag", "etag", "blob_id", "sha")
     _CHANGED += ("Last-Modified", "LastModified", "modificationTime", "mtime", "created")
 
-    def __init__(self, url: str | os.PathLike, dtype: type = np.uint8) -> None:
-        _refuse_passwords(url, is_input=True)
+    def __init__(self, url: str | os.PathLike, dtype=np.uint8, is_input=False) -> None:
+        _refuse_passwords(url, is_input)
         self.url = os.fspath(url)
         self.dtype = np.dtype(dtype)
 
@@ -5834,41 +5854,38 @@ class _RemoteFile:
         """Return new arrays, whose ranges are fetched at the same time."""
         size = self.dtype.itemsize
         ranges = [(first * size, (first + count) * size) for first, count in spans]
-        contents = {(begin, end): b"" for begin, end in ranges if begin == end}
-        self._request(self._fetch_missing, ranges, contents)
+        contents = dict.fromkeys(ranges, b"")
+        self._request(self._fetch_missing, contents)
         return [np.frombuffer(contents[span], self.dtype) for span in ranges]
 
-    def _fetch_missing(self, file_system, path, ranges, contents):
-        """Fetch the ranges that contents lacks; what came is kept, and the first error raised."""
-        missing = [span for span in dict.fromkeys(ranges) if span not in contents]
+    def _fetch_missing(self, file_system, path, contents):
+        """Fetch the ranges that contents lacks; what came is kept, and an error raised."""
+        missing = [
+            (begin, end) for begin, end in contents if len(contents[begin, end]) < end - begin
+        ]
         begins = [begin for begin, _ in missing]
         ends = [end for _, end in missing]
         found = file_system.cat_ranges([path] * len(missing), begins, ends, on_error="return")
-        errors = []
+        error = None
         for (begin, end), content in zip(missing, found, strict=True):
             if isinstance(content, BaseException):
-                errors.append(content)
+                error = content
             elif len(content) == end - begin:
                 contents[begin, end] = content
             else:
-                reason = f"bytes {begin} to {end} came as {len(content)} bytes"
+                error = OSError(f"bytes {begin} to {end} came as {len(content)} bytes")
                 if len(content) > end - begin:
-                    raise io.UnsupportedOperation(f"{reason}: the server does not know ranges")
-                errors.append(OSError(reason))
-        if errors:
-            raise errors[0]
+                    raise io.UnsupportedOperation(f"{error}: the server does not know ranges")
+        if error is not None:
+            raise error
 
     def stamp(self) -> dict:
         """Return {"size": bytes, "changed": ...}, which tell the object from a later one."""
         found = self._request(self._look)
         if found["size"] is None:
-            raise OSError(f"{self.url}: the storage does not tell its size, so it has no ranges")
+            raise OSError(f"{self.url}: the storage tells no size, so it has no ranges")
         changed = [str(found[name]) for name in self._CHANGED if name in found]
         return {"size": found["size"], "changed": " ".join(changed)}
-
-    def size(self) -> int | None:
-        """Return the bytes of the object; None where the storage does not tell."""
-        return self._request(self._look)["size"]
 
     def _look(self, file_system, path):
         """What the storage says of the object."""
@@ -5879,9 +5896,12 @@ class _RemoteFile:
         return found
 
     def find(self) -> list[tuple[str, int | None]]:
-        """Return [(URL, size)] of the object, or, if it is not there, of what its URL matches."""
+        """Return [(URL, size)] of the object, or, if it is not there, of what its URL matches.
+
+        None is the size that a storage does not tell.
+        """
         with contextlib.suppress(FileNotFoundError):
-            return [(self.url, self.size())]
+            return [(self.url, self._request(self._look)["size"])]
         return self._request(self._list)
 
     def _list(self, file_system, path):
@@ -5903,31 +5923,23 @@ class _RemoteFile:
             try:
                 return function(file_system, path, *arguments)
             except Exception as error:
-                kind, reason = self._kind_of_error(error)
+                if self.url.startswith("http") and isinstance(error, FileNotFoundError):
+                    # fsspec says so whatever happened; the cause is what did
+                    error = error.__cause__ or error
+                kind = OSError  # it may pass
+                for lasting, statuses in self._LASTING.items():
+                    if isinstance(error, lasting) or getattr(error, "status", None) in statuses:
+                        kind = lasting
                 if pause is None or kind is not OSError:
-                    raise kind(f"{self.url}: {type(reason).__name__}: {reason}") from reason
+                    raise kind(f"{self.url}: {type(error).__name__}: {error}") from error
             time.sleep(pause)
-
-    def _kind_of_error(self, error):
-        """(class, cause) of a client's error; only a plain OSError is worth another try."""
-        if self.url.startswith("http") and isinstance(error, FileNotFoundError):
-            if error.__cause__ is not None:  # fsspec says so, whatever happened to its question
-                error = error.__cause__
-        status = getattr(error, "status", None)  # of HTTP
-        kinds = {FileNotFoundError: (404, 410), PermissionError: (401, 403)}
-        kinds |= {io.UnsupportedOperation: (), MemoryError: ()}
-        for kind, statuses in kinds.items():
-            if isinstance(error, kind) or status in statuses:
-                return kind, error
-        return OSError, error
 
 
 def _fetch_index(url: str, stamp: dict, config: ObjectStorageConfig) -> str:
     """Return the path of a local copy of an .idx file, which is made where there is none.
 
     Its name says which object it is of, and which state of it; where the storage tells no state, it
-    is copied each time.  Processes that start together may copy it at the same time: each copy
-    appears whole, and they are equal.
+    is copied each time.  Processes may copy it at the same time: each copy appears whole.
     """
     name = _md5(f"{url} {stamp['size']} {stamp['changed']}")
     copied = os.path.join(config.path_to_idx_cache, f"{name}.idx")
@@ -5939,18 +5951,15 @@ def _fetch_index(url: str, stamp: dict, config: ObjectStorageConfig) -> str:
     with _NewFile(copied) as file:
         for begin in range(0, stamp["size"], at_a_time):
             file.write(remote.read(begin, min(at_a_time, stamp["size"] - begin)))
-        if remote.stamp() != stamp:
-            raise _format_error(url, "object", "one that stays while it is copied", "another")
+        _refuse_if_changed(url, stamp, "copied")
     return copied
 
 
-# How a password is recognized; rather one URL too many is refused.
+# Of a URL, and each link of a chain: what is more than a name or [::1], and a port; https://me@host.
 _PASSWORD = re.compile(
-    r"(^|::)[a-z][a-z0-9+.-]*://"  # the URL begins here, or another link of a chain, and then comes
-    r"(?![^/:]*(\[[^/\]]*\])?(:[0-9]+)?(/|\Z|::[a-z0-9+.:-]*://))"  # more than name, [::1] and port
-    r"|(^|::)https?://[^/]*@",
-    re.IGNORECASE,
+    r"://(?![^/:]*(\[[^/\]]*\])?(:[0-9]+)?(/|\Z|::[^/@]*://))|https?://[^/]*@", re.IGNORECASE
 )
+_QUERY_OR_CHAIN = re.compile(r"://.*\?|::[^/]*://")
 
 
 def _refuse_passwords(names: typing.Any, is_input: bool = False) -> None:
@@ -5958,20 +5967,14 @@ def _refuse_passwords(names: typing.Any, is_input: bool = False) -> None:
 
     Unless it is an input, also for one with a query, which may be a signature, and for a chain of
     fsspec, whose own cache would answer for an object that has changed.
-
-    >>> urls = ["s3://KEY:SECRET@bucket/c", "http://host:8080/a@b"]
-    >>> [_PASSWORD.search(url) is not None for url in urls]
-    [True, False]
     """
     if isinstance(names, (str, os.PathLike)):
         url = os.fspath(names)
-        is_no_pair = _is_remote(url) and re.search(r"\?|::[A-Za-z0-9+.:-]*://", url)
-        if _PASSWORD.search(url) or (is_no_pair and not is_input):
+        if _PASSWORD.search(url) or (not is_input and _QUERY_OR_CHAIN.search(url)):
             raise ValueError(
                 "a URL that holds a password is refused, and, of a pair, one with a query (?) or a "
-                "chain such as simplecache::s3://, for names get into messages and files: give "
-                "secrets to the package fsspec by its own configuration, such as FSSPEC_S3_KEY and "
-                "FSSPEC_S3_SECRET in the environment"
+                "chain (::), as names get into messages and files: give secrets to fsspec by its "
+                "configuration, such as FSSPEC_S3_KEY and FSSPEC_S3_SECRET in the environment"
             )
     elif isinstance(names, collections.abc.Sequence):
         for name in names:
@@ -5993,16 +5996,15 @@ def _refuse_passwords(names: typing.Any, is_input: bool = False) -> None:
 #   rank 3   works     -> 4 --+                   +-----------------------> "rank 2: no such file"
 #
 # A rank that works gives the number of ranks; a rank that fails gives its own number.  If all work,
-# the smallest is the number of ranks, and nothing more is sent.  A process that dies takes part in
-# nothing: its launcher (torchrun) stops the others and names it.  So it is with a process that is
-# told to end, by an error of these classes:
+# nothing more is sent.  A process that dies takes part in nothing: its launcher (torchrun) stops
+# the others and names it.  So it is with one that is told to end, by an error of these classes:
 _ENDS_OF_A_PROCESS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 def _attempt(step, *arguments):
     """Call a function: return (what it returns, None), or (None, the error that it raises).
 
-    Every error is caught but those that end a process.  (A panic of native code is no Exception.)
+    All errors are caught but ends of a process.  (A panic of native code is no Exception.)
     """
     try:
         return step(*arguments), None
@@ -6032,9 +6034,7 @@ def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = No
     >>> _on_every_rank(os.getpid) == os.getpid()
     True
     """
-    world = 1
-    if _is_distributed():
-        world = torch.distributed.get_world_size(group)
+    world = torch.distributed.get_world_size(group) if _is_distributed() else 1
     if world == 1:
         return step()
     result, error = _attempt(step)
@@ -6053,25 +6053,22 @@ def _raise_error_of(source, error, group):
     none: then a ValueError or a StopIteration says so if it was one there, else a RuntimeError with
     the name of its class.  The sentence begins with the number of the rank in the whole job.
     """
-    words = ""
-    with contextlib.suppress(Exception):  # of a class that has none
-        words = str(error)
-    told = [_kind_of_error(error), type(error).__name__, f"rank {_rank()}: {words}"]
+    sentence = f"rank {_rank()}: "
+    with contextlib.suppress(Exception):  # of a class that has no words
+        sentence += str(error)
+    if isinstance(error, ValueError):
+        kind = ValueError
+    elif isinstance(error, StopIteration):
+        kind = StopIteration
+    else:
+        kind = RuntimeError
+        sentence += f" ({type(error).__name__})"
+    told = [kind, sentence]
     torch.distributed.broadcast_object_list(told, group=group, group_src=source)
     if error is not None:
         raise error
-    kind, name, sentence = told
-    if kind is RuntimeError:
-        sentence = f"{sentence} ({name})"
+    kind, sentence = told
     raise kind(sentence)
-
-
-def _kind_of_error(error):
-    """What an error of this rank is on the other ranks."""
-    for kind in (ValueError, StopIteration):
-        if isinstance(error, kind):
-            return kind
-    return RuntimeError
 
 
 # ==============================================================================
@@ -6550,6 +6547,14 @@ _ATTRIBUTES_OF_TOKENIZER = {
 }
 
 
+def _attribute(tokenizer, name):
+    """An attribute of a tokenizer; None if there is none, or if it says NotImplementedError."""
+    try:
+        return getattr(tokenizer, name, None)
+    except NotImplementedError:
+        return None
+
+
 def _check_tokenizer(tokenizer, names):
     """Check that an object has these attributes; ValueError with its class and what it lacks."""
     if isinstance(tokenizer, type):
@@ -6577,7 +6582,6 @@ def _check_tokenizer_of_corpus(tokenizer, append_eod):
 # Question answered here: how is a big corpus tokenized, on all cores and on many machines?
 #
 #   this process         worker processes, each with a pipe        this process
-#
 #   reads the inputs     parse JSON, run the tokenizer             writes the pairs
 #
 #   block 0  -- pipe 1 ->  worker 1  -- tokens of block 0 ->  .bin, .idx
@@ -6585,9 +6589,9 @@ def _check_tokenizer_of_corpus(tokenizer, append_eod):
 #   block 2  -- pipe 1 ->  worker 1  ...
 #
 # This process goes round the workers: it takes the tokens of a block from the next one, sends it a
-# new block, and writes the tokens.  So the files do not depend on the number of workers: they are
-# those of encode_jsonl() in section 2, one pair for each JSON key.  A worker has one block at a
-# time, so nothing fills up; and where a worker dies its pipe ends, which is an error.
+# new block, and writes the tokens.  So the files are those of encode_jsonl() in section 2, one pair
+# for each JSON key, whatever the number of workers.  A worker has one block at a time, so nothing
+# fills up; and where a worker dies its pipe ends, which is an error.
 #
 #   the loop of encode_jsonl()                  here, a block of lines at a time
 #
@@ -6613,9 +6617,7 @@ def _check_tokenizer_of_corpus(tokenizer, append_eod):
 #    "inputs": [["b.jsonl", 1], ["c.jsonl.gz", 5]],     document 0 is that of b.jsonl
 #    "job": "5d41402abc4b2a76b9719d911017c592"}         of a shard: a digest of all inputs
 
-# How much text a worker gets at a time.  Smaller blocks cost more messages; larger ones more
-# memory, and more time until the death of a worker is noticed.
-_BLOCK_BYTES = 1 << 19
+_BLOCK_BYTES = 1 << 19  # of text for a worker at a time: more of it takes more memory
 _LONGEST_LINE = 2**31 - 1  # bytes; no sequence may have more tokens
 
 
@@ -6635,28 +6637,26 @@ def preprocess(
 ) -> dict[str, str]:
     """Write files of JSON lines as pairs, <output_prefix>_<key>_document.bin and .idx for each key.
 
-    input         a path, URL or pattern such as s3://bucket/*.jsonl, or a list of these, which are
-                  read in this order; the files of a pattern are read in sorted order.  They are
-                  compressed if their names end in .gz or .zst.  "-" is standard input.
+    input         a path, URL or pattern such as s3://bucket/*.jsonl, or a list of these; the files
+                  of a pattern are read in sorted order, and decompressed if their names end in .gz
+                  or .zst.  "-" is standard input.
     texts         in the place of input: an iterable of texts, or of dicts with the JSON keys; its
                   rows count as lines
     tokenizer     an object as described in section 2, or its name as in section 19
     append_eod    put tokenizer.eod after each document that has tokens
     json_keys     each key of these becomes a pair of its own
-    split_sentences  each sentence becomes a sequence, as nltk finds sentences; the names end in
-                  _sentence instead of _document
+    split_sentences  each sentence that nltk finds is a sequence; names end in _sentence
     workers       how many processes tokenize
-    shard         (i, n), 0 <= i < n: read the inputs that begin in the i-th of n shares of all
-                  bytes, and add its number to the names, as in _00001_of_00016
+    shard         (i, n), 0 <= i < n: make the i-th of n shards; names end as in _00001_of_00016
     on_error      "stop": the first bad line is an error; "skip": each becomes a document without
-                  tokens, and a warning counts them and names the first five; if all are bad, it is
-                  an error.  A line is bad if it is no JSON object in UTF-8 with a text under each
-                  key, is too long, or if the tokenizer raises an error at it, but for MemoryError
-                  and OSError, which end the job.
+                  tokens, and a warning counts them and names the first five.  Bad is a line that is
+                  no JSON object in UTF-8 with a text under each key, is too long, or at which the
+                  tokenizer raises an error; but MemoryError, OSError, and a job of bad lines alone
+                  are an error also with "skip".
     verbose       show a bar, where tqdm is installed, and at the end one line on stderr
     Returns       {key: path prefix of its pair}
-    Raises        ValueError that names file, line and reason, or another error; then no pair
-                  appears, but if it comes while several get their names, each is whole or not there
+    Raises        ValueError that names file, line and reason, or another error; no pair appears
+                  then, but while several get their names, each of which is whole or not there
     Upstream      tools/preprocess_data.py; the files are equal byte for byte
 
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -6665,37 +6665,25 @@ def preprocess(
     ...     IndexedDataset(prefixes["text"])[:]
     [array([ 97,  97,  97,  97, 256], dtype=uint16), array([ 98,  98,  98, 256], dtype=uint16)]
     """
-    if on_error not in ("stop", "skip"):
-        raise ValueError(f"on_error must be stop or skip, got {on_error!r}")
-    if workers < 1:
-        raise ValueError(f"workers must be >= 1, got {workers}")
-    if workers > 1 and multiprocessing.current_process().daemon:
-        raise ValueError("a daemonic process, as this one is, may start no other: use workers=1")
-    index, count = shard
-    if not 0 <= index < count:
-        raise ValueError(f"wanted a shard i/n with 0 <= i < n, got {index}/{count}")
-    if (input is None) == (texts is None):
-        raise ValueError("preprocess wants one of input, which are paths, and texts")
+    _check_job(input, output_prefix, texts, json_keys, workers, shard, on_error)
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = build_tokenizer(tokenizer)
     _check_tokenizer_of_corpus(tokenizer, append_eod)
     if isinstance(json_keys, str):
         json_keys = [json_keys]
-    if output_prefix is None or len(json_keys) == 0:
-        raise ValueError("preprocess wants an output_prefix, and at least one of json_keys")
-    suffix = "_sentence" if split_sentences else "_document"
-    if count > 1:
-        suffix += f"_{index:05}_of_{count:05}"  # so that the names sort as the shards do
-    prefixes = {key: f"{os.fspath(output_prefix)}_{key}{suffix}" for key in json_keys}
     if texts is None:
         inputs = _find_inputs(input)
     else:
         inputs = [_Input("texts", None, _read_rows(texts, json_keys))]
+    suffix = "_sentence" if split_sentences else "_document"
     job = None
+    index, count = shard
     if count > 1:
+        suffix += f"_{index:05}_of_{count:05}"  # so that the names sort as the shards do
         sizes = [[os.path.basename(each.name), each.size] for each in inputs]
         job = _md5(json.dumps([sizes, bool(append_eod)]))  # what all shards have in common
         inputs = _take_shard(inputs, index, count)
+    prefixes = {key: f"{os.fspath(output_prefix)}_{key}{suffix}" for key in json_keys}
 
     started = time.perf_counter()
     encoder = _Encoder(tokenizer, json_keys, append_eod, split_sentences)
@@ -6720,6 +6708,26 @@ def preprocess(
     return prefixes
 
 
+def _check_job(input, output_prefix, texts, json_keys, workers, shard, on_error):
+    """Check the arguments of preprocess()."""
+    if on_error not in ("stop", "skip"):
+        raise ValueError(f"on_error must be stop or skip, got {on_error!r}")
+    if workers < 1:
+        raise ValueError(f"workers must be >= 1, got {workers}")
+    if workers > 1 and multiprocessing.current_process().daemon:
+        raise ValueError("a daemonic process, as this one is, may start no other: use workers=1")
+    index, count = shard
+    if not 0 <= index < count:
+        raise ValueError(f"wanted a shard i/n with 0 <= i < n, got {index}/{count}")
+    if output_prefix is None or len(json_keys) == 0:
+        raise ValueError("preprocess wants an output_prefix, and at least one of json_keys")
+    if (input is None) == (texts is None):
+        raise ValueError("preprocess wants one of input, which are paths, and texts")
+    is_table = isinstance(texts, collections.abc.Mapping) or hasattr(texts, "columns")
+    if is_table or isinstance(texts, (str, bytes)):
+        raise ValueError("texts must be an iterable of texts or dicts, such as a table's column")
+
+
 def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
     """The loop of encode_jsonl(), for blocks of lines and {key: prefix of a pair}.
 
@@ -6735,7 +6743,7 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
             with contextlib.suppress(ModuleNotFoundError):
                 import tqdm
 
-                total = sum(each.num_bytes for each in inputs)  # math.inf: no end is shown
+                total = sum(each.num_bytes for each in inputs)  # infinity: no end is shown
                 # disable=None: for a terminal alone
                 bar = tqdm.tqdm(total=total, unit="B", unit_scale=True, disable=None)
                 stack.enter_context(bar)
@@ -6757,8 +6765,7 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
                     begin = len(builders[key].sequence_lengths)
                     builders[key].add_sequences(content, lengths)
                     builders[key].document_indices.extend(begin + end for end in ends)
-                _, _, ends = documents[encoder.json_keys[0]]
-                source.documents += len(ends)  # as many as of each key
+                source.documents += len(ends)  # of each key as many
             if num_bad > 0 and on_error == "stop":
                 raise ValueError(f'{first_bad[0]} (on_error="skip", --on-error skip, goes on)')
             source.lines_read += len(lines)
@@ -6788,9 +6795,8 @@ class _Input:
         self.size = size
         self.name = _name_of_input(path)  # for messages and records
         self.compression = _find_compression(self.name)
-        self.num_bytes = math.inf  # of its lines, where that is known
-        if size is not None and self.compression is None:
-            self.num_bytes = size
+        is_known = size is not None and self.compression is None
+        self.num_bytes = size if is_known else math.inf  # of its lines
         self.lines = _read_lines(self) if lines is None else lines
         self.lines_read = 0  # that have become documents
         self.documents = 0  # that it has given so far
@@ -6798,31 +6804,35 @@ class _Input:
 
 def _find_inputs(paths):
     """Return an _Input of each file that is meant."""
-    if isinstance(paths, (str, os.PathLike)):
-        paths = [paths]
-    paths = [os.fspath(path) for path in paths]
-    _refuse_passwords(paths, is_input=True)
     inputs = []
-    for path in paths:
-        with _query_left_out(path):
+    for path in _as_paths(paths, is_input=True):
+        with _reading(path):
             found = _find_sizes(path)
         if len(found) == 0:
             name = _name_of_input(path)
             raise FileNotFoundError(f"{name}: no such file, and as a pattern it matches none")
         inputs.extend(_Input(name, size) for name, size in found)
-    if len(inputs) == 0:
-        raise ValueError("preprocess wants at least one input")
     return inputs
+
+
+def _as_paths(paths, is_input=False):
+    """One path, or several -> a list of str; ValueError if there is none, or for a password."""
+    if isinstance(paths, (str, os.PathLike)):
+        paths = [paths]
+    paths = [os.fspath(path) for path in paths]
+    if len(paths) == 0:
+        raise ValueError("wanted at least one input, got none")
+    _refuse_passwords(paths, is_input)
+    return paths
 
 
 def _find_sizes(path):
     """Return [(path, bytes)] of a file that exists, or of all files that match a pattern, sorted.
 
-    A name that exists is no pattern, even where it contains a * or a [.  None is the size of what
-    has none, such as standard input.  Storages tell sizes with the list: nothing is asked twice.
+    A name that exists is no pattern.  None is the size of what has none, such as standard input.
     """
     if _is_remote(path):
-        return _RemoteFile(path).find()
+        return _RemoteFile(path, is_input=True).find()
     if path == "-":
         return [(path, None)]
     paths = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
@@ -6835,12 +6845,13 @@ def _name_of_input(path):
 
 
 @contextlib.contextmanager
-def _query_left_out(path):
-    """Have no error show the query of a URL, as the errors of storages and their causes do."""
+def _reading(path):
+    """Have an error say which input cannot be read; storages would show the query of a URL."""
     name = _name_of_input(path)
     try:
-        yield
-    except Exception as error:
+        with _named(name, "cannot be read", OSError):
+            yield
+    except OSError as error:
         if name == path:
             raise
         reason = _one_line(error).replace(path, name)
@@ -6868,17 +6879,15 @@ def _find_compression(name):
 
 def _take_shard(inputs, index, count):
     """Return the inputs of shard number index of count; a warning if shares are very unequal."""
-    for each in inputs:
-        if each.size is None:
-            raise ValueError(f"{each.name}: its size is not known, so it cannot be in a shard")
-    total = sum(each.size for each in inputs)
-    shards = []  # the number of the shard of each input
-    start = 0  # where it begins, if all inputs are laid end to end
-    for each in inputs:
-        shards.append(min(start * count // max(total, 1), count - 1))  # all may be empty
-        start += each.size
+    sizes = [each.size for each in inputs]
+    if None in sizes:
+        name = inputs[sizes.index(None)].name
+        raise ValueError(f"{name}: its size is not known, so it cannot be in a shard")
+    total = sum(sizes)
+    starts = itertools.accumulate(sizes[:-1], initial=0)
+    shards = [min(start * count // max(total, 1), count - 1) for start in starts]  # total may be 0
     num_filled = len(set(shards))
-    if num_filled < count or max(each.size for each in inputs) * count > total:
+    if num_filled < count or max(sizes) * count > total:
         warnings.warn(
             f"the {len(inputs):,} inputs give {num_filled:,} of {count:,} shards, of unequal "
             "sizes, as each is read whole: cut large ones first, as by split -n l/16 "
@@ -6889,13 +6898,8 @@ def _take_shard(inputs, index, count):
 
 
 def _read_lines(source):
-    """Yield the lines of an _Input; one that is too long is cut off.
-
-    OSError if fewer bytes came than were told, as from a server that fails, or if it has changed.
-    """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_query_left_out(source.path))
-        stack.enter_context(_named(source.name, "cannot be read", OSError))
+    """Yield the lines of an _Input; one that is too long is cut off.  OSError if it changes."""
+    with _reading(source.path), contextlib.ExitStack() as stack:
         if source.path == "-":
             file = sys.stdin.buffer
         elif _is_remote(source.path):
@@ -6905,14 +6909,9 @@ def _read_lines(source):
             file = io.BufferedReader(file, 1 << 16)  # its readline() takes a limit
         else:
             file = stack.enter_context(open(source.path, "rb"))
-        lines = file
-        if source.compression is not None:
-            lines = source.compression.open(file)
+        lines = file if source.compression is None else source.compression.open(file)
         is_rest = False  # of a line that is read already, as far as it is needed
-        while True:
-            line = lines.readline(_LONGEST_LINE + 1)
-            if len(line) == 0:
-                break
+        while line := lines.readline(_LONGEST_LINE + 1):
             if not is_rest:
                 yield line
             is_rest = not line.endswith(b"\n")
@@ -6926,9 +6925,6 @@ def _read_lines(source):
 
 def _read_rows(texts, json_keys):
     """Yield the JSON lines of texts or dicts; of another row, as a str, what is wrong with it."""
-    is_table = isinstance(texts, collections.abc.Mapping) or hasattr(texts, "columns")
-    if is_table or isinstance(texts, (str, bytes)):
-        raise ValueError("texts must be an iterable of texts or dicts, such as a table's column")
     for row in texts:
         line = None
         if isinstance(row, str):
@@ -6942,20 +6938,18 @@ def _read_rows(texts, json_keys):
 
 
 def _cut_blocks(inputs):
-    """Yield the lines of inputs in blocks: (input, lines), where a str says why a line is bad."""
+    """Yield the lines of all inputs in blocks: (input, lines)."""
     for source in inputs:
-        of_block = []
+        lines = []
         size = 0
         for line in source.lines:
-            if len(line) > _LONGEST_LINE:
-                line = f"longer than {_LONGEST_LINE:,} bytes"
-            of_block.append(line)
+            lines.append(line)
             size += len(line)
             if size >= _BLOCK_BYTES:
-                yield source, of_block
-                of_block = []
+                yield source, lines
+                lines = []
                 size = 0
-        yield source, of_block
+        yield source, lines
 
 
 # -- Workers -----------------------------------------------------------------------------------
@@ -6965,6 +6959,8 @@ def _read_object(line):
     """Return the JSON object on a line; ValueError if there is none; a str says why itself."""
     if isinstance(line, str):
         raise ValueError(line)
+    if len(line) > _LONGEST_LINE:
+        raise ValueError(f"longer than {_LONGEST_LINE:,} bytes")
     try:
         found = json.loads(line.decode("utf-8-sig"))  # of bytes json would guess the encoding
         if isinstance(found, dict):
@@ -6980,18 +6976,17 @@ def _read_object(line):
 
 def _read_sentences(row, key):
     """Return the sentences that an object has under a key; ValueError if it has none."""
-    if key not in row:
-        found = f"in an object with the keys {list(row)!s:.60}"
-        raise ValueError(f"wanted a text under {key!r}, {found}")
     try:
         sentences = _sentences(row[key])
         "".join(sentences).encode()
         return sentences
+    except KeyError:
+        found = f"in an object with the keys {list(row)!s:.60}"
     except UnicodeEncodeError:
-        found = "one with a lone surrogate"
+        found = "got one with a lone surrogate"
     except ValueError:
-        found = f"{row[key]!r:.60}"
-    raise ValueError(f"wanted a text under {key!r}, got {found}")
+        found = f"got {row[key]!r:.60}"
+    raise ValueError(f"wanted a text under {key!r}, {found}")
 
 
 class _Encoder:
@@ -7014,8 +7009,8 @@ class _Encoder:
             except LookupError:
                 self.splitter = punkt.PunktSentenceTokenizer()
                 warnings.warn(
-                    "nltk has no model of English sentences here, so those of its untrained Punkt "
-                    'are taken, which end after "Dr." too: python -m nltk.downloader punkt_tab',
+                    "nltk has no model of English sentences here, and its untrained Punkt ends one "
+                    'after "Dr.", too: python -m nltk.downloader punkt_tab',
                     stacklevel=3,
                 )
         self.dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
@@ -7026,8 +7021,7 @@ class _Encoder:
     def encode_block(self, lines):
         """Return, in a list, what encode() makes of the lines, or, if it raises an error, of each.
 
-        A str in the list says why a line is bad.  A tokenizer may raise anything, and says nothing
-        about lines.
+        A str in the list says why a line is bad.  Of many lines an error does not say which.
         """
         documents, error = _attempt(self.encode, lines)
         if error is None:
@@ -7041,10 +7035,8 @@ class _Encoder:
     def encode(self, lines):
         """Return {key: (content, lengths, ends)}: section 2's loop, for many lines."""
         rows = [_read_object(line) for line in lines if not line.isspace()]
-        encoded = {}
-        for key in self.json_keys:
-            encoded[key] = self._encode_documents([_read_sentences(row, key) for row in rows])
-        return encoded
+        documents = {key: [_read_sentences(row, key) for row in rows] for key in self.json_keys}
+        return {key: self._encode_documents(found) for key, found in documents.items()}
 
     def _encode_documents(self, documents):
         """Return (content, lengths, ends) of lists of sentences: encode_document(), for many."""
@@ -7081,8 +7073,8 @@ def _encode_blocks(encoder, blocks, workers):
         for source, lines in blocks:
             yield (source, lines), encoder.encode_block(lines)
         return
-    # A forked process has everything at once; the other ways to start one import torch again.
-    # Elsewhere than on Linux a library may not survive a fork, or the system has none.
+    # A forked process has everything at once; the other ways to start one import torch again.  But
+    # elsewhere than on Linux a library may not survive a fork, or the system has none.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     if sys.platform != "linux":
         encoder = pickle.dumps(encoder)  # _run_worker() knows where its modules may lie
@@ -7107,8 +7099,7 @@ def _encode_blocks(encoder, blocks, workers):
             try:
                 answer = pipe.recv()
                 if block is not None:
-                    _, lines = block
-                    pipe.send(lines)
+                    pipe.send(block[1])
             except (EOFError, ConnectionError):  # the worker has closed its end
                 process.join()
                 raise ChildProcessError(
@@ -7151,11 +7142,8 @@ def _run_worker(pipe, encoder):
 
 
 def _end_with_parent():
-    """End this worker, also in the middle of a block, when its parent is gone.
-
-    That is when a pipe ends.  Workers started later hold copies of its end: so they end in turn,
-    the last one first.
-    """
+    """End this worker, also in the middle of a block, when its parent is gone."""
+    # That is when a pipe ends.  Workers started later have copies of its end, and end before.
     multiprocessing.parent_process().join()
     os._exit(1)
 
@@ -7170,59 +7158,48 @@ def merge(
 ) -> None:
     """Append whole pairs, in the given order, into one new pair of the same dtype.
 
-    The new pair equals the one that a single builder would have written, and its record lists the
-    inputs of all.  The output may not be one of the inputs; of shards, in whatever folders they
-    lie, all must be there, in order, made from the same inputs; and the records may not name
-    different tokenizers.  Cost: each byte is copied once.  Upstream: tools/merge_datasets.py.
+    The new pair is the one that a single builder would have written; its record lists the inputs of
+    all.  The output may not be one of them.  Of shards, in whatever folders they lie, all must be
+    there, in order, made from the same inputs; and the records may not name different tokenizers.
+    Cost: each byte is copied once.  Upstream: tools/merge_datasets.py.
 
     >>> prefix = toy_corpus()
     >>> merge([prefix, prefix], prefix + "2")
     >>> IndexedDataset(prefix + "2").document_indices.tolist()
     [0, 1, 2, 3, 4, 5, 6]
     """
-    if isinstance(prefixes, (str, os.PathLike)):
-        prefixes = [prefixes]
-    prefixes = [os.fspath(prefix) for prefix in prefixes]
-    if len(prefixes) == 0:
-        raise ValueError("merge wants at least one input prefix")
-    _refuse_passwords(prefixes)
-    records = [_read_record(prefix) for prefix in prefixes]
+    prefixes = _as_paths(prefixes)
+    records = {prefix: _read_record(prefix) for prefix in prefixes}
     _check_shards(prefixes, records)
-    tokenizer = None
-    inputs = []
-    for prefix, record in zip(prefixes, records, strict=True):
-        difference = _compare_tokenizers(prefix, record, "a pair before it", tokenizer)
-        if difference is not None:
-            raise ValueError(difference)
-        if tokenizer is None:
-            tokenizer = record.get("tokenizer")
-        if record == {}:  # such as upstream's pair: an input of its own
-            num_documents = len(IndexedDataset(prefix).document_indices) - 1
-            inputs.append([prefix, num_documents])
-        else:
-            inputs += record["inputs"]
+    tokenizer = _tokenizer_of(records)
     dtype = IndexedDataset(prefixes[0]).dtype
+    inputs = []
     with IndexedDatasetBuilder(get_bin_path(output_prefix), dtype, multimodal) as builder:
         for prefix in prefixes:
+            before = len(builder.document_indices)
             builder.add_index(prefix)
+            # a pair without a record, such as upstream's, is an input of its own
+            documents = len(builder.document_indices) - before
+            inputs += records[prefix].get("inputs", [[prefix, documents]])
     _write_record(output_prefix, tokenizer, inputs)
 
 
 def _check_shards(prefixes, records):
     """Check that of a job whose shards are merged all are there, in order, of the same inputs."""
     wanted = []  # the names of the shards of a job that must come next, in order
-    for prefix, record in [*zip(prefixes, records, strict=True), ("the end", {})]:
+    for prefix in [*prefixes, "the end"]:
+        record = records.get(prefix, {})
         name = os.path.basename(prefix)  # each machine may have a folder of its own
         shard = re.fullmatch(r"(.*)_\d{5}_of_(\d{5})", name)
         if shard is not None and len(wanted) == 0:
             wanted = [f"{shard[1]}_{index:05}_of_{shard[2]}" for index in range(int(shard[2]))]
-            jobs = []  # what the records of these shards say of their job
+            jobs = set()  # what the records of these shards say of their job
         next_name = wanted.pop(0) if len(wanted) > 0 else name
         if name != next_name:
             raise ValueError(f"wanted {next_name} in the place of {prefix}: merge all shards")
         if shard is not None and record != {}:
-            jobs.append(record.get("job"))
-            if jobs[-1] != jobs[0]:
+            jobs.add(record.get("job"))
+            if len(jobs) > 1:
                 raise ValueError(
                     f"{prefix} was made from other inputs than the shards before it, or with "
                     "another append_eod: its record says so; make all shards anew"
@@ -7301,11 +7278,33 @@ def _compare_tokenizers(prefix, record, other_place, other):
     return f"{prefix} was made with the tokenizer {found}, and that of {other_place} is {other}"
 
 
-def _warn_of_other_tokenizer(pair, tokenizer):
-    """Warn, once, if the record of an opened pair names another tokenizer than the config's."""
-    if pair._record is None:
-        identity = _identity_of_tokenizer(tokenizer)
-        difference = _compare_tokenizers(pair.path_prefix, _record_of(pair), "the config", identity)
+def _tokenizer_of(records):
+    """The tokenizer that the records of {prefix: record} name; ValueError if they name several."""
+    first = None
+    tokenizer = None
+    for prefix, record in records.items():
+        difference = _compare_tokenizers(prefix, record, first, tokenizer)
+        if difference is not None:
+            raise ValueError(difference)
+        if tokenizer is None:
+            first = prefix
+            tokenizer = record.get("tokenizer")
+    return tokenizer
+
+
+def _check_tokenizers(opened, tokenizer):
+    """Check the records of {prefix: what is opened} against each other, and against a config's.
+
+    ValueError if they name several tokenizers; a warning if they name another than the config's.
+    """
+    records = {}
+    for prefix, pair in opened.items():
+        if isinstance(pair, IndexedDataset):
+            records[prefix] = _record_of(pair)
+    _tokenizer_of(records)
+    identity = _identity_of_tokenizer(tokenizer)
+    for prefix, record in records.items():
+        difference = _compare_tokenizers(prefix, record, "the config", identity)
         if difference is not None:
             warnings.warn(difference, stacklevel=3)
 
@@ -7326,14 +7325,12 @@ def _warn_of_other_tokenizer(pair, tokenizer):
 #   labels      all targets but the first: the label of a token is the target of the next one
 #   cu_seqlens  0                    ^ begins conversation 1                S S S ...
 #
-# A sample is made of one row of the file, and its text is tokenized when the sample is read.  So
-# there is no pair of files, no shuffled order and no cache: sample k is row k of the split, modulo
-# the number of rows, and the cyclic sampler of section 8 shuffles where that is wanted.
+# Sample k is row k of the split, modulo the number of rows, tokenized when the sample is read.  So
+# there is no pair of files, no shuffled order and no cache; the cyclic sampler of section 8
+# shuffles where that is wanted.
 #
 # A row may hold several conversations: each "system" message begins a new one.  Attention stays
-# within a conversation: cu_seqlens says where each begins, as attention kernels for packed
-# sequences want it, and positions count from 0 in each.
-#
+# within a conversation, as kernels for packed sequences do it by cu_seqlens.
 
 _IGNORED = -100  # the target of a place where nothing is learned; torch's cross_entropy skips it
 
@@ -7353,8 +7350,8 @@ class SFTDataset(MegatronDataset):
       position_ids     int64 (S,), from 0 in each conversation
       cu_seqlens       int32 (S+1,): where the conversations begin, and then S in all entries left
       max_seqlen       int32 (): the length of the longest conversation, with its padding
-    ds[None] is sample 0 without any loss.  A row without messages that can be used is a ValueError
-    that names its file and its line.  The first sample in which nothing is learned is a warning.
+    ds[None] is sample 0 without any loss.  The first sample in which nothing is learned is a
+    warning; a row that cannot be used is a ValueError.  Both name file and line.
 
     The tokenizer may have tokenize_conversation(conversation, return_target=True,
     add_generation_prompt=False) -> tokens, targets, as upstream's tokenizers for fine-tuning have.
@@ -7386,15 +7383,9 @@ class SFTDataset(MegatronDataset):
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         _check_sft(self)
+        # Unlike GPTDataset: None where there is no pad; a pad that is also eod stays the pad.
+        self._pad_token_id = _attribute(config.tokenizer, "pad")
         self._has_warned = False  # of a sample in which nothing is learned
-        tokenizer = config.tokenizer
-        self._tokenize_conversation = _attribute(tokenizer, "tokenize_conversation")
-        # Unlike the base class: None where there is no pad; a pad that is also eod stays the pad.
-        self._pad_token_id = _attribute(tokenizer, "pad")
-        self._fill_token_id = tokenizer.eod if self._pad_token_id is None else self._pad_token_id
-        self._granularity = 1
-        if config.context_parallel_size is not None and config.context_parallel_size > 1:
-            self._granularity = 2 * config.context_parallel_size
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> typing.Any:
@@ -7423,13 +7414,15 @@ class SFTDataset(MegatronDataset):
         k = _position(idx, len(self), f"the samples of {_name(self)}")
         row = int(self.indices[k % len(self.indices)])
         S = self.config.sequence_length
-        tokens, targets, is_filled, ends = _pack_conversations(
-            self._encode_row(row), S, self._fill_token_id, self._granularity
-        )
+        pad = self._pad_token_id
+        fill = self.config.tokenizer.eod if pad is None else pad
+        cp = self.config.context_parallel_size
+        granularity = 2 * cp if cp is not None and cp > 1 else 1
+        encoded = self._encode_row(row)
+        tokens, targets, is_filled, ends = _pack_conversations(encoded, S, fill, granularity)
         labels = targets[1:].copy()
-        is_learned = (labels != _IGNORED) & ~is_filled[1:]
-        if self._pad_token_id is not None:
-            is_learned &= labels != self._pad_token_id
+        is_padding = is_filled[1:] if pad is None else labels == pad
+        is_learned = (labels != _IGNORED) & ~is_padding
         if not is_learned.any() and not self._has_warned:
             self._has_warned = True
             place = _place_of_row(_name(self), self.dataset, row)
@@ -7456,18 +7449,19 @@ class SFTDataset(MegatronDataset):
         return {key: torch.from_numpy(values) for key, values in sample.items()}
 
     def _encode_row(self, row):
-        """Yield (tokens, targets), int64, of one conversation of a row after the other."""
+        """Yield the tokens and the targets of each conversation of a row, as one int64 (2, n)."""
+        tokenizer = self.config.tokenizer
+        encode = _attribute(tokenizer, "tokenize_conversation")
+        options = {"return_target": True, "add_generation_prompt": False}
         with _named(_place_of_row(_name(self), self.dataset, row), _WANTED_OF_ROW):
             for conversation in _split_conversations(self.dataset[row]["messages"]):
-                if self._tokenize_conversation is None:
-                    tokens, targets = _encode_conversation(conversation, self.config.tokenizer)
+                if encode is None:
+                    tokens, targets = _encode_conversation(conversation, tokenizer)
                 else:
-                    tokens, targets = self._tokenize_conversation(
-                        conversation, return_target=True, add_generation_prompt=False
-                    )
+                    tokens, targets = encode(conversation, **options)
                 if len(tokens) != len(targets):
                     raise ValueError(f"{len(tokens)} tokens have {len(targets)} targets")
-                yield np.asarray(tokens, np.int64), np.asarray(targets, np.int64)
+                yield np.stack([np.asarray(tokens, np.int64), np.asarray(targets, np.int64)])
 
 
 _WANTED_OF_ROW = 'wanted "messages", a list of {"role": ..., "content": ...}, that can be tokenized'
@@ -7528,9 +7522,8 @@ def _split_conversations(messages):
 def _encode_conversation(conversation, tokenizer):
     """Return the tokens and the targets of a conversation, by a plain template.
 
-    A message is the line "role: content".  Only the content of the assistant's messages and the eod
-    that ends each of them are learned; eod stands in the place of the line's end there.  Whatever
-    else a message holds is refused, since it would be lost.
+    A message is the line "role: content".  Only the content of the assistant's messages is learned,
+    and the eod that stands there in the place of the line's end.
     """
     tokens = []
     targets = []
@@ -7559,7 +7552,7 @@ def _encode_conversation(conversation, tokenizer):
 def _pack_conversations(encoded, sequence_length, fill, granularity):
     """Lay conversations end to end in the S + 1 places of a sample.
 
-    encoded       (tokens, targets) of each conversation, as many as fit; what is too long is cut
+    encoded       int64 (2, n), tokens and targets, of each conversation; what is too long is cut
     fill          the id that fills up tokens and targets, to S + 1 and to the granularity
     granularity   each place where a conversation ends, but S, is a multiple of it
     Returns       tokens and targets, int64 (S+1,); a bool (S+1,), True at filled places; and the
@@ -7568,28 +7561,26 @@ def _pack_conversations(encoded, sequence_length, fill, granularity):
     The last place always holds the fill id, as in upstream: at most S tokens are those of
     conversations.
 
-    >>> two = [([1, 2, 3], [-100, 2, 3]), ([4, 5], [4, 5])]
+    >>> two = [np.array([[1, 2, 3], [-100, 2, 3]]), np.array([[4, 5], [4, 5]])]
     >>> tokens, targets, is_filled, ends = _pack_conversations(two, 8, 0, granularity=4)
     >>> tokens.tolist(), ends
     ([1, 2, 3, 0, 4, 5, 0, 0, 0], [0, 4, 8])
     """
     S = sequence_length
-    tokens = np.full(S + 1, fill, np.int64)
-    targets = np.full(S + 1, fill, np.int64)
+    places = np.full((2, S + 1), fill, np.int64)
     is_filled = np.ones(S + 1, bool)
     ends = [0]
-    for conversation_tokens, conversation_targets in encoded:
+    for conversation in encoded:
         begin = ends[-1]
-        end = begin + len(conversation_tokens)
-        room = S - begin
-        places = slice(begin, min(end, S))
-        tokens[places] = conversation_tokens[:room]
-        targets[places] = conversation_targets[:room]
-        is_filled[places] = False
+        kept = conversation[:, : S - begin]
+        end = begin + kept.shape[1]
+        places[:, begin:end] = kept
+        is_filled[begin:end] = False
         ends.append(_ceil_div(end, granularity) * granularity)
         if ends[-1] >= S:
             break
     ends[-1] = S
+    tokens, targets = places
     return tokens, targets, is_filled, ends
 
 
@@ -7607,14 +7598,13 @@ class _Rows:
     def _open(self):
         self._file = open(self.path, "rb")
         weakref.finalize(self, self._file.close)
-        self._written = os.fstat(self._file.fileno()).st_mtime_ns
-        size = self._file.seek(0, os.SEEK_END)
-        self._file.seek(0)
+        status = os.fstat(self._file.fileno())
+        self._written = status.st_mtime_ns
         ends = self._file.read(4096)
-        self._file.seek(max(0, size - 4096))
+        self._file.seek(max(0, status.st_size - 4096))
         ends += self._file.read(4096)
         self._file.seek(0)
-        self._fingerprint = {"size": size, "ends_crc32": zlib.crc32(ends)}
+        self._fingerprint = {"size": status.st_size, "ends_crc32": zlib.crc32(ends)}
 
     def __getstate__(self):
         return vars(self) | {"_file": None}
@@ -7635,31 +7625,30 @@ class _Rows:
 class _JsonlRows(_Rows):
     """The rows of a file of JSON lines.  Blank lines are no rows.
 
-    starts, ends   where each row begins and ends, in bytes
-    line_numbers   the number of its line, from 1, for errors
+    starts         where each row begins, in bytes, and the end of the file
+    line_numbers   the number of each row's line, from 1, for errors
     """
 
     def __init__(self, path):
         super().__init__(path)
         self.starts = array.array("q")
-        self.ends = array.array("q")
         self.line_numbers = array.array("q")
-        end = 0
+        place = 0
         for number, line in enumerate(self._file, 1):
-            begin = end
-            end += len(line)
             if not line.isspace():
-                self.starts.append(begin)
-                self.ends.append(end)
+                self.starts.append(place)
                 self.line_numbers.append(number)
+            place += len(line)
+        self.starts.append(place)
 
     def __len__(self):
-        return len(self.starts)
+        return len(self.line_numbers)
 
     def __getitem__(self, row):
         begin = self.starts[row]
+        size = self.starts[row + 1] - begin  # with the blank lines behind it
         descriptor = self._file.fileno()  # its position is shared by threads and forks: unused here
-        line = os.pread(descriptor, self.ends[row] - begin, begin)
+        line = os.pread(descriptor, size, begin).rstrip()
         if os.fstat(descriptor).st_mtime_ns != self._written:
             raise ValueError(f"{self.path} was written while it is read: build the dataset again")
         return _read_object(line)
@@ -7741,28 +7730,27 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
         return trace(part, int(dataset.dataset_sample_index[i]))
     _check_has_orders(dataset)
     prefix = dataset.dataset_path
-    pair = dataset.dataset
-    is_pair = isinstance(pair, IndexedDataset)
-    record = _record_of(pair) if is_pair else {}  # of its inputs: section 20
     spans = []
-    sample_offset = 0
+    place = 0
     for sequence, offset, length in dataset.pieces(k):
-        if length == 0:
-            continue
-        document = sequence  # of mock data, or of a reader of the user's own
-        byte_offset = None
-        if is_pair:
-            # Of documents that begin at the same sequence only the last one has sequences.
-            # bisect, as np.searchsorted() would copy the entries, which lie unaligned in the file.
-            document = bisect.bisect_right(pair.document_indices, sequence) - 1
-            byte_offset = int(pair.sequence_pointers[sequence]) + offset * DType.size(pair.dtype)
-        name, number = _input_of_document(record, document)
-        place = Span(
-            prefix, sequence, document, offset, length, byte_offset, sample_offset, name, number
-        )
-        spans.append(place)
-        sample_offset += length
+        if length > 0:
+            document, at, name, number = _place_in_files(dataset.dataset, sequence, offset)
+            span = Span(prefix, sequence, document, offset, length, at, place, name, number)
+            spans.append(span)
+            place += length
     return spans
+
+
+def _place_in_files(pair, sequence, offset):
+    """Return the document, byte_offset, input and input_document of a Span."""
+    if not isinstance(pair, IndexedDataset):  # mock data, or a reader of the user's own
+        return sequence, None, None, None
+    # Of documents that begin at the same sequence only the last one has sequences.
+    # bisect, as np.searchsorted() would copy the entries, which lie unaligned in the file.
+    document = bisect.bisect_right(pair.document_indices, sequence) - 1
+    byte_offset = int(pair.sequence_pointers[sequence]) + offset * DType.size(pair.dtype)
+    name, number = _input_of_document(_record_of(pair), document)  # section 20
+    return document, byte_offset, name, number
 
 
 def find(
@@ -7778,15 +7766,13 @@ def find(
     parts = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
     for part in parts:
         _check_has_orders(part)
-    are_meant = [_is_pair_of(part, path_prefix) for part in parts]
-    if not any(are_meant):
+    wanted = [d for d, part in enumerate(parts) if _is_pair_of(part, path_prefix)]
+    if len(wanted) == 0:
         names = ", ".join(_name(part) for part in parts)
         raise ValueError(f"{path_prefix} is not a pair of this dataset, which has {names}")
     found = []
-    for d, part in enumerate(parts):
-        if not are_meant[d]:
-            continue
-        samples = _samples_of_sequence(part, sequence)
+    for d in wanted:
+        samples = _samples_of_sequence(parts[d], sequence)
         if isinstance(dataset, BlendedDataset):
             # The samples 0, 1, 2, ... of a part come in this order in the blend, which may take
             # fewer of them than the part has.
@@ -7880,15 +7866,14 @@ def main(argv: list[str] | None = None) -> int:
         sys.exit(128 + number)
 
     handlers = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in _SIGNALS:
-            handler = signal.getsignal(number)
-            if handler not in (signal.SIG_IGN, None):  # None: it is not Python's
-                handlers[number] = handler
     code = 0
     try:
-        for number in handlers:
-            signal.signal(number, exit_at_signal)
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                handler = signal.getsignal(number)
+                if handler not in (signal.SIG_IGN, None):  # None: it is not Python's
+                    handlers[number] = handler
+                    signal.signal(number, exit_at_signal)
         with warnings.catch_warnings():
             warnings.showwarning = _print_warning
             options.run(options)
@@ -7938,32 +7923,29 @@ def _make_parser():
     text = "JSON lines, also compressed, to .bin/.idx pairs"
     command = commands.add_parser("preprocess", help=text, description=text)
     command.set_defaults(run=_run_preprocess)
-    text = "files, globs, URLs; .gz, .zst; - is stdin"
     several = {"nargs": "+", "action": "extend"}  # given again, a flag adds to what it has
-    command.add_argument("--input", required=True, help=text, metavar="PATH", **several)
-    text = "the pairs are PREFIX_KEY_document"
-    command.add_argument("--output-prefix", required=True, help=text, metavar="PREFIX")
+    text = "files, globs, URLs; .gz, .zst; - is stdin"
+    command.add_argument("--input", required=True, help=text, **several)
+    command.add_argument("--output-prefix", required=True, help="a pair is PREFIX_KEY_document")
     _add_tokenizer(command)
     command.add_argument("--append-eod", action="store_true", help="eod after each document")
-    text = "each key becomes a pair; default: text"
-    command.add_argument("--json-keys", help=text, metavar="KEY", **several)
+    command.add_argument("--json-keys", help="each key becomes a pair; default: text", **several)
     text = "a sentence is a sequence; PREFIX_KEY_sentence"
     command.add_argument("--split-sentences", action="store_true", help=text)
     text = "processes; the files are the same for any number"
-    command.add_argument("--workers", type=_read_workers, default=1, help=text, metavar="N")
+    command.add_argument("--workers", type=_read_workers, default=1, help=text)
     text = "read the inputs of the i-th of n parts; merge joins them"
     command.add_argument("--shard", type=_read_shard, default=(0, 1), help=text, metavar="i/n")
     text = "at a bad line: stop (the default), or skip it"
     command.add_argument("--on-error", choices=("stop", "skip"), default="stop", help=text)
-    text = "no progress on stderr"
-    command.add_argument("--no-verbose", dest="verbose", action="store_false", help=text)
+    command.add_argument("--no-verbose", dest="verbose", action="store_false", help="no progress")
 
     text = "append pairs of one dtype into a new pair"
     command = commands.add_parser("merge", help=text, description=text)
     command.set_defaults(run=_run_merge)
     text = "path prefixes of pairs, or their .idx files, in order"
-    command.add_argument("--input", required=True, help=text, metavar="PREFIX", **several)
-    command.add_argument("--output-prefix", required=True, help="of the new pair", metavar="PREFIX")
+    command.add_argument("--input", required=True, help=text, **several)
+    command.add_argument("--output-prefix", required=True, help="of the new pair")
     command.add_argument("--multimodal", action="store_true", help="the pairs hold modes")
 
     place = "path or URL of a pair, without .bin and .idx"
@@ -7987,9 +7969,8 @@ def _make_parser():
 def _add_tokenizer(command):
     """Add the options of build_tokenizer()."""
     text = "bytes, null:N, [gigatoken:]tokenizer.json, module:name"
-    command.add_argument("--tokenizer", default="bytes", help=text, metavar="NAME")
-    text = "end-of-document token of a tokenizer.json"
-    command.add_argument("--eod-token", help=text, metavar="TEXT")
+    command.add_argument("--tokenizer", default="bytes", help=text)
+    command.add_argument("--eod-token", help="end-of-document token of a tokenizer.json")
     text = "put those of a tokenizer.json, such as BOS, around texts"
     command.add_argument("--add-special-tokens", action="store_true", help=text)
 
@@ -8082,13 +8063,8 @@ def _run_demo(options):
         for prefix in pairs.values():
             _print_line(_describe_pair(prefix, IndexedDataset(prefix)))
 
-        config = GPTDatasetConfig(
-            random_seed=1234,
-            sequence_length=256,
-            blend=([pairs["code"], pairs["docs"]], [70, 30]),
-            split="1",
-            tokenizer=ByteTokenizer(),
-        )
+        blend = [pairs["code"], pairs["docs"]], [70, 30]
+        config = GPTDatasetConfig(1234, 256, blend=blend, split="1", tokenizer=ByteTokenizer())
         sizes = [600, None, None]
         builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
         train, _, _ = builder.build()
@@ -8096,20 +8072,17 @@ def _run_demo(options):
         for key, dataset, count in zip(keys, train.datasets, train.samples_taken(), strict=True):
             _print_line(f"   {key}: {len(dataset):,} samples to train on, {count:,} in the blend")
 
-        loaders = []
-        for rank, size in ((0, 2), (1, 2), (0, 1)):
-            place = {"data_parallel_rank": rank, "data_parallel_size": size}
-            loader = build_pretraining_data_loader(train, 0, micro_batch_size=8 // size, **place)
-            loaders.append(loader)
-        *ranks, resumed = loaders
-        steps = zip(*ranks, strict=True)
-        batch, _ = next(steps)
+        half = {"micro_batch_size": 4, "data_parallel_size": 2}
+        first = build_pretraining_data_loader(train, 0, data_parallel_rank=0, **half)
+        second = build_pretraining_data_loader(train, 0, data_parallel_rank=1, **half)
+        steps = zip(first, second, strict=True)
+        for _ in range(5):
+            batch, _ = next(steps)
         text = ByteTokenizer().detokenize(batch["tokens"][0])
-        for _ in range(4):
-            next(steps)
-        _print_line(f"3. Batches: 2 ranks x 4 samples, first {text[:32]!r}, stopped after 5 steps")
+        _print_line(f"3. Batches: 2 ranks x 4 samples, stopped after 5 steps, at {text[:32]!r}")
 
-        resumed.load_state_dict(ranks[0].state_dict())
+        resumed = build_pretraining_data_loader(train, 0, micro_batch_size=8)
+        resumed.load_state_dict(first.state_dict())
         equal = []
         for batch, parts in zip(resumed, steps, strict=True):
             tokens = torch.cat([part["tokens"] for part in parts])
@@ -8118,6 +8091,43 @@ def _run_demo(options):
     _print_line("Next, your own text, a JSON object with a text on each line of a file:")
     flags = "--input corpus.jsonl --output-prefix corpus --append-eod"
     _print_line(f"{options.program} preprocess {flags}")
+
+
+def get_blend_from_list(
+    blend: typing.Sequence[str] | None,
+) -> tuple[list[str], list[float] | None] | None:
+    """Read weights and prefixes in turn, or prefixes alone; return (prefixes, weights or None).
+
+    None stays None.  A list that is neither is a ValueError (upstream guesses).  A prefix that is a
+    number would be a weight: write ./2023 for a folder 2023.  Upstream: the same name.
+
+    >>> get_blend_from_list(["30", "p1", "70", "p2"]), get_blend_from_list(["2023_01", "wiki"])
+    ((['p1', 'p2'], [30.0, 70.0]), (['2023_01', 'wiki'], None))
+    """
+    if blend is None:
+        return None
+    if not _is_list(blend):
+        raise ValueError("wanted a list of prefixes, or of weights and prefixes")
+    entries = [str(entry).strip() for entry in blend]
+    values = [_number(entry) for entry in entries]
+    is_number = [value is not None for value in values]
+    if len(entries) > 0 and not any(is_number):
+        return entries, None
+    pairs = len(entries) // 2
+    if pairs == 0 or is_number != [True, False] * pairs:
+        raise ValueError(
+            f"blend: wanted prefixes, or weights and prefixes in turn, got {len(entries)} entries "
+            "(write a prefix that is a number with its folder: ./2023)"
+        )
+    return entries[1::2], values[0::2]
+
+
+def _number(text):
+    """The decimal number that a text is, or None: float() would also take 2023_01, inf and nan."""
+    if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) is None:
+        return None
+    number = float(text)
+    return number if math.isfinite(number) else None
 
 
 if __name__ == "__main__":
