@@ -5090,24 +5090,33 @@ def _read_past(text):
     return past.get("sampler", {}) | past.get("data", {})
 
 
-def _first_difference(was, now, of=""):
+def _first_difference(was, now):
     """Return the first thing that differs: (its words, its value in was, in now), or None.
 
     was, now   answers of _what_decides(), from JSON
-    of         what the words end with, such as " of corpus 1 (wiki)"
+
+    Epochs come last: those of a corpus may differ because the mix of a blend does.
     """
+    return min(_differences(was, now, ""), key=_is_of_epochs, default=None)
+
+
+def _is_of_epochs(difference):
+    """Is it one of the last settings of _settings_of_orders()?"""
+    return difference[0].startswith(("stable_order, or", "epochs", "last epoch"))
+
+
+def _differences(was, now, of):
+    """Yield all that differs; of is what the words end with, such as " of corpus 1 (wiki)"."""
     in_both = [key for key in now if key in was]  # first: what is missing follows from them
-    for key in [*in_both, *now, *was]:
+    missing = [key for key in [*now, *was] if key not in in_both]
+    for key in [*in_both, *missing]:
         old = was.get(key)
         new = now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
             name = f" ({new[_NAME]})" if _NAME in new else ""
-            difference = _first_difference(old, new, f" of {key}{name}{of}")
-            if difference is not None:
-                return difference
+            yield from _differences(old, new, f" of {key}{name}{of}")
         elif old != new and key != _NAME:
-            return f"{key}{of}", old, new
-    return None
+            yield f"{key}{of}", old, new
 
 
 def _refuse_several_datasets(dataset):

@@ -2724,6 +2724,7 @@ RUNS = [  # order; a run, what is another in the next one; what is said of it, o
     ("single", TWO_PHASES, {"mix": [(48, (1, 0))]}, OTHER_MIX),
     ("single", {"mix": [(48, (1, 0))]}, TWO_PHASES, OTHER_MIX),
     ("single", TWO_PHASES, {"mix": [(24, U), (24, W)]}, OTHER_MIX),
+    ("single", UNSTABLE | {"mix": [(400, U)]}, {"mix": [(40, V)]}, OTHER_MIX),  # epochs, too
     ("single", {}, {"corpora": "a", "mix": None}, "class was BlendedDataset in .* is GPTDataset"),
     (
         "single",
