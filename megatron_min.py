@@ -4928,7 +4928,7 @@ def _refuse_kind_of_group(kind, tensor, context, data, pipeline):
 
 def _refuse_world(world, tensor, context, pipeline):
     """ValueError where the ranks of a job cannot be cut so, or do not know of each other."""
-    num_processes = os.environ.get("WORLD_SIZE", "1")
+    num_processes = os.environ.get("WORLD_SIZE") or "1"
     if num_processes != "1" and not _is_distributed():
         raise ValueError(
             f"WORLD_SIZE is {num_processes}, and torch.distributed is not initialized, so every "
@@ -5129,7 +5129,7 @@ def _refuse_several_datasets(dataset):
 
 def _check_rank_is_given(rank, size):
     """ValueError where a job has several processes, and a loader is not told which one it is."""
-    num_processes = os.environ.get("WORLD_SIZE", "1")
+    num_processes = os.environ.get("WORLD_SIZE") or "1"
     if _is_distributed():
         num_processes = str(torch.distributed.get_world_size())
     if num_processes != "1" and (rank is None or size is None):
