@@ -2365,10 +2365,10 @@ class BlendedMegatronDatasetBuilder:
         return self.cls.build_low_level_dataset(prefix, self.config)
 
     def _for_each(self, function, *items):
-        """list(map(function, *items)), so many at a time as the config says."""
+        """What function makes of each of these items, so many at a time as the config says."""
         threads = self.config.num_dataset_builder_threads
-        if threads == 1:
-            return list(map(function, *items))
+        if threads == 1:  # list(map()) would take a StopIteration for the end of the items
+            return [function(*each) for each in zip(*items, strict=True)]
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             return list(pool.map(function, *items))  # an error cancels those that have not begun
 

@@ -1791,6 +1791,9 @@ def test_what_a_builder_refuses(one, corpora):
     huge["_build_arrays"] = None  # which would take 8 GiB
     with mock.patch.multiple(one.GPTDataset, **huge), pytest.raises(ValueError, match="2147483648"):
         build(one, [9, 0, 0], config(one, ([A], None)))
+    ends = mock.patch.object(one.GPTDataset, "_build_arrays", side_effect=StopIteration("ends"))
+    with ends, pytest.raises(StopIteration, match="ends"):  # no corpus is left out because of it
+        build(one, [9, 0, 0], config(one, ([A, C], None)))
 
 
 @linux
