@@ -5268,8 +5268,12 @@ class _NewFile:
         self.temporary = f"{self.path}.{self.digits}.tmp"
         # Before the file is there: a signal may come at any moment.
         self._remove = weakref.finalize(self, _remove_file, self.temporary, os.getpid())
-        with _named(path, "cannot be written"):
-            self.file = open(self.temporary, "xb", 1 << 20)
+        try:
+            with _named(path, "cannot be written"):
+                self.file = open(self.temporary, "xb", 1 << 20)
+        except BaseException:  # over a network it may fail, and be made
+            self._remove()
+            raise
         weakref.finalize(self, self.file.raw.close)  # for one that nobody ends
 
     def write(self, content: typing.Any) -> None:
