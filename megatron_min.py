@@ -1628,7 +1628,7 @@ class GPTDataset(MegatronDataset):
             )
         else:
             # one generator draws the order of the documents first, then that of the samples
-            random_state = np.random.RandomState(config.random_seed)
+            random_state = _random_state(config.random_seed)  # np.random.RandomState(): section 18
             document_index = build_document_index(
                 self.indices, plan.num_epochs, random_state, plan.separate_final_epoch
             )
@@ -6166,6 +6166,20 @@ def _c_build_sample_idx(
         return rows
     arguments = sizes, document_indices, sequence_length, num_epochs, tokens_per_epoch
     return _c_build_sample_idx.__wrapped__(*arguments, *flags)
+
+
+_generators = threading.local()  # one of each thread that builds
+
+
+def _random_state(seed: int) -> np.random.RandomState:
+    """Return np.random.RandomState(seed), which is good until the next call in this thread.
+
+    To make one takes numpy 0.25 ms, a fifth of a small corpus: it draws a seed of its own first.
+    """
+    if not hasattr(_generators, "random_state"):
+        _generators.random_state = np.random.RandomState()
+    _generators.random_state.seed(seed)
+    return _generators.random_state
 
 
 _FEW_ITEMS = 4096  # fewer are shuffled by numpy before C has got the generator's state
