@@ -2228,7 +2228,7 @@ def _entries_of_config(
             bounds = config.split_matrix[split.value]
             corpora = ([None], None) if config.mock else config.blend
         if bounds is None or corpora is None:
-            _warn_of_no_share(split, size)
+            _warn_of_fewer(split, 0, size)
             continue
         prefixes, weights = corpora
         if split is Split.train and config.blend_phases is not None:
@@ -2383,7 +2383,7 @@ class BlendedMegatronDatasetBuilder:
             total = sum(weights)
             if total == 0 and size == 0:
                 return None
-            _check_epoch(entry.split, total, size)
+            _warn_of_fewer(entry.split, total, size)
             if size is not None:
                 size = min(size, total)
         try:
@@ -4550,10 +4550,7 @@ def _check_config_of_samples(config):
     if config.hybrid_context_parallel:
         raise ValueError("hybrid_context_parallel is not supported: use inter_document_masking")
     if config.reset_attention_mask and not config.has_dense_mask:
-        raise ValueError(
-            "reset_attention_mask has no effect without a dense mask: set create_attention_mask, "
-            "or use inter_document_masking alone"
-        )
+        raise ValueError("reset_attention_mask has no effect without create_attention_mask")
 
 
 def _check_phases(phases, names):
@@ -4589,9 +4586,10 @@ def _check_taken(blend):
     for count, dataset in zip(blend.samples_taken().tolist(), blend.datasets, strict=True):
         if count > len(dataset):
             needed[dataset] = count
-            sentences.append(f"{count:,} samples of {_name(dataset)}, which has {len(dataset):,}")
+            has = f"{_name(dataset)}, which has {len(dataset):,}"
+            sentences.append(f"the blend takes {count:,} samples of {has}")
     if needed:
-        error = _BlendTooLarge(f"the blend takes {'; '.join(sentences)}")
+        error = _BlendTooLarge("; ".join(sentences))
         error.needed = needed
         raise error
 
@@ -4607,22 +4605,11 @@ def _check_sizes(config, sizes):
         raise ValueError(f"full_validation: the size of valid must be None, got {valid}")
 
 
-def _warn_of_no_share(split, size):
-    """None is built for a split without a share, as in upstream."""
-    if size:
-        words = f"{size:,} samples are wanted of {split.name}, which has no share: None is built"
-        warnings.warn(words, stacklevel=4)
-
-
-def _check_epoch(split, total, size):
-    """A blend without weights has at most the samples of an epoch, and one at least."""
-    if total == 0:
-        raise ValueError(f"{split.name}: samples are wanted, but no corpus has one in it")
+def _warn_of_fewer(split, total, size):
+    """A split without a share has no sample, and a blend without weights those of an epoch."""
     if size is not None and size > total:
-        words = "the run will end early; give weights, to repeat corpora"
-        warnings.warn(
-            f"{split.name}: an epoch has {total:,} samples, not {size:,}: {words}", stacklevel=3
-        )
+        words = f"{size:,} samples are wanted of {split.name}, which has {total:,}"
+        warnings.warn(f"{words}: give it a share, or weights", stacklevel=4)
 
 
 def _check_corpora(opened, cls, tokenizer):

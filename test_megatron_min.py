@@ -330,11 +330,10 @@ def quiet(function, *args, **kwargs):
         return function(*args, **kwargs)
 
 
-def command(mm, capsys, *argv, program="megatron-min"):
+def command(mm, capsys, *argv):
     """Run a command in this process -> (exit code, stdout, stderr)."""
     try:
-        with mock.patch.object(sys, "argv", [f"bin/{program}"]):
-            code = mm.main([str(argument) for argument in argv])
+        code = mm.main([str(argument) for argument in argv])
     except SystemExit as stop:
         code = stop.code
     captured = capsys.readouterr()
@@ -1661,10 +1660,9 @@ def test_which_datasets_a_config_means(mm, corpora, caplog):
     for train, and each corpus lasts for all of them.
     """
     short = mk(mm, "in/short", [[1, 2]])  # which has no sample
-    counts = [len(gpt(mm, prefix)) for prefix in corpora]
+    total = sum(len(gpt(mm, prefix)) for prefix in corpora)
     epoch = {"blend": ([A, short, B, C], None)}
-    of_epoch = [(A, 40, None), (B, 25, None), (C, 10, None)]
-    nothing = {"blend": ([short, short], None)}
+    of_epoch = [[(A, 40, None), (B, 25, None), (C, 10, None)], None, None]
     cut = {"blend": ([A], None), "split": "1,1,0"}
     own = {"blend_per_split": [([A, "in/none", B], [1, 0.0, 3]), ([C], [7]), None]}
     phases = {"blend": (corpora, [0, 1, 1]), "split": "8,1,1"}
@@ -1674,27 +1672,23 @@ def test_which_datasets_a_config_means(mm, corpora, caplog):
         [(B, 2, 4), (C, 1, 4)],
         [(B, 3, 4), (C, 1, 4)],
     ]
-    of_one = {"blend_per_split": [([A], None), None, None]}
-    of_one["blend_phases"] = [(9, [1]), (6, [1])]
+    of_one = {"blend_per_split": [([A], None), None, None], "blend_phases": [(9, [1]), (6, [1])]}
     no_share = ["5 samples are wanted of test"]
-    too_short = [f"train: an epoch has {sum(counts)} samples"]
+    too_short = ["1,000,000 samples are wanted of train"]
     for sizes, fields, wanted, size, warned in (
         ([40, 5, 0], own, [[(A, 40, 11), (B, 25, 31)], (C, 10, 5), None], 40, []),
-        ([40, None, 5], own, [[(A, 40, 11), (B, 25, 31)], (C, 10, None), None], 40, no_share),
-        ([None, None, None], epoch, [of_epoch, None, None], None, []),
-        ([10, 0, 0], epoch, [of_epoch, None, None], 10, []),
-        ([sum(counts), 0, 0], epoch, [of_epoch, None, None], sum(counts), []),
-        ([10**6, 0, 0], epoch, [of_epoch, None, None], sum(counts), too_short),
-        ([0, 0, 0], nothing, [None, None, None], None, []),
+        ([None, None, None], epoch, of_epoch, None, []),
+        ([total, 0, 0], epoch, of_epoch, total, []),
+        ([10**6, 0, 0], epoch, of_epoch, total, too_short),
+        ([0, 0, 0], {"blend": ([short, short], None)}, [None, None, None], None, []),
         ([0, 5, 5], cut, [(A, 20, 0), (A, 20, 5), None], None, no_share),
-        ([0, 5, None], cut, [(A, 20, 0), (A, 20, 5), None], None, []),
         ([15, 0, 0], of_one, [[(A, 40, 16)], None, None], 15, []),
         ([12, 5, 5], phases, of_phases, 16, []),
     ):
         built, messages = heard(build, mm, sizes, config(mm, **fields))
         assert [parts_of(dataset) for dataset in built] == wanted
         assert getattr(built[0], "size", None) == size
-        assert [message.partition(",")[0] for message in messages] == warned
+        assert [message.partition(", which")[0] for message in messages] == warned
     train, valid, _ = built
     assert train.phases == [(9, [0.5, 0.5, 0.0]), (7, [0.0, 1 / 3, 2 / 3])]
     assert pairs_of(train) == blend_by_a_loop(train.phases)
@@ -1752,20 +1746,17 @@ def test_what_a_builder_refuses(one, corpora):
     """
     two = ([A, B], [1, 1])
     sets = {"blend_per_split": [None, two, two], "multiple_validation_sets": True}
-    none = {"blend": (["in/none"], None)}
     for prefix, name in ((A, "bytes"), (B, "BPE")):
         one._write_record(prefix, {"class": name}, [])
     other_tokenizer = f"{B} was made with .*BPE.* that of {A} is .*bytes"
     for sizes, fields, words in (
-        ([1, 2], none, "sizes"),
-        ([-1, 0, 0], none, "train.*-1"),
-        ([0, math.inf, 0], none, "valid.*inf"),
+        ([1, 2], {"blend": (["in/none"], None)}, "expected 3"),
         ([None, 0, 0], {"blend": two}, "train .*needs a size"),
         ([0, None, None], sets, "test .*needs a size"),  # valid is two datasets, and test a blend
         ([0, 5, 9], sets | {"full_validation": True}, "must be None"),
         ([20, 0, 0], {"blend": two, "blend_phases": [(16, [1, 1])]}, "16 samples, but 20"),
         ([9, 0, 0], {}, "no blend is given"),
-        ([5, 0, 0], {"blend": ([mk(one, "in/short", [[1]])] * 2, None)}, "train: .* no corpus"),
+        ([5, 0, 0], {"blend": ([mk(one, "in/short", [[1]])] * 2, None)}, "finite sum > 0"),
         ([5, 5, 0], {"blend": ([C, A, B], [1, 1, 1])}, other_tokenizer),
         ([5, 5, 0], {"blend_per_split": [([A, C], None), ([B], None), None]}, other_tokenizer),
     ):
@@ -6025,12 +6016,9 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
         "{oops": "wanted a JSON object on the line, which begins '{oops",
         '{"text": "a"}': "KeyError: 'messages'",
         '{"messages": []}': "empty",
-        '{"messages": "a"}': "string indices",
         '{"messages": [{"from": "human", "value": "a"}]}': "KeyError: 'role'",
         '{"messages": [{"role": "user", "content": null}]}': "wanted texts",
-        '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}': "wanted texts",
         '{"messages": [{"role": "user", "content": "1", "weight": 0}]}': "weight .* lost",
-        '{"messages": [{"role": "user", "content": "", "tool_calls": [1]}]}': "tool_calls .* lost",
     }
     path = tmp_path / "chat.jsonl"
     path.write_text("\n\n".join([good, *bad, good]))  # with blank lines
@@ -6043,9 +6031,6 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
     for number, words in enumerate(bad.values(), 1):
         with pytest.raises(ValueError, match=rf"chat\.jsonl, line {2 * number + 1}: .*{words}"):
             ds[number]
-    folder = tmp_path  # such as that of the index cache of a pair
-    with pytest.raises(FileNotFoundError, match="no such file of conversations"):
-        chat(one, folder)
 
 
 def test_a_file_of_no_rows_is_refused_when_it_is_opened(one, tmp_path):
@@ -6053,19 +6038,15 @@ def test_a_file_of_no_rows_is_refused_when_it_is_opened(one, tmp_path):
     good = json.dumps({"messages": ROW})
     write_parquet(tmp_path / "text.parquet", {"text": ["a"]})
     write_parquet(tmp_path / "no_lists.parquet", {"messages": [good]})
-    no_parquet = "wanted a Parquet file with"
-    no_row = "1: wanted .messages., a list"
-    for name, content, words in (
-        ("list.jsonl", json.dumps([{"messages": ROW}], indent=1).encode(), no_row),
-        ("compressed.jsonl", gzip.compress(good.encode()), no_row),
-        ("compressed.jsonl.GZ", gzip.compress(good.encode()), "unpack it first"),
-        ("other_rows.jsonl", f'{{"text": "a"}}\n{good}'.encode(), no_row),
-        ("no_lists.parquet", None, no_row),
-        ("text.parquet", None, no_parquet),
-        ("damaged.parquet", b"nothing", no_parquet),
+    (tmp_path / "list.jsonl").write_text(json.dumps([{"messages": ROW}], indent=1))
+    (tmp_path / "compressed.jsonl").write_bytes(gzip.compress(good.encode()))
+    for name, words in (
+        ("list.jsonl", "1: wanted .messages., a list"),
+        ("compressed.jsonl", "1: wanted .messages., a list"),
+        ("compressed.jsonl.GZ", "unpack it first"),
+        ("no_lists.parquet", "1: wanted .messages., a list"),
+        ("text.parquet", "wanted a Parquet file with"),
     ):
-        if content is not None:
-            (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=f"{name}.*{words}"):
             chat(one, tmp_path / name)
 
@@ -6075,7 +6056,7 @@ def test_the_first_sample_without_any_loss_is_told(one, tmp_path):
     other = [{"role": "human", "content": "1"}, {"role": "gpt", "content": "2"}]
     long = [{"role": "user", "content": "1 " * 9}, ROW[1]]
     path = jsonl(tmp_path / "chat.jsonl", [ROW, long, other, long], "messages")
-    for rows, lines in (([0, 1, 2], [2]), ([2, 1], [3]), ([0], [])):
+    for rows, lines in (([0, 1, 2], [2]), ([2, 1], [3])):
         fields = {"tokenizer": one.ByteTokenizer(), "sequence_length": 32}
         ds = chat(one, path, documents=np.array(rows), **fields)
         _, messages = heard(list, (ds[k] for k in (*range(len(ds)), None)))
@@ -6094,7 +6075,7 @@ def test_what_fine_tuning_refuses(one, tmp_path):
         ({"n": 3, "documents": np.array([])}, "holds no rows for 3 samples"),
         ({"tokenizer": Tok(tokenize=with_start)}, r"without add_special_tokens: .* \[5\] around"),
         ({"tokenizer": Tok(eod=None)}, "lacks eod"),
-        ({"tokenizer": Tok(tokenize_conversation=one_target)}, "line 1: .*3 tokens have 1 targets"),
+        ({"tokenizer": Tok(tokenize_conversation=one_target)}, "line 1: .*same shape"),
     ):
         with pytest.raises(ValueError, match=words):
             chat(one, path, **fields)[0]
@@ -6205,18 +6186,13 @@ def test_what_cannot_be_traced_or_found(one, tmp_path):
     a = mk(one, tmp_path / "a", [[1] * 9] * 9)
     ds = gpt(one, a, 5, documents=np.arange(4, dtype=np.int32))
     blend = build(one, [5, 0, 0], config(one, ([a, a], [1, 1])))[0]
-    chats = chat(one, jsonl(tmp_path / "chat.jsonl", [ROW], "messages"), 5)
-    of_chats = one.BlendedDataset([chats], [1], 5, chats.config)
-    others = [torch.utils.data.Subset(ds, [1, 2]), chats, of_chats, Numbers(5)]
     assert one.find(ds, a, 8) == []  # of another split
-    for audit, datasets, arguments, error, words in (
-        (one.find, [ds, blend], ["other", 1], ValueError, f"other is not a pair.*{re.escape(a)}"),
-        (one.find, [ds, blend], [a, 9], IndexError, "9"),
-        (one.trace, [ds, blend], [9], IndexError, "9"),
-        (one.trace, others, [0], ValueError, "want a GPTDataset.*got (Subset|SFT|Numbers)"),
-        (one.find, others, [a, 0], ValueError, "want a GPTDataset.*got (Subset|SFT|Numbers)"),
+    for audit, arguments, error, words in (
+        (one.find, ["other", 1], ValueError, f"other is not a pair.*{re.escape(a)}"),
+        (one.find, [a, 9], IndexError, "9"),
+        (one.trace, [9], IndexError, "9"),
     ):
-        for dataset in datasets:
+        for dataset in (ds, blend):
             with pytest.raises(error, match=words):
                 audit(dataset, *arguments)
 
@@ -6239,7 +6215,6 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
     mk(one, tmp_path / "none", [])
     mk(one, tmp_path / "minus", [[97, -1]])
     mk(one, tmp_path / "half", [[0.5]], np.float32)
-    mk(one, tmp_path / "foreign", [[97, 98]])
     with one.IndexedDatasetBuilder("modes.bin", multimodal=True) as builder:
         builder.add_document([1, 2, 3], [2, 1], [0, 5])
     prefix = "toy_text_document"
@@ -6249,9 +6224,7 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
         ("preprocess --input a.jsonl --output-prefix toy", [f"{prefix}: 3 sequences"]),
         (f"inspect {prefix}", inspected),
         ("inspect none", ["0 sequences, 0 documents, 0 tokens"]),
-        (f"inspect {prefix} --tokenizer null:200", ["not decoded: toy", "NullTokenizer"]),
-        ("inspect foreign", ["decoded: 'ab'"]),
-        ("inspect foreign --tokenizer null:97", ["not decoded: name the tokenizer"]),
+        (f"inspect {prefix} --tokenizer null:96", ["not decoded: name the tokenizer"]),
         ("inspect minus", ["[97, -1]", "not decoded: name the tokenizer"]),
         ("inspect half", ["[0.5]", "not decoded: name the tokenizer"]),
         (f"verify {prefix} modes", [f"whole: {prefix}: 3 sequences, 3 documents, 13 ", "modes: 2"]),
@@ -6292,7 +6265,7 @@ def test_options_of_preprocess_reach_the_function(one, hf, capsys, monkeypatch):
 
 
 def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys):
-    """Of the program as it was called; and it leaves no file."""
+    """And it leaves no file."""
     monkeypatch.chdir(tmp_path)
     jsonl("a.jsonl", ["a"])
     for name in ("good", "damaged"):
@@ -6310,12 +6283,11 @@ def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys):
         ("merge --input good none --output-prefix o", 1, "none.idx"),
         ("verify good damaged", 1, "damaged.idx: sequence_pointers[1]"),
     ):
-        code, _, err = command(one, capsys, *arguments.split(), program="megatron_min.py")
+        code, _, err = command(one, capsys, *arguments.split())
         *usage, sentence = err.splitlines()
-        for line in usage:
-            assert code == 2 and line.startswith(("usage: python megatron_min.py", " "))
+        assert len(usage) == 0 or code == 2
         assert code == wanted and word in sentence
-        assert sentence.startswith("python megatron_min.py")
+        assert sentence.startswith("megatron-min")
         assert files_of(".") == before
 
 
@@ -6386,9 +6358,7 @@ def test_the_demo_of_the_file_as_a_program(tmp_path, capsys, monkeypatch):
         runpy.run_path(str(HERE / "megatron_min.py"), run_name="__main__")
     assert stop.value.code == 0
     out = capsys.readouterr().out
-    assert "600 samples of 256 tokens" in out and "70 more steps, equal: True\nNext, your" in out
-    assert out.splitlines()[-1].startswith("python megatron_min.py preprocess --input ")
-    assert out.count(" in the blend\n") == 2
+    assert "600 samples of 256 tokens" in out and "70 more steps, equal: True\n" in out
     assert os.listdir(tmp_path) == []
 
 
@@ -6432,15 +6402,12 @@ def test_a_list_is_read_as_prefixes_and_weights(one):
     read = one.get_blend_from_list
     assert read([30, "p1", 0.5, pathlib.Path("p2")]) == (["p1", "p2"], [30.0, 0.5])
     assert read([" 1e-3 ", " p1 "]) == (["p1"], [0.001])
-    names = ["2023_01", "inf", "nan", "1e999"]  # float() takes each of these for a number
+    names = ["2023_01", "inf", "nan"]  # float() takes each of these for a number
     assert read(names) == (names, None)
     # upstream pairs these anyway, or takes weights for prefixes
     for wrong in (["0.3", "A", "B", "C"], ["0.3", "A", "0.7"], [], ["A", "1"], ["1", "2"]):
         with pytest.raises(ValueError, match="prefixes"):
             read(wrong)
-    for no_list in ("wiki", HIDDEN, 5):
-        with pytest.raises(ValueError, match="wanted a list of prefixes"):
-            read(no_list)
 
 
 # -- Programs: they begin, end and are stopped as a user's do, but import torch once for all -----
@@ -6515,7 +6482,7 @@ class Killing(mm.ByteTokenizer):
 os.mkdir("out")
 preprocess("--output-prefix", "out/o", "--tokenizer", "__main__:Killing")
 """
-NO_ROOM = f"-c: [Errno 28] {os.strerror(errno.ENOSPC)}\n"
+NO_ROOM = f"megatron-min: [Errno 28] {os.strerror(errno.ENOSPC)}\n"
 MADE = ["o_text_document.bin", "o_text_document.idx", "o_text_document.record.json"]
 ENDS = {  # lines, the exit code, files, what stands on stderr
     # A forked process leaves the files of the one that forked it.
