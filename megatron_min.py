@@ -4550,7 +4550,9 @@ def _check_config_of_samples(config):
     if config.hybrid_context_parallel:
         raise ValueError("hybrid_context_parallel is not supported: use inter_document_masking")
     if config.reset_attention_mask and not config.has_dense_mask:
-        raise ValueError("reset_attention_mask has no effect without create_attention_mask")
+        raise ValueError(
+            "reset_attention_mask wants create_attention_mask, and no inter_document_masking"
+        )
 
 
 def _check_phases(phases, names):

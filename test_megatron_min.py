@@ -7181,33 +7181,3 @@ def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path):
             with torch.no_grad():
                 estimated, _ = names["get_batch"]("train")
             same(estimated, batch_of(train, [4 * (step - iter_num) + k for k in (2, 3)])["tokens"])
-
-
-TOLD_TO_END = """
-import os, signal
-from megatron_min import *
-
-{definition}
-signal.signal(signal.SIGTERM, lambda *place: None)
-train = range(100_000)
-sampler = MegatronPretrainingSampler(len(train), 0, 4, 0, 1)
-loader = {loader}
-batches = iter(loader)
-for step in range(60):  # more than are made ahead
-    next(batches)
-    if step == 9:  # both workers have begun
-        os.killpg(0, signal.SIGTERM)
-print(loader.state_dict()["consumed_samples"])
-"""
-
-
-@linux
-@pytest.mark.slow
-def test_a_job_that_is_told_to_end_saves_its_state(readme):
-    """With README's option; without it torch's worker processes are gone."""
-    [definition] = re.findall("`(def leave_group.+?)`", readme)
-    [loader] = re.findall("`(PretrainingDataLoader.+leave_group.)`", readme)
-    script = TOLD_TO_END.format(definition=definition, loader=loader)
-    run = [sys.executable, "-c", script]
-    job = subprocess.run(run, cwd=HERE, start_new_session=True, capture_output=True, text=True)
-    assert (job.stdout, job.returncode) == ("240\n", 0), job.stderr
