@@ -6371,10 +6371,8 @@ class HuggingFaceTokenizer:
         names = [eod_token] if eod_token else ["<|endoftext|>", "</s>"]
         known = [name for name in names if self._tokenizer.token_to_id(name) is not None]
         if len(known) == 0:
-            raise ValueError(
-                f"{self.path}: no token {' or '.join(names)}: give another one by eod_token, or "
-                "--eod-token"
-            )
+            words = "name one by eod_token, or --eod-token"
+            raise ValueError(f"{self.path}: no token {' or '.join(names)}: {words}")
         self.eod = self._tokenizer.token_to_id(known[0])
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1  # ids may have gaps
         self.unique_identifiers = {
@@ -6395,9 +6393,8 @@ class HuggingFaceTokenizer:
 
     def tokenize_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Return the ids of each text as an array."""
-        encodings = self._tokenizer.encode_batch_fast(
-            texts, add_special_tokens=self._add_special_tokens
-        )
+        encode = self._tokenizer.encode_batch_fast
+        encodings = encode(texts, add_special_tokens=self._add_special_tokens)
         return [np.frombuffer(array.array("I", found.ids), np.uint32) for found in encodings]
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
@@ -6407,10 +6404,7 @@ class HuggingFaceTokenizer:
 
 
 def _eos_token_of(folder):
-    """The text of the eos_token in a folder's tokenizer_config.json; None if it names none.
-
-    ValueError for a damaged file: without it another token would end the documents.
-    """
+    """The text of the eos_token in a folder's tokenizer_config.json; None if it names none."""
     path = os.path.join(folder, "tokenizer_config.json")
     if not os.path.exists(path):
         return None
@@ -6493,10 +6487,8 @@ def build_tokenizer(
     if re.fullmatch("null:[0-9]+", name):
         return NullTokenizer(name.removeprefix("null:"))
     if ":" not in name or name.startswith("null:"):
-        raise ValueError(
-            f"unknown tokenizer {name!r}: use bytes, null:VOCAB, a tokenizer.json or a folder that "
-            "holds one, gigatoken:tokenizer.json, or module:attribute"
-        )
+        names = "bytes, null:VOCAB, [gigatoken:]tokenizer.json, or its folder, module:attribute"
+        raise ValueError(f"unknown tokenizer {name!r}: wanted {names}")
     # As with "python -m", the module may lie in the current folder, beside the data.
     folder = os.getcwd()
     sys.path.insert(0, folder)
@@ -6537,18 +6529,15 @@ def _check_tokenizer(tokenizer, names):
     for name in names:
         kind, words = _ATTRIBUTES_OF_TOKENIZER[name]
         if not isinstance(_attribute(tokenizer, name), kind):
-            raise ValueError(
-                f"wanted a tokenizer, got {type(tokenizer).__name__}, which lacks {name}, {words}; "
-                "build_tokenizer() makes one of a name, a tokenizer.json or its folder"
-            )
+            found = type(tokenizer).__name__
+            raise ValueError(f"wanted a tokenizer, got {found}, which lacks {name}, {words}")
 
 
 def _check_tokenizer_of_corpus(tokenizer, append_eod):
     """Check what is going to make a corpus."""
-    names = ["vocab_size", "tokenize"]
+    _check_tokenizer(tokenizer, ["vocab_size", "tokenize"])
     if append_eod:
-        names.append("eod")
-    _check_tokenizer(tokenizer, names)
+        _check_tokenizer(tokenizer, ["eod"])
 
 
 # ==============================================================================
@@ -7400,11 +7389,8 @@ class SFTDataset(MegatronDataset):
         if not is_learned.any() and not self._has_warned:
             self._has_warned = True
             place = _place_of_row(_name(self), self.dataset, row)
-            warnings.warn(
-                f"{place}: nothing is learned from this sample: in its first {S} tokens the role "
-                "assistant says nothing",
-                stacklevel=2,
-            )
+            words = f"in its first {S} tokens the role assistant says nothing"
+            warnings.warn(f"{place}: nothing is learned from this sample: {words}", stacklevel=2)
         starts = ends[:-1]
         if len(starts) > S:  # some conversations have no tokens
             starts = sorted(set(starts))
@@ -7431,9 +7417,8 @@ class SFTDataset(MegatronDataset):
                 if encode is None:
                     tokens, targets = _encode_conversation(conversation, tokenizer)
                 else:
-                    tokens, targets = encode(
-                        conversation, return_target=True, add_generation_prompt=False
-                    )
+                    options = {"return_target": True, "add_generation_prompt": False}
+                    tokens, targets = encode(conversation, **options)
                 yield np.stack([np.asarray(tokens, np.int64), np.asarray(targets, np.int64)])
 
 
@@ -7453,10 +7438,8 @@ def _check_sft(dataset):
     if _attribute(config.tokenizer, "tokenize_conversation") is None:
         added = list(config.tokenizer.tokenize(""))
         if len(added) > 0:
-            raise ValueError(
-                "SFTDataset wants a tokenizer that was made without add_special_tokens: this one "
-                f"would put {added} around each piece of a conversation"
-            )
+            words = f"this one would put {added} around each piece of a conversation"
+            raise ValueError(f"SFTDataset wants a tokenizer without add_special_tokens: {words}")
 
 
 def _place_of_row(name, rows, row):
@@ -8014,10 +7997,8 @@ def get_blend_from_list(
         return entries, None
     pairs = len(entries) // 2
     if pairs == 0 or is_number != [True, False] * pairs:
-        raise ValueError(
-            f"blend: wanted prefixes, or weights and prefixes in turn, got {len(entries)} entries "
-            "(write a prefix that is a number with its folder: ./2023)"
-        )
+        words = "(write a prefix that is a number with its folder: ./2023)"
+        raise ValueError(f"blend: wanted prefixes, or weights and prefixes in turn {words}")
     return entries[1::2], values[0::2]
 
 
