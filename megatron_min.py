@@ -2213,10 +2213,7 @@ class _Entry(typing.NamedTuple):
 def _entries_of_config(
     config: BlendedMegatronDatasetConfig, sizes: typing.Sequence[int | None]
 ) -> list[_Entry]:
-    """Return what a config means: an entry for each dataset, in the order of the splits.
-
-    No file is opened.
-    """
+    """What a config means: an entry for each dataset, in the order of the splits."""
     _check_sizes(config, sizes)
     surplus = config.mid_level_dataset_surplus
     entries = []
@@ -4624,10 +4621,7 @@ def _check_corpora(opened, cls, tokenizer):
 
 
 def _compare_builds(datasets):
-    """ValueError on every rank, with ranks and corpus, where the ranks have built other samples.
-
-    datasets   what build() returns; None on a rank that has built nothing
-    """
+    """ValueError on every rank, with ranks and corpus, where the ranks have built other samples."""
     decided = _on_every_rank(functools.partial(_describe_build, datasets))
     ends = torch.full((2,), 2**63 - 1, device=_device_of_group())
     if decided is not None:
@@ -7497,13 +7491,7 @@ def _pack_conversations(encoded, sequence_length, fill, granularity):
     Returns       tokens and targets, int64 (S+1,); a bool (S+1,), True at filled places; and the
                   list of the places where conversations end, from 0 to S
 
-    The last place always holds the fill id, as in upstream: at most S tokens are those of
-    conversations.
-
-    >>> two = [np.array([[1, 2, 3], [-100, 2, 3]]), np.array([[4, 5], [4, 5]])]
-    >>> tokens, targets, is_filled, ends = _pack_conversations(two, 8, 0, granularity=4)
-    >>> tokens.tolist(), ends
-    ([1, 2, 3, 0, 4, 5, 0, 0, 0], [0, 4, 8])
+    The last place always holds the fill id, as in upstream.
     """
     S = sequence_length
     places = np.full((2, S + 1), fill, np.int64)
@@ -7561,16 +7549,12 @@ class _Rows:
 
 
 class _JsonlRows(_Rows):
-    """The rows of a file of JSON lines.  Blank lines are no rows.
-
-    starts         where each row begins, in bytes, and the end of the file
-    line_numbers   the number of each row's line, from 1, for errors
-    """
+    """The rows of a file of JSON lines.  Blank lines are no rows."""
 
     def __init__(self, path):
         super().__init__(path)
-        self.starts = array.array("q")
-        self.line_numbers = array.array("q")
+        self.starts = array.array("q")  # where each row begins, in bytes, and the end of the file
+        self.line_numbers = array.array("q")  # of each row, from 1
         place = 0
         for number, line in enumerate(self._file, 1):
             if not line.isspace():

@@ -5115,15 +5115,15 @@ def test_text_and_ids_of_all_kinds(one, hf):
 def test_what_is_no_tokenizer_makes_no_corpus(one, tmp_path):
     """By the attributes that it lacks; it is given no text to try it."""
     path = jsonl(tmp_path / "a.jsonl", ["12 7"])
-    for missing in ("tokenize", "vocab_size", "eod"):
-        for make in (one.preprocess, one.encode_jsonl):
-            with pytest.raises(ValueError, match=f"got Tok, which lacks {missing}"):
-                make(path, tmp_path / "o", Tok(**{missing: None}), append_eod=True)
-    assert os.listdir(tmp_path) == ["a.jsonl"]
     tokenize = mock.Mock(return_value=[1, 0])
-    made = one.preprocess(path, tmp_path / "o", Tok(tokenize=tokenize), append_eod=True)
-    assert texts_of(one, made["text"]) == [[1, 0, 0]]  # a tokenizer's own eod is its own
-    tokenize.assert_called_once_with("12 7")
+    for missing, make in itertools.product(
+        ("tokenize", "vocab_size", "eod"), (one.preprocess, one.encode_jsonl)
+    ):
+        tokenizer = Tok(**{"tokenize": tokenize} | {missing: None})
+        with pytest.raises(ValueError, match=f"got Tok, which lacks {missing}"):
+            make(path, tmp_path / "o", tokenizer, append_eod=True)
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+    tokenize.assert_not_called()
 
 
 PIECES = ["the", " the", "The", " ", "\n", "\r\n", "\t", "12345", "don't", "é", "e\u0301", "日本"]
@@ -6205,7 +6205,6 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     jsonl("a.jsonl", ["aaaa", "bbb", "cccccc"])
     mk(one, tmp_path / "none", [])
-    mk(one, tmp_path / "minus", [[97, -1]])
     mk(one, tmp_path / "half", [[0.5]], np.float32)
     with one.IndexedDatasetBuilder("modes.bin", multimodal=True) as builder:
         builder.add_document([1, 2, 3], [2, 1], [0, 5])
@@ -6217,7 +6216,6 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
         (f"inspect {prefix}", inspected),
         ("inspect none", ["0 sequences, 0 documents, 0 tokens"]),
         (f"inspect {prefix} --tokenizer null:96", ["not decoded: name the tokenizer"]),
-        ("inspect minus", ["[97, -1]", "not decoded: name the tokenizer"]),
         ("inspect half", ["[0.5]", "not decoded: name the tokenizer"]),
         (f"verify {prefix} modes", [f"whole: {prefix}: 3 sequences, 3 documents, 13 ", "modes: 2"]),
         (f"merge --input {prefix} --input {prefix}.idx --output-prefix two", ["26 tokens"]),
@@ -6278,8 +6276,7 @@ def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys):
         code, _, err = command(one, capsys, *arguments.split())
         *usage, sentence = err.splitlines()
         assert len(usage) == 0 or code == 2
-        assert code == wanted and word in sentence
-        assert sentence.startswith("megatron-min")
+        assert code == wanted and word in sentence and sentence.startswith("megatron-min")
         assert files_of(".") == before
 
 
@@ -6289,9 +6286,9 @@ def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch):
         raise ZeroDivisionError("a  bad\nvalue")
 
     monkeypatch.setattr(one, "merge", merge)
-    code, _, err = command(one, capsys, "merge", "--input", "p", "--output-prefix", "q")
-    sentence = "megatron-min: ZeroDivisionError: a bad value\n"
-    assert (code, err) == (1, f"warning: a warning of two lines\n{sentence}")
+    code, _, err = command(one, capsys, *"merge --input p --output-prefix q".split())
+    wanted = ["warning: a warning of two lines", "megatron-min: ZeroDivisionError: a bad value"]
+    assert (code, err.splitlines()) == (1, wanted)
 
 
 @pytest.mark.parametrize("encoding, text", [("ascii", r"\u65e5\xe9"), ("cp1252", r"\u65e5é")])
