@@ -1037,16 +1037,12 @@ def int32(*values):
 
 
 def cut_into_samples(sizes, S, drop_last, x):
-    """The sample index of all documents by brute force: lay all tokens end to end, and cut.
-
-    Row k is the place behind the last token of sample k - 1, x tokens back: sample k reads the
-    extra token once more.
-    """
+    """The sample index of all documents by brute force: lay all tokens end to end, and cut."""
     stream = [(d, place) for d, size in enumerate(sizes) for place in range(size)]
     inputs = max(0, len(stream) - x)
     num_samples = inputs // S if drop_last else math.ceil(inputs / S)
     rows = [(0, 0)]
-    for k in range(1, num_samples + 1):
+    for k in range(1, num_samples + 1):  # behind sample k - 1, x tokens back: they are read again
         d, place = stream[min(k * S + x, len(stream)) - 1]
         rows.append((d, place + 1 - x))
     if num_samples * S > len(stream) and not x:  # upstream: the end of the last document
@@ -1132,10 +1128,7 @@ def random_parity_flags(rng):
 
 
 def orders_by_numpy(ds):
-    """document_index and shuffle_index: piles of epochs, each of them shuffled by numpy.
-
-    One generator draws both orders; with stable_order each epoch has one of its own.
-    """
+    """document_index and shuffle_index: piles of epochs, each of them shuffled by numpy."""
     cfg = ds.config
     S = cfg.sequence_length
     x = int(cfg.add_extra_token_to_sequence)
@@ -1654,11 +1647,7 @@ def parts_of(dataset):
 
 
 def test_which_datasets_a_config_means(mm, corpora, caplog):
-    """One corpus is no blend, whatever its weight, and needs no size; a weight of 0 opens nothing.
-
-    Without weights it is one epoch of each corpus, or as many samples as are wanted.  Phases are
-    for train, and each corpus lasts for all of them.
-    """
+    """A weight of 0 opens nothing; phases are for train, and each corpus lasts for all of them."""
     short = mk(mm, "in/short", [[1, 2]])  # which has no sample
     total = sum(len(gpt(mm, prefix)) for prefix in corpora)
     epoch = {"blend": ([A, short, B, C], None)}
@@ -1737,10 +1726,7 @@ def test_datasets_of_the_users_own_are_built_side_by_side(one):
 
 
 def test_what_a_builder_refuses(one, corpora):
-    """Sizes before a file is opened.  Pairs of different tokenizers, in whatever split.
-
-    A pair without a record may be of any tokenizer.  Upstream builds them.
-    """
+    """A pair without a record may be of any tokenizer.  Upstream builds pairs of several."""
     two = ([A, B], [1, 1])
     sets = {"blend_per_split": [None, two, two], "multiple_validation_sets": True}
     for prefix, name in ((A, "bytes"), (B, "BPE")):
@@ -4995,11 +4981,7 @@ def test_tokenizer_by_module_and_attribute(one, tmp_path, monkeypatch):
 
 @pytest.fixture
 def hf(tmp_path):
-    """A tokenizer.json of whole words, made here, which puts </s> in front of a text, if asked.
-
-    Its ids have a gap.  It asks for texts to be cut off and filled up: for models that read one
-    text, not for a corpus.
-    """
+    """A tokenizer.json of words, with a gap in its ids; if asked, </s> goes in front of a text."""
     tokenizers = pytest.importorskip("tokenizers")
     words = {"[UNK]": 0, "ja": 1, "nein": 2, "<|endoftext|>": 3, "</s>": 4, "weit": 70_000}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
@@ -5008,7 +4990,7 @@ def hf(tmp_path):
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="</s> $A", special_tokens=[("</s>", 4)]
     )
-    tokenizer.enable_truncation(2)
+    tokenizer.enable_truncation(2)  # as models that read one text want it
     tokenizer.enable_padding(length=3)
     path = str(tmp_path / "tokenizer.json")
     tokenizer.save(path)
@@ -5016,10 +4998,7 @@ def hf(tmp_path):
 
 
 def test_hugging_face_tokenizer(one, hf):
-    """Its identifiers tell apart what makes other tokens.
-
-    Upstream counts the ids, 6 here, so that the file would get two bytes for an id of 70,000.
-    """
+    """Upstream counts the ids, 6 here: the file would get two bytes for an id of 70,000."""
     texts = ["nein ja ja", "", "was", "weit"]
     of_file = {"class": "HuggingFaceTokenizer", "package": "tokenizers"}
     of_file["tokenizer.json"] = hashlib.md5(pathlib.Path(hf).read_bytes()).hexdigest()
@@ -5036,10 +5015,7 @@ def test_hugging_face_tokenizer(one, hf):
 
 
 def test_the_eod_of_a_folder(one, tmp_path, hf):
-    """Its eos_token, in the two forms that it has, unless another one is asked for.
-
-    Where tokenizer_config.json cannot be used, no other token is taken without a word.
-    """
+    """Its eos_token, in the two forms that it has, unless another one is asked for."""
     for content, eod in (
         ('{"eos_token": null}', 3),
         ('{"eos_token": "ja"}', 1),
@@ -5089,10 +5065,7 @@ def test_a_package_that_is_missing_is_named(one, tmp_path, hf, monkeypatch):
 
 
 def test_text_and_ids_of_all_kinds(one, hf):
-    """Of each tokenizer; ids are lists, arrays, tensors, and what can be read only once.
-
-    The text of a special token is that token.
-    """
+    """Of each tokenizer; ids are lists, arrays, tensors, and what can be read only once."""
     ids = [1, 3, 1]
     for name, eod, vocab_size, text in (
         ("bytes", 256, 257, "\x01\x03\x01"),
@@ -5139,10 +5112,7 @@ def odd_texts(rng, count):
 
 
 def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path):
-    """Of a file as GPT-2's, for any number of workers; only the name of the package differs.
-
-    It is made anew after much text, and where it was pickled.
-    """
+    """It is made anew after much text, and where it was pickled."""
     pytest.importorskip("gigatoken")
     tokenizers = pytest.importorskip("tokenizers")
     trained = tokenizers.ByteLevelBPETokenizer()
@@ -5886,10 +5856,7 @@ def write_parquet(path, columns, **arguments):
 
 
 def random_rows(rng, count, longest):
-    """Rows of some conversations each, of numbers for ChatTokenizer.
-
-    A template of the tokenizer's own gets all keys of a message, weight too.
-    """
+    """Rows of some conversations each, of numbers for ChatTokenizer, with a key more."""
     rows = []
     for _ in range(count):
         messages = []
@@ -5972,10 +5939,7 @@ def test_samples_of_conversations_equal_the_rules(one, tmp_path, kind, pad):
 @pytest.mark.parametrize("changed", [0, -1])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_file_of_rows_that_is_replaced(one, tmp_path, kind, changed):
-    """By one of equal size: the file that was opened is read on; who unpickles it refuses another.
-
-    A pickle has no row of Parquet.  A file that is written where it lies, as by cp, is an error.
-    """
+    """The file that was opened is read on; who unpickles it refuses another."""
     old, new = tmp_path / f"a.{kind}", tmp_path / f"b.{kind}"
     rows = [[ROW[0], {"role": "assistant", "content": str(k)}] for k in range(100, 199)]
     write_rows(old, rows, np.random.default_rng(0))
@@ -5999,10 +5963,7 @@ def test_a_file_of_rows_that_is_replaced(one, tmp_path, kind, changed):
 
 
 def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
-    """Each of these lines, all but the first and the last, with a word of the error.
-
-    Keys that hold nothing, as Parquet files and converters write them, are no loss.
-    """
+    """The first and the last line can: keys that hold nothing, as converters write, are no loss."""
     nothing = {"tool_calls": None, "name": "", "tools": [], "function_call": {}}
     good = json.dumps({"messages": [message | nothing for message in ROW * 2]})
     bad = {
@@ -6230,11 +6191,7 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
 
 
 def test_options_of_preprocess_reach_the_function(one, hf, capsys, monkeypatch):
-    """Each of them; those that are not given have the function's defaults, but for verbose.
-
-    A flag of several values that is given again adds to them.  Special tokens, such as the BOS of
-    Llama's file, which upstream adds, are for those who ask.
-    """
+    """Those that are not given have its defaults, but for verbose; given again they add up."""
     made = mock.Mock(return_value={})
     defaults = inspect.signature(one.preprocess).parameters
     monkeypatch.setattr(one, "preprocess", made)
@@ -6317,10 +6274,7 @@ class Signalled(Tok):
 @pytest.mark.parametrize("is_ignored", [False, True])
 @pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
 def test_a_signal_unwinds_a_command(one, tmp_path, capsys, name, code, is_ignored):
-    """It comes in the middle of the work: no file is left, and there is no message.
-
-    One that was ignored when the command began, as by nohup, stays ignored.
-    """
+    """No file is left, and there is no message; one that was ignored before stays ignored."""
     path = jsonl(tmp_path / "a.jsonl", [name])
     handler = signal.SIG_IGN if is_ignored else signal.SIG_DFL
     before = signal.signal(getattr(signal, name), handler)
@@ -6371,11 +6325,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_platforms_without_fcntl_and_fork(tmp_path):
-    """As Windows lacks them; workers are spawned there, and on macOS.
-
-    They too find a tokenizer's module in the current folder.  Nor is there a package of an extra:
-    what does not use it does not import it.
-    """
+    """Spawned workers find a module in the current folder; no package of an extra is there."""
     (tmp_path / "program").mkdir()
     (tmp_path / "program" / "job.py").write_text(BARE_PLATFORM)
     module = "import megatron_min\nclass Tokenizer(megatron_min.ByteTokenizer): pass\n"
@@ -6675,10 +6625,7 @@ def same_items(ours, theirs, indices, note=""):
 
 @pytest.mark.parametrize("split", ["train", "valid"])
 def test_datasets_equal_upstreams(mm, up, tmp_path, split):
-    """Indices and samples, under every flag, with all kinds of padding.
-
-    Upstream: an AssertionError where a kept short sample ends in an empty document, with x = 1.
-    """
+    """Upstream: an error where a kept short sample ends in an empty document, with x = 1."""
     caches = [str(tmp_path / side) for side in ("ours", "theirs")]
     tokenizers = [tokenizer for tokenizer, _, _ in PADS.values()] + [LegacyTokenizer()]
     for case, rng in enumerate(cases(15)):
@@ -6789,11 +6736,7 @@ WAYS_TO_BUILD = [
 
 
 def test_built_datasets_and_caches_equal_upstreams(one, up, tmp_path, group):
-    """Every mode: the datasets, and each file of the cache byte for byte.
-
-    Then each builds from the other's cache.  Upstream writes nothing; we write the same arrays
-    again, with a manifest each.
-    """
+    """Each then builds from the other's cache, to which we add manifests, and upstream nothing."""
     counts = {}
     rng = np.random.default_rng(21)
     for name in "abcdef":
