@@ -5987,22 +5987,33 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
             ds[number]
 
 
-def test_a_file_of_no_rows_is_refused_when_it_is_opened(one, tmp_path):
-    """By its first row, as a whole epoch may pass before another one is read."""
+def test_what_fine_tuning_refuses(one, tmp_path):
+    """A file by its first row, when it is opened; one target for three tokens would be spread."""
+    one_target = mock.Mock(return_value=([1, 2, 3], [5]))
+    with_start = {"": [5]}.get  # as a BOS around each text, of which this has none
     good = json.dumps({"messages": ROW})
-    write_parquet(tmp_path / "text.parquet", {"text": ["a"]})
-    write_parquet(tmp_path / "no_lists.parquet", {"messages": [good]})
+    jsonl(tmp_path / "good.jsonl", [ROW], "messages")
     (tmp_path / "list.jsonl").write_text(json.dumps([{"messages": ROW}], indent=1))
     (tmp_path / "compressed.jsonl").write_bytes(gzip.compress(good.encode()))
-    for name, words in (
-        ("list.jsonl", "1: wanted .messages., a list"),
-        ("compressed.jsonl", "1: wanted .messages., a list"),
-        ("compressed.jsonl.GZ", "unpack it first"),
-        ("no_lists.parquet", "1: wanted .messages., a list"),
-        ("text.parquet", "wanted a Parquet file with"),
+    write_parquet(tmp_path / "text.parquet", {"text": ["a"]})
+    write_parquet(tmp_path / "no_lists.parquet", {"messages": [good]})
+    for name, fields, words in (
+        ("list.jsonl", {}, "1: wanted .messages., a list"),
+        ("compressed.jsonl", {}, "1: wanted .messages., a list"),
+        ("compressed.jsonl.GZ", {}, "unpack it first"),
+        ("no_lists.parquet", {}, "1: wanted .messages., a list"),
+        ("text.parquet", {}, "wanted a Parquet file with"),
+        ("good.jsonl", {"create_attention_mask": True}, "create_attention_mask must be False"),
+        ("good.jsonl", {"reset_position_ids": True}, "reset_position_ids must be False"),
+        ("good.jsonl", {"n": 3, "documents": np.array([])}, "holds no rows for 3 samples"),
+        ("good.jsonl", {"tokenizer": Tok(tokenize=with_start)}, r"special_tokens: .* \[5\] around"),
+        ("good.jsonl", {"tokenizer": Tok(eod=None)}, "lacks eod"),
+        ("good.jsonl", {"tokenizer": Tok(tokenize_conversation=one_target)}, "1: .*same shape"),
     ):
-        with pytest.raises(ValueError, match=f"{name}.*{words}"):
-            chat(one, tmp_path / name)
+        with pytest.raises(ValueError, match=words):
+            chat(one, tmp_path / name, **fields)[0]
+    template = Tok(tokenize=with_start, tokenize_conversation=print)
+    chat(one, tmp_path / "good.jsonl", tokenizer=template)
 
 
 def test_the_first_sample_without_any_loss_is_told(one, tmp_path):
@@ -6015,24 +6026,6 @@ def test_the_first_sample_without_any_loss_is_told(one, tmp_path):
         ds._has_warned = False
         _, [message] = heard(list, (ds[k] for k in order))
         assert f"chat.jsonl, line {order[1] + 1}: nothing is learned" in message
-
-
-def test_what_fine_tuning_refuses(one, tmp_path):
-    """Such as one target for three tokens, which would be spread over all of them."""
-    one_target = mock.Mock(return_value=([1, 2, 3], [5]))
-    with_start = {"": [5]}.get  # as a BOS around each text, of which this has none
-    path = jsonl(tmp_path / "chat.jsonl", [ROW], "messages")
-    for fields, words in (
-        ({"create_attention_mask": True}, "create_attention_mask must be False"),
-        ({"reset_position_ids": True}, "reset_position_ids must be False"),
-        ({"n": 3, "documents": np.array([])}, "holds no rows for 3 samples"),
-        ({"tokenizer": Tok(tokenize=with_start)}, r"without add_special_tokens: .* \[5\] around"),
-        ({"tokenizer": Tok(eod=None)}, "lacks eod"),
-        ({"tokenizer": Tok(tokenize_conversation=one_target)}, "line 1: .*same shape"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            chat(one, path, **fields)[0]
-    chat(one, path, tokenizer=Tok(tokenize=with_start, tokenize_conversation=print))
 
 
 @pytest.mark.filterwarnings("ignore:.* nothing is learned")
