@@ -4596,6 +4596,8 @@ def _check_taken(blend):
 def _check_sizes(config, sizes):
     """ValueError for numbers of samples that no build can have."""
     train, valid, _ = sizes
+    if any(size is not None and size < 0 for size in sizes):
+        raise ValueError(f"sizes: wanted numbers >= 0 or None, got {sizes}")
     if config.blend_phases is not None and train is not None:
         total = sum(samples for samples, _ in config.blend_phases)
         if train > total:

@@ -1734,6 +1734,7 @@ def test_what_a_builder_refuses(one, corpora):
     other_tokenizer = f"{B} was made with .*BPE.* that of {A} is .*bytes"
     for sizes, fields, words in (
         ([1, 2], {"blend": (["in/none"], None)}, "expected 3"),
+        ([0, -1, 0], {"blend": two}, "sizes: .*-1"),
         ([None, 0, 0], {"blend": two}, "train .*needs a size"),
         ([0, None, None], sets, "test .*needs a size"),  # valid is two datasets, and test a blend
         ([0, 5, 9], sets | {"full_validation": True}, "must be None"),
