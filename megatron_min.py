@@ -26,8 +26,7 @@ Words       token        an integer that stands for a piece of text
             micro-batch  the samples that one rank reads at once
             global batch the samples of all data-parallel ranks in one step: one round or several,
                          where a round is a micro-batch of each of these ranks
-            blend        corpora, usually several, mixed by weights
-            weight       of a corpus in a blend: its share of the samples
+            blend        corpora, usually several, mixed by weights: the share of samples of each
             rank         one process of a training job; usually each rank has one GPU.  In section 8
                          it is a data-parallel rank, which several processes may share.
 
