@@ -4518,23 +4518,16 @@ def _check_config(config):
         raise ValueError("multiple_validation_sets needs blend_per_split")
     elif config.blend is not None and config.split is None:
         raise ValueError('a blend needs a split, such as "98,1,1"')
-    for blend in blends:
-        if blend is not None:
-            _check_blend(blend)
+    for prefixes, weights in filter(None, blends):
+        is_list = isinstance(prefixes, collections.abc.Sequence) and not isinstance(prefixes, str)
+        if not is_list or len(prefixes) == 0:
+            raise ValueError("a blend is ([prefix, ...], [weight, ...] or None)")
+        if weights is not None:
+            _check_weights(weights, prefixes)
     if config.blend_phases is not None:
         if blends[0] is None:
             raise ValueError("blend_phases mixes the corpora of train, which has no blend")
         _check_phases(config.blend_phases, blends[0][0])
-
-
-def _check_blend(blend):
-    """ValueError for a blend of a config that is none."""
-    prefixes, weights = blend
-    is_list = isinstance(prefixes, collections.abc.Sequence) and not isinstance(prefixes, str)
-    if not is_list or len(prefixes) == 0:
-        raise ValueError("a blend is ([prefix, ...], [weight, ...] or None), in lists or tuples")
-    if weights is not None:
-        _check_weights(weights, prefixes)
 
 
 def _check_config_of_samples(config):
@@ -4579,14 +4572,15 @@ class _BlendTooLarge(ValueError):
 
 def _check_taken(blend):
     """_BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
-    sentences = []
     needed = {}
     for count, dataset in zip(blend.samples_taken().tolist(), blend.datasets, strict=True):
         if count > len(dataset):
             needed[dataset] = count
+    if needed:
+        sentences = []
+        for dataset, count in needed.items():
             has = f"{_name(dataset)}, which has {len(dataset):,}"
             sentences.append(f"the blend takes {count:,} samples of {has}")
-    if needed:
         error = _BlendTooLarge("; ".join(sentences))
         error.needed = needed
         raise error
