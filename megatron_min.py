@@ -4518,12 +4518,13 @@ def _check_config(config):
         raise ValueError("multiple_validation_sets needs blend_per_split")
     elif config.blend is not None and config.split is None:
         raise ValueError('a blend needs a split, such as "98,1,1"')
-    for prefixes, weights in filter(None, blends):
-        is_list = isinstance(prefixes, collections.abc.Sequence) and not isinstance(prefixes, str)
-        if not is_list or len(prefixes) == 0:
-            raise ValueError("a blend is ([prefix, ...], [weight, ...] or None)")
-        if weights is not None:
-            _check_weights(weights, prefixes)
+    for blend in filter(None, blends):
+        with _named("a blend", "wanted ([prefix, ...], [weight, ...] or None)"):
+            prefixes, weights = blend
+            if isinstance(prefixes, str) or len(prefixes) == 0:
+                raise ValueError(f"got {prefixes!r}")
+            if weights is not None:
+                _check_weights(weights, prefixes)
     if config.blend_phases is not None:
         if blends[0] is None:
             raise ValueError("blend_phases mixes the corpora of train, which has no blend")

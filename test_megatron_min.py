@@ -936,9 +936,9 @@ BAD_CONFIGS = [  # what is changed in a good config, a word of the sentence
     ({"sequence_length": 8.5}, "sequence_length"),
     ({"random_seed": 2**32}, "random_seed"),
     ({"split": None}, "needs a split"),
-    ({"blend": ([], None)}, "a blend is"),
-    ({"blend": ("p", None)}, "a blend is"),
-    ({"blend": (np.array(["s3://KEY:SECRET@bucket/c"]), None)}, "a blend is"),
+    ({"blend": ([], None)}, "a blend: wanted"),
+    ({"blend": ("p", None)}, "a blend: wanted"),
+    ({"blend": (np.array(["s3://KEY:SECRET@bucket/c"]), None)}, "a blend: wanted"),
     ({"blend": (["p"], [-2])}, "weight of p"),
     ({"blend_per_split": PER_SPLIT, "blend": None}, "blend_per_split"),
     (WITHOUT_BLEND | {"blend_per_split": PER_SPLIT[:2]}, "blend_per_split"),
@@ -2756,11 +2756,11 @@ VALUES = {  # of each setting of a random run
 }
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [10, pytest.param(300, marks=pytest.mark.slow)])
 def test_of_random_runs_a_state_fits_only_where_the_samples_are_equal(one, tmp_path, count):
     """It prints what refused how many runs, also of those whose consumed samples are equal.
 
-    Three times as many: MEGATRON_MIN_CASES=3 pytest -m slow -s -k random_runs
+    Ten times as many: MEGATRON_MIN_CASES=10 pytest -m slow -s -k random_runs
     """
     make_corpora(one, tmp_path)
     no_folder = str(tmp_path / "a.bin")  # the arrays stay in memory
@@ -7024,12 +7024,13 @@ def test_readmes_shards_merge_to_the_pair_of_one_job(one, readme, tmp_path, monk
 
 
 def run_training(script, ranks=0, **layout):
-    """What a script of README prints, on so many ranks of torchrun, in the current folder."""
+    """What a script of README prints, its first rank alone, in the current folder."""
     pathlib.Path("train.py").write_text(script)
     env = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"} | layout
     launcher = []
     if ranks:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--local-ranks-filter", "0"]
+        launcher += ["--nproc-per-node", str(ranks)]
     run = [sys.executable, *launcher, "train.py", "corpus_text_document"]
     done = subprocess.run(run, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -7046,7 +7047,7 @@ def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, readme, tmp_pa
     lines = run_training(script)
     losses = [float(line.rpartition(" ")[2]) for line in lines]
     assert len(losses) == 4 and losses[-1] < losses[0]
-    for ranks, layout in ((2, {"TP": "2"}), (4, {}), (4, {"TP": "2", "CP": "2"})):
+    for ranks, layout in ((2, {}), (4, {"TP": "2", "CP": "2"})):
         assert run_training(script, ranks, **layout) == lines, layout
     begin = "import multiprocessing as mp\nmp.set_start_method('forkserver', force=True)\n"
     script = begin + script.replace(" **dp)", " num_workers=1, **dp)")  # as from 3.14 on
@@ -7058,6 +7059,7 @@ def test_two_processes_learn_what_one_does(first_lines, inputs):
     """By the changes that README's first lines tell of; one of torchrun goes on from two."""
     documents = pathlib.Path("documents.py").read_text()
     script = "import torch\ntorch.manual_seed(1)\n" + pathlib.Path("pretrain.py").read_text()
+    script = script.replace("S = 100,", "S = 40,")
     run_training(script)
     lines = run_training(documents)
     wanted = torch.load("checkpoint.pt")
@@ -7073,14 +7075,14 @@ def test_two_processes_learn_what_one_does(first_lines, inputs):
     ):
         assert old in script
         script = script.replace(old, new)
-    run_training(script.replace("S = 100,", "S = 60,"), 2)
-    assert torch.load("checkpoint.pt")["loader"]["consumed_samples"] == 60 * 8
+    run_training(script.replace("S = 40,", "S = 20,"), 2)
+    assert torch.load("checkpoint.pt")["loader"]["consumed_samples"] == 20 * 8
     run_training(script, 1)
     found = torch.load("checkpoint.pt")
     assert found["loader"] == wanted["loader"]
     torch.testing.assert_close(found["model"], wanted["model"], rtol=1e-3, atol=1e-3)
     pathlib.Path("pretrain.py").write_text(script)
-    assert sorted(run_training(documents, 2)) == sorted(2 * lines)  # each process prints them
+    assert run_training(documents, 2) == lines
 
 
 def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path):
