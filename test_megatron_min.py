@@ -1947,6 +1947,11 @@ def fields_of(kind):
     return {"dataloader_type": "cyclic", "data_sharding": np.bool_(kind == "sharded")}
 
 
+def refusal(words):
+    """The ValueError that is wanted; of None: that there is none."""
+    return contextlib.nullcontext() if words is None else pytest.raises(ValueError, match=words)
+
+
 def loader_of(mm, dataset, consumed=0, **fields):
     """A loader; by default of one rank, and of batches of 4 samples."""
     return mm.build_pretraining_data_loader(dataset, consumed, **{"micro_batch_size": 4} | fields)
@@ -1973,13 +1978,9 @@ def test_a_run_goes_on_where_its_order_is_the_same(one):
         (20, 40, ("unsharded", 4, 1), ("unsharded", 4, 2), "done in the turn"),
         (64, 8, ("unsharded", 4, 1), ("unsharded", 4, 4), "consumed_samples"),  # within a round
     ):
-        state = loader(total, before, consumed).state_dict()
         resumed = loader(total, after)
-        if refused:
-            with pytest.raises(ValueError, match=refused):
-                resumed.load_state_dict(state)
-        else:
-            resumed.load_state_dict(state)
+        with refusal(refused):
+            resumed.load_state_dict(loader(total, before, consumed).state_dict())
             same_batches(resumed, loader(total, after, consumed))
 
 
@@ -2154,25 +2155,24 @@ def test_documents_are_cut_one_by_one_or_as_a_row(one):
 def test_what_cannot_be_cut_is_refused(one):
     """Upstream: another error, or none.  A stage between knows a row from cu_seqlens alone."""
     rest = 13 * [16]  # cu_seqlens has an entry more than a row has tokens
-    for cu_seqlens, by_row, word in (
+    for cu_seqlens, by_row, words in (
         ([[0, 4, *9 * [10]]], True, "a row of 10 tokens"),
         ([[0, 8, 16, 16, *rest], [0, 4, 10, 16, *rest]], False, "t 1 of row 1.*per_sequence_"),
         ([[0, 12, 8, 16, *rest]], False, "1 of row 0 has -4 tokens"),  # out of order
         ([[-8, 8, 8, 16, *rest]], False, "0 of row 0 has -8 tokens"),  # before the row
         ([[0, 8, 24, 24, *rest]], False, "2 of row 0 has -8 tokens"),  # behind it
+        ([[0, 4, *7 * [8]]], False, None),
     ):
         part = dict.fromkeys(FIVE) | {"cu_seqlens": torch.tensor(cu_seqlens)}
         for tokens in (None, torch.zeros(2, len(cu_seqlens[0]) - 1)):
-            with pytest.raises(ValueError, match=word):
+            with refusal(words):
                 one.get_batch_on_this_cp_rank(
                     part | {"tokens": tokens}, 1, 2, use_per_sequence_balancing=by_row
                 )
-    for rank, word in ((1, "a row of 10 tokens"), (2, "cp_rank")):
-        with pytest.raises(ValueError, match=word):
+    for rank, words in ((1, "a row of 10 tokens"), (2, "cp_rank")):
+        with refusal(words):
             one.get_batch_on_this_cp_rank({"tokens": torch.zeros(2, 10)}, rank, 2)
-    between = dict.fromkeys(FIVE) | {"cu_seqlens": torch.tensor([[0, 4, 8, 8, 8, 8, 8, 8, 8]])}
-    assert one.get_batch_on_this_cp_rank(between, 1, 2) == between
-    assert one.get_batch_on_this_cp_rank({}, 1, 2) == {}
+    assert one.get_batch_on_this_cp_rank(dict.fromkeys(FIVE), 1, 2) == dict.fromkeys(FIVE)
 
 
 # -- Jobs of real processes --------------------------------------------------------------------
@@ -2248,8 +2248,6 @@ def check_groups(job, groups, layout):
         [mine] = [ranks for ranks in lists if job.rank in ranks]
         assert torch.distributed.get_process_group_ranks(groups.group(kind)) == mine
         assert (groups.rank(kind), groups.size(kind)) == (mine.index(job.rank), len(mine))
-    assert groups.is_first_stage == (groups.rank("pp") == 0)
-    assert groups.is_last_stage == (groups.rank("pp") == groups.size("pp") - 1)
 
 
 RESETS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
@@ -2593,17 +2591,14 @@ class Wrapped(Numbers):
         pytest.fail("a file is opened by whoever reads first, and then workers share its place")
 
 
-def goes_on_or_is_refused(mm, before, after, consumed, words):
-    """A job with other data goes on from a state, or these words say what differs, if not None."""
-    state = loader_of(mm, before, consumed).state_dict()
-    loader = loader_of(mm, after)
-    if words is None:
-        loader.load_state_dict(state)
-        assert loader.state_dict()["consumed_samples"] == consumed
-    else:
+def load_state_of(before, after, consumed, words):
+    """A loader loads the state of another one: of other data, or what differs is said."""
+    before.consumed_samples = consumed
+    if words is not None:
         words = f"^the state does not fit: {words}.*stable_order=True.*strict=False"
-        with pytest.raises(ValueError, match=words):
-            loader.load_state_dict(state)
+    with refusal(words):
+        after.load_state_dict(before.state_dict())
+        assert after.consumed_samples == consumed
 
 
 def test_the_state_of_a_blend_by_hand(one, tmp_path):
@@ -2664,8 +2659,10 @@ def test_no_sample_is_read_for_a_state_and_no_storage_is_asked(one):
 # -- The state: of two runs --------------------------------------------------------------------
 
 
-def data_of_run(mm, folder, corpora="ab", mix=((40, (1, 2)),), samples=None, which=0, **fields):
-    """Corpora that are mixed by phases, or laid end to end; or the given samples of them."""
+def loader_of_run(
+    mm, folder, corpora="ab", mix=((40, (1, 2)),), samples=None, which=0, order="single", **fields
+):
+    """A loader of corpora that are mixed by phases, or laid end to end; or of some samples."""
     prefixes = [str(folder / name) for name in corpora]
     if mix is not None:
         mix = [(count, weights[: len(corpora)]) for count, weights in mix]
@@ -2673,7 +2670,10 @@ def data_of_run(mm, folder, corpora="ab", mix=((40, (1, 2)),), samples=None, whi
     sizes = [0, 0, 0]
     sizes[which] = None
     data = build(mm, sizes, config(mm, (prefixes, None), **fields))[which]
-    return data if samples is None else torch.utils.data.Subset(data, samples)
+    if samples is not None:
+        data = torch.utils.data.Subset(data, samples)
+    kind, _, seed = order.partition(" ")
+    return loader_of(mm, data, **fields_of(kind), seed=int(seed or 0))
 
 
 U = (1, 2)  # weights of phases, as V and W
@@ -2721,12 +2721,11 @@ def test_a_state_fits_where_the_samples_are_equal(one, tmp_path):
     """Where they are not, the error says what differs, and what to do."""
     make_corpora(one, tmp_path)
     for run, changes, words in RUNS:
-        before = data_of_run(one, tmp_path, **run)
-        after = data_of_run(one, tmp_path, **run | changes)
-        consumed = min(40, len(before))
-        texts = [consumed_texts(loader_of(one, data), consumed) for data in (before, after)]
-        assert (texts[0] == texts[1]) == (words is None), changes
-        goes_on_or_is_refused(one, before, after, consumed, words)
+        before = loader_of_run(one, tmp_path, **run)
+        after = loader_of_run(one, tmp_path, **run | changes)
+        n = min(40, len(before.dataset))
+        assert (consumed_texts(before, n) == consumed_texts(after, n)) == (words is None), changes
+        load_state_of(before, after, n, words)
 
 
 VALUES = {  # of each setting of a random run
@@ -2745,8 +2744,7 @@ VALUES = {  # of each setting of a random run
     "drop_last_partial_validation_sequence": [True, False],
     "stable_order": [True, False],
     "add_extra_token_to_sequence": [True, True, False],
-    "kind": ["single", "single", *SHUFFLED],  # of the order, as seed
-    "seed": [0, 1],
+    "order": ["single", "single", "unsharded 0", "unsharded 1", "sharded 0", "sharded 1"],
 }
 
 
@@ -2764,12 +2762,10 @@ def test_of_random_runs_a_state_fits_only_where_the_samples_are_equal(one, tmp_p
         other = dict(run)
         for name in rng.permutation(list(VALUES))[: rng.integers(1, 3)]:
             other[name] = VALUES[name][rng.integers(len(VALUES[name]))]
-        loaders = []
-        for fields in (dict(run), dict(other)):
-            order = fields_of(fields.pop("kind")) | {"seed": fields.pop("seed")}
-            data = quiet(data_of_run, one, tmp_path, path_to_cache=no_folder, **fields)
-            loaders.append(loader_of(one, data, **order))
-        before, after = loaders
+        before, after = (
+            quiet(loader_of_run, one, tmp_path, path_to_cache=no_folder, **fields)
+            for fields in (run, other)
+        )
         most = min(len(before.dataset), len(after.dataset)) // 4
         before.consumed_samples = consumed = 4 * int(rng.integers(1, most + 1))
         same_texts = consumed_texts(before, consumed) == consumed_texts(after, consumed)
@@ -2857,7 +2853,7 @@ def test_what_a_state_asks_of_other_classes(one, tmp_path):
         (over([0], Own), over([0], Own, sequence_length=9), "sequence_length was 8 in"),
         (chats(), chats(context_parallel_size=2), "context_parallel_size was 1 in"),
     ):
-        goes_on_or_is_refused(one, before, after, 32, words)
+        load_state_of(loader_of(one, before), loader_of(one, after), 32, words)
     mock_data = one.MockGPTLowLevelDataset(Tok(vocab_size=9))
     assert mock_data.fingerprint() == {"vocab_size": 9, "eod": 0}
 
@@ -3333,14 +3329,13 @@ def test_a_batch_size_that_does_not_grow(one):
     for ramp in (None, (16, 8, 0), (32, 8, 100)):
         number = one.NumMicroBatches(32, 4, 2, ramp)
         assert (number.get(), number.get_current_global_batch_size()) == (4, 32)
-    for arguments, word in (
-        ((30, 4, 2, None), "30"),
-        ((32, 4, 2, (16, 6, 100)), "equal"),
-        ((32, 4, 2, (16, 4, 100)), "20"),
-        ((32, 4, 2, (16, 0, 100)), "increment"),
+    for size, ramp, words in (
+        (30, None, "of 30"),
+        (32, (16, 6, 9), "equal"),
+        (32, (0, 8, 9), "of 0"),
     ):
-        with pytest.raises(ValueError, match=word):
-            one.NumMicroBatches(*arguments)
+        with pytest.raises(ValueError, match=words):
+            one.NumMicroBatches(size, 4, 2, ramp)
 
 
 # ==============================================================================
