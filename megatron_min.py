@@ -3398,17 +3398,13 @@ def build_pretraining_data_loader(
 ) -> typing.Any:
     """Return a PretrainingDataLoader of this rank's micro-batches; None where there is no sample.
 
-    A micro-batch is a dict of tensors (micro_batch_size, ...).  Upstream:
-    build_pretraining_data_loader.
-
-    dataloader_type   "single": in order; "cyclic": shuffled anew each turn; "external": dataset
-                      is a loader already, and is returned as it is
-    data_parallel_rank, data_parallel_size   None: 0 and 1, in a job of one process
-    data_sharding     of cyclic: each rank shuffles a part of its own
-    num_workers       as of PretrainingDataLoader
-    full_validation   every sample once, one for each rank and round; micro_batch_size is not used
-    drop_last         of single: leave out the last samples, which fill no whole round
-    seed              of cyclic
+    dataloader_type      "single", "cyclic" (section 8), or "external": dataset is a loader already,
+                         and is returned as it is
+    data_parallel_rank   None: 0, in a job of one process; so data_parallel_size 1
+    full_validation      every sample once, one for each rank and round, whatever micro_batch_size
+    drop_last            of single: leave out the last samples, which fill no whole round
+    data_sharding, seed  of cyclic: those of its sampler
+    Upstream             build_pretraining_data_loader
 
     >>> loader = build_pretraining_data_loader(range(8), 0, micro_batch_size=2)
     >>> next(iter(loader)), loader.state_dict()["consumed_samples"]
