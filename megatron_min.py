@@ -2789,8 +2789,6 @@ class ParallelGroups:
 
     def group(self, kind: str) -> "torch.distributed.ProcessGroup | None":
         """This rank's process group of a kind; None without torch.distributed."""
-        if kind not in self._groups:
-            raise ValueError(f"no process group {kind!r}: there are {', '.join(self._groups)}")
         return self._groups[kind]
 
     @property
@@ -2908,8 +2906,6 @@ def _layout_of_stage(groups, shape, create_attention_mask, mtp, packed):
 
 def _read_batch(data_iterator, layout, create_attention_mask):
     """Read the next batch, and return the tensors of the layout."""
-    if data_iterator is None:
-        raise ValueError("this rank reads for its group: give a data_iterator, not None")
     batch = next(data_iterator)
     _refuse_batch(batch, layout, create_attention_mask)
     return {key: batch[key].to("cpu", dtype) for key, (_, dtype) in layout.items()}
@@ -4137,7 +4133,7 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 #                            (a warning); another past               or loaded
 #   an older iterator, a     it comes too late                       when it comes        (d)
 #   gradient
-#   a changed parameter, a   its gradient would be wrong             in the step          ValueError
+#   a new parameter, a       its gradient would be wrong             in the step          ValueError
 #   sum of one rank
 #
 #   (a) DatasetFormatError, a ValueError: file, field, what was wanted, what was found
