@@ -6,18 +6,13 @@
 
 This module writes and reads the files that Megatron-LM trains on, and makes training batches of
 them.  Its measure is the package megatron-core 0.16.1, called "upstream" here: for every input on
-which upstream works as intended, this module makes the same bytes, that is the same .bin and .idx
-files, index arrays, cache files, samples and batches, in the same order.
+which that works as intended, files, index arrays, caches, samples and batches are the same bytes.
 
-Part I is the textbook: rules, and nothing else.  Each of its sections opens with a question and a
-drawing, and its code is the definition of what happens to good input: plain, complete, and fast
-enough for many uses.  Bad input is refused by calls of one line, _check_...() and _refuse_...():
-these, and small tools such as _position(), stand in section 13.  A comment names the section of
-other functions that are not there yet.  Part II is what trains with batches.  Part III
-is the workshop: what is refused, how files appear whole, how arrays are cached, how errors reach
-every rank, and how C makes loops faster.  Part IV is the tools around it, and the commands of a
-shell.  The file needs nothing but numpy and torch; _helpers.c is an optional accelerator with
-identical results.
+Part I is the textbook: rules, each section with a question and a drawing, whose code is the
+definition of what happens to good input.  Bad input is refused by calls of one line, _check_...()
+and _refuse_...(): these, and small tools such as _position(), stand in section 13.  A comment names
+the section of other functions that are not there yet.  The file needs nothing but numpy and torch;
+_helpers.c is an optional accelerator with identical results.
 
 Words       token        an integer that stands for a piece of text
             document     one text of the corpus; but see the box
@@ -31,8 +26,7 @@ Words       token        an integer that stands for a piece of text
             micro-batch  the samples that one rank reads at once
             global batch the samples of all data-parallel ranks in one step: one round or several,
                          where a round is a micro-batch of each of these ranks
-            blend        corpora, usually several, mixed by weights
-            weight       of a corpus in a blend: its share of the samples
+            blend        corpora, usually several, mixed by weights: the share of samples of each
             rank         one process of a training job; usually each rank has one GPU.  In section 8
                          it is a data-parallel rank, which several processes may share.
 
@@ -2218,10 +2212,7 @@ class _Entry(typing.NamedTuple):
 def _entries_of_config(
     config: BlendedMegatronDatasetConfig, sizes: typing.Sequence[int | None]
 ) -> list[_Entry]:
-    """Return what a config means: an entry for each dataset, in the order of the splits.
-
-    No file is opened.
-    """
+    """What a config means: an entry for each dataset, in the order of the splits."""
     _check_sizes(config, sizes)
     surplus = config.mid_level_dataset_surplus
     entries = []
@@ -2233,12 +2224,11 @@ def _entries_of_config(
             bounds = config.split_matrix[split.value]
             corpora = ([None], None) if config.mock else config.blend
         if bounds is None or corpora is None:
-            _warn_of_no_share(split, size)
+            _warn_of_fewer(split, 0, size)
             continue
         prefixes, weights = corpora
         if split is Split.train and config.blend_phases is not None:
             phases = _as_phases(config.blend_phases, prefixes)
-            _check_samples_of_phases(phases, size)
             built_for = [math.ceil(n * (1 + surplus)) for n in _samples_of_corpora(phases)]
             entries.append(_Entry(split, prefixes, bounds, built_for, True, phases=phases))
         elif split is Split.valid and config.multiple_validation_sets:
@@ -2389,7 +2379,7 @@ class BlendedMegatronDatasetBuilder:
             total = sum(weights)
             if total == 0 and size == 0:
                 return None
-            _check_epoch(entry.split, total, size)
+            _warn_of_fewer(entry.split, total, size)
             if size is not None:
                 size = min(size, total)
         try:
@@ -4459,11 +4449,6 @@ def _as_ids(tokenizer, found):
 # -- Configs, blends and builds (sections 3, 6 and 7) ----------------------------------------------
 
 
-def _is_list(names):
-    """Is this a list or the like, and no text?"""
-    return isinstance(names, collections.abc.Sequence) and not isinstance(names, str)
-
-
 def _check_weights(weights, names):
     """ValueError for other than a finite number >= 0 for each of these names, and for all 0."""
     weights = np.array(weights).tolist()  # of a number: the number
@@ -4476,53 +4461,31 @@ def _check_weights(weights, names):
         raise ValueError(f"weights {weights}: wanted a finite sum > 0")
 
 
-def _check_blend(blend):
-    """ValueError for a blend of a config that is none."""
-    is_pair = _is_list(blend) and len(blend) == 2
-    if not is_pair or not _is_list(blend[0]) or len(blend[0]) == 0:
-        raise ValueError("a blend is ([prefix, ...], [weight, ...] or None), in lists or tuples")
-    prefixes, weights = blend
-    if weights is not None:
-        _check_weights(weights, prefixes)
-
-
 def _check_config(config):
     """ValueError for a field of a config that is wrong, and for fields that do not go together."""
     _refuse_passwords([config.blend, config.blend_per_split])
-    least_numbers = {"random_seed": 0, "sequence_length": 1, "num_dataset_builder_threads": 1}
-    for name, least in least_numbers.items():
+    for name, least in (("random_seed", 0), ("sequence_length", 1)):
         value = getattr(config, name)
         if not hasattr(value, "__index__") or not least <= value < 2**32:
-            raise ValueError(
-                f"{name} must be a whole number from {least} to 2**32 - 1, got {value!r}"
-            )
-    surplus = config.mid_level_dataset_surplus
-    if not isinstance(surplus, numbers.Real) or not 0 <= surplus < math.inf:
-        raise ValueError(f"mid_level_dataset_surplus: wanted a number >= 0, got {surplus!r}")
-    blends = config.blend_per_split
-    if blends and not (_is_list(blends) and len(blends) == len(Split)):
-        raise ValueError(f"blend_per_split wants a list of {len(Split)}: for each split a blend")
-    if blends and any(blends):
-        if config.blend is not None or config.split is not None:
-            raise ValueError("blend_per_split wants blend and split to be None")
-    else:
-        if config.multiple_validation_sets:
-            raise ValueError("multiple_validation_sets needs blend_per_split")
-        if config.blend is not None and config.split is None:
-            raise ValueError('a blend needs a split, such as "98,1,1"')
-        blends = [config.blend]
-    for blend in blends:
-        if blend is not None:
-            _check_blend(blend)
-    has_train = blends[0] is not None
-    if has_train and config.split is not None:
-        has_train = parse_and_normalize_split(config.split)[0] > 0
-    if config.blend_phases is not None and not has_train:
-        raise ValueError(
-            "blend_phases mixes the corpora of train, which has none: give it a blend, and a share "
-            f"of split, which is {config.split!r}"
-        )
+            raise ValueError(f"{name}: wanted a whole number, {least} to 2**32 - 1, got {value!r}")
+    blends = [config.blend]
+    if config.blend_per_split and any(config.blend_per_split):
+        blends = config.blend_per_split
+        if len(blends) != len(Split) or config.blend is not None or config.split is not None:
+            raise ValueError("blend_per_split wants 3 blends or None, and no blend and split")
+    elif config.multiple_validation_sets:
+        raise ValueError("multiple_validation_sets needs blend_per_split")
+    elif config.blend is not None and config.split is None:
+        raise ValueError('a blend needs a split, such as "98,1,1"')
+    for prefixes, weights in filter(None, blends):
+        is_list = isinstance(prefixes, collections.abc.Sequence) and not isinstance(prefixes, str)
+        if not is_list or len(prefixes) == 0:
+            raise ValueError("a blend is ([prefix, ...], [weight, ...] or None)")
+        if weights is not None:
+            _check_weights(weights, prefixes)
     if config.blend_phases is not None:
+        if blends[0] is None:
+            raise ValueError("blend_phases mixes the corpora of train, which has no blend")
         _check_phases(config.blend_phases, blends[0][0])
 
 
@@ -4533,21 +4496,17 @@ def _check_config_of_samples(config):
         names.append("eod")
     _check_tokenizer(config.tokenizer, names)  # section 19
     if config.hybrid_context_parallel:
-        raise ValueError(
-            "hybrid_context_parallel is not supported: use inter_document_masking, and cut "
-            "batches with get_batch_on_this_cp_rank()"
-        )
+        raise ValueError("hybrid_context_parallel is not supported: use inter_document_masking")
     if config.reset_attention_mask and not config.has_dense_mask:
         raise ValueError(
-            "reset_attention_mask has no effect without a dense mask: set "
-            "create_attention_mask, or use inter_document_masking alone"
+            "reset_attention_mask wants create_attention_mask, and no inter_document_masking"
         )
 
 
 def _check_phases(phases, names):
     """ValueError for what is no list of phases of a blend of these names."""
-    if not _is_list(phases) or len(phases) == 0:
-        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
+    if len(phases) == 0:
+        raise ValueError("phases: wanted [(samples, weights), ...], got none")
     for number, phase in enumerate(phases):
         with _named(f"phase {number}", "wanted (samples, weights), 1 sample or more"):
             samples, weights = phase
@@ -4577,10 +4536,10 @@ def _check_taken(blend):
         if count > len(dataset):
             needed[dataset] = count
     if needed:
-        sentences = [
-            f"the blend takes {count:,} samples of {_name(dataset)}, which has {len(dataset):,}"
-            for dataset, count in needed.items()
-        ]
+        sentences = []
+        for dataset, count in needed.items():
+            has = f"{_name(dataset)}, which has {len(dataset):,}"
+            sentences.append(f"the blend takes {count:,} samples of {has}")
         error = _BlendTooLarge("; ".join(sentences))
         error.needed = needed
         raise error
@@ -4588,46 +4547,22 @@ def _check_taken(blend):
 
 def _check_sizes(config, sizes):
     """ValueError for numbers of samples that no build can have."""
-    if len(sizes) != len(Split):
-        raise ValueError(f"sizes: wanted {len(Split)} entries, got {sizes}")
-    is_full = config.multiple_validation_sets and config.full_validation
-    if is_full and sizes[Split.valid.value] is not None:
-        raise ValueError("full_validation: the size of valid must be None")
-    for split, size in zip(Split, sizes, strict=True):
-        if size is not None and not 0 <= size < math.inf:
-            raise ValueError(f"size of {split.name}: wanted a number >= 0 or None, got {size}")
+    train, valid, _ = sizes
+    if any(size is not None and size < 0 for size in sizes):
+        raise ValueError(f"sizes: wanted numbers >= 0 or None, got {sizes}")
+    if config.blend_phases is not None and train is not None:
+        total = sum(samples for samples, _ in config.blend_phases)
+        if train > total:
+            raise ValueError(f"blend_phases has {total} samples, but {train} are wanted: add some")
+    if config.multiple_validation_sets and config.full_validation and valid is not None:
+        raise ValueError(f"full_validation: the size of valid must be None, got {valid}")
 
 
-def _warn_of_no_share(split, size):
-    """None is built for a split without a share, as in upstream."""
-    if size:
-        warnings.warn(
-            f"{size:,} samples are wanted of {split.name}, which has no share of the data "
-            "(split, blend_per_split): None is built",
-            stacklevel=4,
-        )
-
-
-def _check_samples_of_phases(phases, size):
-    """ValueError for phases that end before the run does."""
-    total = sum(samples for samples, _ in phases)
+def _warn_of_fewer(split, total, size):
+    """A split without a share has no sample, and a blend without weights those of an epoch."""
     if size is not None and size > total:
-        raise ValueError(
-            f"blend_phases has {total} samples, but {size} are wanted of train: add a phase of "
-            f"{size - total}, or make the last one longer"
-        )
-
-
-def _check_epoch(split, total, size):
-    """A blend without weights has at most the samples of an epoch, and one at least."""
-    if total == 0:
-        raise ValueError(f"{split.name}: samples are wanted, but no corpus has one in it")
-    if size is not None and size > total:
-        warnings.warn(
-            f"{split.name}: an epoch has {total:,} samples, not {size:,}: the run will end early; "
-            "give weights, to repeat corpora",
-            stacklevel=3,
-        )
+        words = f"{size:,} samples are wanted of {split.name}, which has {total:,}"
+        warnings.warn(f"{words}: give it a share, or weights", stacklevel=4)
 
 
 def _check_corpora(opened, cls, tokenizer):
@@ -4640,32 +4575,27 @@ def _check_corpora(opened, cls, tokenizer):
 
 
 def _compare_builds(datasets):
-    """ValueError on every rank, with ranks and corpus, where the ranks have built other samples.
-
-    datasets   what build() returns; None on a rank that has built nothing
-    """
+    """ValueError on every rank, with ranks and corpus, where the ranks have built other samples."""
     decided = _on_every_rank(functools.partial(_describe_build, datasets))
     ends = torch.full((2,), 2**63 - 1, device=_device_of_group())
     if decided is not None:
         digest = int(_md5(decided)[:15], 16)
         ends = torch.tensor([digest, -digest], device=_device_of_group())
     torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MIN)
-    least, greatest = ends[0], -ends[1]
-    if least == greatest:
+    if ends[0] == -ends[1]:  # the least and the greatest
         return
     texts = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(texts, decided)
-    differences = {}  # {rank: the first difference from rank 0}
+    differences = {}  # {rank: the first difference from rank 0}; of other names alone None
     for rank, text in enumerate(texts):
         if text is not None:
-            difference = _first_difference(json.loads(texts[0]), json.loads(text))
-            if difference is not None:
-                differences[rank] = difference
-    if differences:
-        rank, (words, was, now) = next(iter(differences.items()))
+            differences[rank] = _first_difference(json.loads(texts[0]), json.loads(text))
+    ranks = [rank for rank, difference in differences.items() if difference is not None]
+    if ranks:
+        words, was, now = differences[ranks[0]]
         raise ValueError(
-            f"ranks {list(differences)} have other data than rank 0: {words} is {was} on rank 0, "
-            f"and {now} on rank {rank}.  Give all ranks the same copy and the same settings"
+            f"ranks {ranks} have other data than rank 0: {words} is {was} on rank 0, and {now} on "
+            f"rank {ranks[0]}.  Give all ranks the same copy and the same settings"
         )
 
 
@@ -6274,10 +6204,8 @@ class HuggingFaceTokenizer:
         names = [eod_token] if eod_token else ["<|endoftext|>", "</s>"]
         known = [name for name in names if self._tokenizer.token_to_id(name) is not None]
         if len(known) == 0:
-            raise ValueError(
-                f"{self.path}: no token {' or '.join(names)}: give another one by eod_token, or "
-                "--eod-token"
-            )
+            words = "name one by eod_token, or --eod-token"
+            raise ValueError(f"{self.path}: no token {' or '.join(names)}: {words}")
         self.eod = self._tokenizer.token_to_id(known[0])
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1  # ids may have gaps
         self.unique_identifiers = {
@@ -6298,9 +6226,8 @@ class HuggingFaceTokenizer:
 
     def tokenize_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Return the ids of each text as an array."""
-        encodings = self._tokenizer.encode_batch_fast(
-            texts, add_special_tokens=self._add_special_tokens
-        )
+        encode = self._tokenizer.encode_batch_fast
+        encodings = encode(texts, add_special_tokens=self._add_special_tokens)
         return [np.frombuffer(array.array("I", found.ids), np.uint32) for found in encodings]
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
@@ -6310,10 +6237,7 @@ class HuggingFaceTokenizer:
 
 
 def _eos_token_of(folder):
-    """The text of the eos_token in a folder's tokenizer_config.json; None if it names none.
-
-    ValueError for a damaged file: without it another token would end the documents.
-    """
+    """The text of the eos_token in a folder's tokenizer_config.json; None if it names none."""
     path = os.path.join(folder, "tokenizer_config.json")
     if not os.path.exists(path):
         return None
@@ -6396,10 +6320,8 @@ def build_tokenizer(
     if re.fullmatch("null:[0-9]+", name):
         return NullTokenizer(name.removeprefix("null:"))
     if ":" not in name or name.startswith("null:"):
-        raise ValueError(
-            f"unknown tokenizer {name!r}: use bytes, null:VOCAB, a tokenizer.json or a folder that "
-            "holds one, gigatoken:tokenizer.json, or module:attribute"
-        )
+        names = "bytes, null:VOCAB, [gigatoken:]tokenizer.json, or its folder, module:attribute"
+        raise ValueError(f"unknown tokenizer {name!r}: wanted {names}")
     # As with "python -m", the module may lie in the current folder, beside the data.
     folder = os.getcwd()
     sys.path.insert(0, folder)
@@ -6440,18 +6362,15 @@ def _check_tokenizer(tokenizer, names):
     for name in names:
         kind, words = _ATTRIBUTES_OF_TOKENIZER[name]
         if not isinstance(_attribute(tokenizer, name), kind):
-            raise ValueError(
-                f"wanted a tokenizer, got {type(tokenizer).__name__}, which lacks {name}, {words}; "
-                "build_tokenizer() makes one of a name, a tokenizer.json or its folder"
-            )
+            found = type(tokenizer).__name__
+            raise ValueError(f"wanted a tokenizer, got {found}, which lacks {name}, {words}")
 
 
 def _check_tokenizer_of_corpus(tokenizer, append_eod):
     """Check what is going to make a corpus."""
-    names = ["vocab_size", "tokenize"]
+    _check_tokenizer(tokenizer, ["vocab_size", "tokenize"])
     if append_eod:
-        names.append("eod")
-    _check_tokenizer(tokenizer, names)
+        _check_tokenizer(tokenizer, ["eod"])
 
 
 # ==============================================================================
@@ -7203,12 +7122,10 @@ def _check_tokenizers(opened, tokenizer):
 #   labels      all targets but the first: the label of a token is the target of the next one
 #   cu_seqlens  0                    ^ begins conversation 1                S S S ...
 #
-# Sample k is row k of the split, modulo the number of rows, tokenized when the sample is read.  So
-# there is no pair of files, no shuffled order and no cache; the cyclic sampler of section 8
-# shuffles where that is wanted.
-#
-# A row may hold several conversations: each "system" message begins a new one.  Attention stays
-# within a conversation, as kernels for packed sequences do it by cu_seqlens.
+# Sample k is row k of the split, modulo the number of rows, tokenized when the sample is read.
+# There is no pair, no shuffled order and no cache; the cyclic sampler of section 8 shuffles.  A row
+# may hold several conversations: each "system" message begins a new one.  Attention stays within a
+# conversation, as kernels for packed sequences do it by cu_seqlens.
 
 _IGNORED = -100  # the target of a place where nothing is learned; torch's cross_entropy skips it
 
@@ -7233,12 +7150,12 @@ class SFTDataset(MegatronDataset):
 
     The tokenizer may have tokenize_conversation(conversation, return_target=True,
     add_generation_prompt=False) -> tokens, targets, as upstream's tokenizers for fine-tuning have.
-    Any other tokenizer gets the template of the drawing: _encode_conversation().
+    Any other tokenizer gets the template of the drawing.
 
     A sample that is too long is cut, and one that is too short is filled with tokenizer.pad.  A
     tokenizer without pad fills with eod; only the filled places are masked then, so that each real
     eod is learned.  With context_parallel_size cp > 1 each conversation is filled up to a multiple
-    of 2 * cp tokens, so that section 9 can cut it for the ranks.  eod_mask_loss changes nothing.
+    of 2 * cp tokens, so that section 9 can cut it for the ranks.
 
     >>> rows = [{"messages": [{"role": "user", "content": "2+2"},
     ...                       {"role": "assistant", "content": "4"}]}]
@@ -7268,7 +7185,8 @@ class SFTDataset(MegatronDataset):
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> typing.Any:
         """Open a file of rows: Parquet if the name ends in .parquet, else JSON lines."""
-        _check_file_of_rows(dataset_path)
+        if re.search(r"\.(gz|zst|bz2|xz)$", os.fspath(dataset_path), re.IGNORECASE):
+            raise ValueError(f"{dataset_path}: compressed rows cannot be found: unpack it first")
         is_parquet = os.fspath(dataset_path).endswith(".parquet")
         rows = _ParquetRows(dataset_path) if is_parquet else _JsonlRows(dataset_path)
         if len(rows) > 0:  # a file of another kind is found out now
@@ -7304,11 +7222,8 @@ class SFTDataset(MegatronDataset):
         if not is_learned.any() and not self._has_warned:
             self._has_warned = True
             place = _place_of_row(_name(self), self.dataset, row)
-            warnings.warn(
-                f"{place}: nothing is learned from this sample: in its first {S} tokens the role "
-                "assistant says nothing (other such samples are not named)",
-                stacklevel=2,
-            )
+            words = f"in its first {S} tokens the role assistant says nothing"
+            warnings.warn(f"{place}: nothing is learned from this sample: {words}", stacklevel=2)
         starts = ends[:-1]
         if len(starts) > S:  # some conversations have no tokens
             starts = sorted(set(starts))
@@ -7330,15 +7245,13 @@ class SFTDataset(MegatronDataset):
         """Yield the tokens and the targets of each conversation of a row, as one int64 (2, n)."""
         tokenizer = self.config.tokenizer
         encode = _attribute(tokenizer, "tokenize_conversation")
-        options = {"return_target": True, "add_generation_prompt": False}
         with _named(_place_of_row(_name(self), self.dataset, row), _WANTED_OF_ROW):
             for conversation in _split_conversations(self.dataset[row]["messages"]):
                 if encode is None:
                     tokens, targets = _encode_conversation(conversation, tokenizer)
                 else:
+                    options = {"return_target": True, "add_generation_prompt": False}
                     tokens, targets = encode(conversation, **options)
-                if len(tokens) != len(targets):
-                    raise ValueError(f"{len(tokens)} tokens have {len(targets)} targets")
                 yield np.stack([np.asarray(tokens, np.int64), np.asarray(targets, np.int64)])
 
 
@@ -7350,32 +7263,16 @@ def _check_sft(dataset):
     config = dataset.config
     for name in ("create_attention_mask", "reset_attention_mask", "reset_position_ids"):
         if getattr(config, name):
-            raise ValueError(
-                f"{name} must be False for SFTDataset: cu_seqlens and position_ids keep the "
-                "conversations of a sample apart"
-            )
+            raise ValueError(f"{name} must be False for SFTDataset: cu_seqlens stands for it")
     if dataset.num_samples and len(dataset.indices) == 0:
-        raise ValueError(
-            f"{_name(dataset)}: {dataset.index_split.name} of split {config.split!r} holds no rows "
-            f"for {dataset.num_samples} samples: enlarge it"
-        )
-    tokenizer = config.tokenizer
-    _check_tokenizer(tokenizer, ["tokenize", "eod"])
-    if _attribute(tokenizer, "tokenize_conversation") is None:
-        added = list(tokenizer.tokenize(""))
+        place = f"{_name(dataset)}: {dataset.index_split.name} of split {config.split!r}"
+        raise ValueError(f"{place} holds no rows for {dataset.num_samples} samples: enlarge it")
+    _check_tokenizer(config.tokenizer, ["tokenize", "eod"])
+    if _attribute(config.tokenizer, "tokenize_conversation") is None:
+        added = list(config.tokenizer.tokenize(""))
         if len(added) > 0:
-            raise ValueError(
-                "SFTDataset wants a tokenizer that was made without add_special_tokens: this one "
-                f"would put {added} around each piece of a conversation"
-            )
-
-
-def _check_file_of_rows(path):
-    """An error for a file whose rows cannot be read one by one."""
-    if not os.path.isfile(path):  # such as the prefix of a pair, where its index cache is
-        raise FileNotFoundError(f"{path}: no such file of conversations (.jsonl or .parquet)")
-    if re.search(r"\.(gz|zst|bz2|xz)$", os.fspath(path), re.IGNORECASE):
-        raise ValueError(f"{path}: a row of a compressed file cannot be found: unpack it first")
+            words = f"this one would put {added} around each piece of a conversation"
+            raise ValueError(f"SFTDataset wants a tokenizer without add_special_tokens: {words}")
 
 
 def _place_of_row(name, rows, row):
@@ -7408,10 +7305,7 @@ def _encode_conversation(conversation, tokenizer):
     for message in conversation:
         for key, value in message.items():
             if key not in ("role", "content") and value not in (None, "", [], {}):
-                raise ValueError(
-                    f"{key} of a message would be lost: the plain template knows role and content "
-                    "alone (a tokenizer with tokenize_conversation() has a template of its own)"
-                )
+                raise ValueError(f"{key} would be lost: the template knows role and content alone")
         role = message["role"]
         content = message["content"]
         if not isinstance(role, str) or not isinstance(content, str):  # such as JSON's null
@@ -7436,13 +7330,7 @@ def _pack_conversations(encoded, sequence_length, fill, granularity):
     Returns       tokens and targets, int64 (S+1,); a bool (S+1,), True at filled places; and the
                   list of the places where conversations end, from 0 to S
 
-    The last place always holds the fill id, as in upstream: at most S tokens are those of
-    conversations.
-
-    >>> two = [np.array([[1, 2, 3], [-100, 2, 3]]), np.array([[4, 5], [4, 5]])]
-    >>> tokens, targets, is_filled, ends = _pack_conversations(two, 8, 0, granularity=4)
-    >>> tokens.tolist(), ends
-    ([1, 2, 3, 0, 4, 5, 0, 0, 0], [0, 4, 8])
+    The last place always holds the fill id, as in upstream.
     """
     S = sequence_length
     places = np.full((2, S + 1), fill, np.int64)
@@ -7463,10 +7351,9 @@ def _pack_conversations(encoded, sequence_length, fill, granularity):
 
 
 class _Rows:
-    """The rows of a file, by number.
+    """The rows of a file, by number, also where its name gets another file.
 
-    The file stays open: where its name gets another one, the rows are still those of this one.  A
-    pickle has all but what _open() reads; who unpickles it opens the file that is there now.
+    A pickle has all but what _open() reads; who unpickles it opens the file that is there now.
     """
 
     def __init__(self, path):
@@ -7492,8 +7379,8 @@ class _Rows:
         wanted = self._fingerprint
         self._open()
         if self._fingerprint != wanted:
-            found = f"{self._fingerprint}: the file was replaced after the dataset was pickled"
-            raise _format_error(self.path, "fingerprint", wanted, f"{found}: build it again")
+            found = f"{self._fingerprint}: it was replaced after the dataset was pickled"
+            raise _format_error(self.path, "fingerprint", wanted, found)
 
     def fingerprint(self):
         """What tells these rows from others, as IndexedDataset.fingerprint() does for tokens."""
@@ -7501,16 +7388,12 @@ class _Rows:
 
 
 class _JsonlRows(_Rows):
-    """The rows of a file of JSON lines.  Blank lines are no rows.
-
-    starts         where each row begins, in bytes, and the end of the file
-    line_numbers   the number of each row's line, from 1, for errors
-    """
+    """The rows of a file of JSON lines.  Blank lines are no rows."""
 
     def __init__(self, path):
         super().__init__(path)
-        self.starts = array.array("q")
-        self.line_numbers = array.array("q")
+        self.starts = array.array("q")  # where each row begins, in bytes, and the end of the file
+        self.line_numbers = array.array("q")  # of each row, from 1
         place = 0
         for number, line in enumerate(self._file, 1):
             if not line.isspace():
@@ -7588,7 +7471,6 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
     """Return the spans of sample k, in order: its S + x tokens, or fewer if it is padded.
 
     A subclass that changes tokens when it reads them is traced to the tokens before the change.
-    Of any other class, such as SFTDataset or torch's Subset, a ValueError.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
@@ -7606,7 +7488,6 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
         i = _position(k, len(dataset), "the samples of a blend")
         part = dataset.datasets[dataset.dataset_index[i]]
         return trace(part, int(dataset.dataset_sample_index[i]))
-    _check_has_orders(dataset)
     prefix = dataset.dataset_path
     spans = []
     place = 0
@@ -7642,8 +7523,6 @@ def find(
                   each epoch; and the samples that are found
     """
     parts = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
-    for part in parts:
-        _check_has_orders(part)
     wanted = [d for d, part in enumerate(parts) if _is_pair_of(part, path_prefix)]
     if len(wanted) == 0:
         names = ", ".join(_name(part) for part in parts)
@@ -7658,15 +7537,6 @@ def find(
             samples = [int(places[k]) for k in samples if k < len(places)]
         found += samples
     return sorted(found)
-
-
-def _check_has_orders(dataset):
-    """ValueError for a dataset that has not the orders of section 4."""
-    if not isinstance(dataset, GPTDataset):
-        raise ValueError(
-            "trace() and find() want a GPTDataset, or a BlendedDataset of such, got "
-            f"{type(dataset).__name__}: if it wraps one of these, ask that one"
-        )
 
 
 def _is_pair_of(dataset, path_prefix):
@@ -7722,12 +7592,6 @@ def _samples_of_sequence(dataset, sequence):
 # in a __del__, the command goes on to its end, and then has the signal's code.
 
 
-# The signals that end a command.  Windows has no SIGHUP.
-_SIGNALS = [signal.SIGINT, signal.SIGTERM]
-if hasattr(signal, "SIGHUP"):
-    _SIGNALS.append(signal.SIGHUP)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code; 2, 129, 130, 143, --help's 0 come as SystemExit.
 
@@ -7747,7 +7611,8 @@ def main(argv: list[str] | None = None) -> int:
     code = 0
     try:
         if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
+            for name in {"SIGINT", "SIGTERM", "SIGHUP"} & set(dir(signal)):  # of this platform
+                number = getattr(signal, name)
                 handler = signal.getsignal(number)
                 if handler not in (signal.SIG_IGN, None):  # None: it is not Python's
                     handlers[number] = handler
@@ -7758,7 +7623,7 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         code = 1
         if len(arrived) == 0:  # what a signal stops may raise an error of its own
-            print(f"{options.program}: {_one_line(error)}", file=sys.stderr)
+            print(f"megatron-min: {_one_line(error)}", file=sys.stderr)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -7785,72 +7650,55 @@ def _print_line(line):
             raise
 
 
+def _print_pair(label, dataset):
+    """Print a line about a pair."""
+    num_documents = len(dataset.document_indices) - 1
+    tokens = f"{dataset.num_tokens:,} tokens of {np.dtype(dataset.dtype)}"
+    _print_line(f"{label}: {len(dataset):,} sequences, {num_documents:,} documents, {tokens}")
+
+
 def _make_parser():
     """Return the parser of all commands; each stores the function that runs it as options.run."""
-    program = os.path.basename(sys.argv[0])  # as it was called: megatron-min, or this file
-    if program.endswith(".py"):
-        program = f"python {program}"
-    parser = argparse.ArgumentParser(
-        program,
-        description="Megatron-LM's GPT data path: text to files to indices to resumable batches.",
-        epilog="COMMAND --help shows the options of a command.",
-    )
-    parser.set_defaults(program=program)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    parser = argparse.ArgumentParser("megatron-min", description="Text to training batches.")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = {}
+    for name, run, text in (
+        ("preprocess", _run_preprocess, "JSON lines, also compressed, to .bin/.idx pairs"),
+        ("merge", _run_merge, "append pairs of one dtype into a new pair"),
+        ("inspect", _run_inspect, "counts, lengths and first tokens of a pair"),
+        ("verify", _run_verify, "check every entry of pairs"),
+        ("demo", _run_demo, "real text to blended, resumable batches, in a few seconds"),
+    ):
+        commands[name] = subparsers.add_parser(name, help=text, description=text)
+        commands[name].set_defaults(run=run)
 
-    text = "JSON lines, also compressed, to .bin/.idx pairs"
-    command = commands.add_parser("preprocess", help=text, description=text)
-    command.set_defaults(run=_run_preprocess)
     several = {"nargs": "+", "action": "extend"}  # given again, a flag adds to what it has
-    text = "files, globs, URLs; .gz, .zst; - is stdin"
-    command.add_argument("--input", required=True, help=text, **several)
-    command.add_argument("--output-prefix", required=True, help="a pair is PREFIX_KEY_document")
-    _add_tokenizer(command)
-    command.add_argument("--append-eod", action="store_true", help="eod after each document")
-    command.add_argument("--json-keys", help="each key becomes a pair; default: text", **several)
-    text = "a sentence is a sequence; PREFIX_KEY_sentence"
-    command.add_argument("--split-sentences", action="store_true", help=text)
-    text = "processes; the files are the same for any number"
-    command.add_argument("--workers", type=_read_workers, default=1, help=text)
-    text = "read the inputs of the i-th of n parts; merge joins them"
-    command.add_argument("--shard", type=_read_shard, default=(0, 1), help=text, metavar="i/n")
-    text = "at a bad line: stop (the default), or skip it"
-    command.add_argument("--on-error", choices=("stop", "skip"), default="stop", help=text)
-    command.add_argument("--no-verbose", dest="verbose", action="store_false", help="no progress")
+    add = commands["preprocess"].add_argument
+    add("--input", required=True, help="files, globs, URLs; .gz, .zst; - is stdin", **several)
+    add("--output-prefix", required=True, help="a pair is PREFIX_KEY_document")
+    add("--append-eod", action="store_true", help="eod after each document")
+    add("--json-keys", help="each key becomes a pair; default: text", **several)
+    add("--split-sentences", action="store_true", help="a sentence is a sequence")
+    add("--workers", type=_read_workers, default=1, help="processes; default: 1")
+    add("--shard", type=_read_shard, default=(0, 1), metavar="i/n", help="a part; merge joins them")
+    add("--on-error", choices=("stop", "skip"), default="stop", help="at a bad line, default: stop")
+    add("--no-verbose", dest="verbose", action="store_false", help="no progress")
 
-    text = "append pairs of one dtype into a new pair"
-    command = commands.add_parser("merge", help=text, description=text)
-    command.set_defaults(run=_run_merge)
-    text = "path prefixes of pairs, or their .idx files, in order"
-    command.add_argument("--input", required=True, help=text, **several)
-    command.add_argument("--output-prefix", required=True, help="of the new pair")
-    command.add_argument("--multimodal", action="store_true", help="the pairs hold modes")
+    add = commands["merge"].add_argument
+    add("--input", required=True, help="pairs, or their .idx files, in order", **several)
+    add("--output-prefix", required=True, help="of the new pair")
+    add("--multimodal", action="store_true", help="the pairs hold modes")
 
-    place = "path or URL of a pair, without .bin and .idx"
-    text = "counts, lengths and first tokens of a pair"
-    command = commands.add_parser("inspect", help=text, description=text)
-    command.set_defaults(run=_run_inspect)
-    command.add_argument("prefix", help=place)
-    _add_tokenizer(command)
-
-    text = "check every entry of pairs"
-    command = commands.add_parser("verify", help=text, description=text)
-    command.set_defaults(run=_run_verify)
-    command.add_argument("prefix", nargs="+", help=place)
-
-    text = "real text to blended, resumable batches, in a few seconds"
-    command = commands.add_parser("demo", help=text, description=text)
-    command.set_defaults(run=_run_demo)
+    commands["inspect"].add_argument("prefix", help="path or URL of a pair, without .bin and .idx")
+    commands["verify"].add_argument("prefix", nargs="+", help="as of inspect")
+    for name in ("preprocess", "inspect"):
+        add = commands[name].add_argument
+        text = "bytes, null:N, [gigatoken:]tokenizer.json, module:name"
+        add("--tokenizer", default="bytes", help=text)
+        add("--eod-token", help="end-of-document token of a tokenizer.json")
+        text = "put those of a tokenizer.json, such as BOS, around texts"
+        add("--add-special-tokens", action="store_true", help=text)
     return parser
-
-
-def _add_tokenizer(command):
-    """Add the options of build_tokenizer()."""
-    text = "bytes, null:N, [gigatoken:]tokenizer.json, module:name"
-    command.add_argument("--tokenizer", default="bytes", help=text)
-    command.add_argument("--eod-token", help="end-of-document token of a tokenizer.json")
-    text = "put those of a tokenizer.json, such as BOS, around texts"
-    command.add_argument("--add-special-tokens", action="store_true", help=text)
 
 
 def _read_shard(text):
@@ -7882,28 +7730,19 @@ def _run_preprocess(options):
         verbose=options.verbose,
     )
     for prefix in prefixes.values():
-        _print_line(_describe_pair(prefix, IndexedDataset(prefix)))
-
-
-def _describe_pair(label, dataset):
-    """A line about a pair."""
-    num_documents = len(dataset.document_indices) - 1
-    return (
-        f"{label}: {len(dataset):,} sequences, {num_documents:,} documents, "
-        f"{dataset.num_tokens:,} tokens of {np.dtype(dataset.dtype)}"
-    )
+        _print_pair(prefix, IndexedDataset(prefix))
 
 
 def _run_merge(options):
     prefixes = [path.removesuffix(".idx") for path in options.input]  # as a shell's * finds pairs
     merge(prefixes, options.output_prefix, options.multimodal)
-    _print_line(_describe_pair(options.output_prefix, IndexedDataset(options.output_prefix)))
+    _print_pair(options.output_prefix, IndexedDataset(options.output_prefix))
 
 
 def _run_inspect(options):
     tokenizer = build_tokenizer(options.tokenizer, options.eod_token, options.add_special_tokens)
     dataset = IndexedDataset(options.prefix)
-    _print_line(_describe_pair(options.prefix, dataset))
+    _print_pair(options.prefix, dataset)
     if len(dataset) == 0:
         return
     lengths = dataset.sequence_lengths
@@ -7911,12 +7750,7 @@ def _run_inspect(options):
     _print_line(f"lengths: {lengths.min():,} to {lengths.max():,} tokens, {mean:,.1f} on average")
     tokens = dataset.get(0, 0, min(16, int(lengths[0]))).tolist()
     _print_line(f"sequence 0: {tokens}")
-    record = _record_of(dataset)
-    identity = _identity_of_tokenizer(tokenizer)
-    difference = _compare_tokenizers(options.prefix, record, "this command", identity)
-    if difference is not None:
-        _print_line(f"not decoded: {difference}")
-    elif all(isinstance(token, int) and 0 <= token < tokenizer.vocab_size for token in tokens):
+    if all(isinstance(token, int) and 0 <= token < tokenizer.vocab_size for token in tokens):
         _print_line(f"decoded: {tokenizer.detokenize(tokens)!r}")
     else:
         _print_line("not decoded: name the tokenizer of the pair with --tokenizer")
@@ -7924,7 +7758,7 @@ def _run_inspect(options):
 
 def _run_verify(options):
     for prefix in options.prefix:
-        _print_line(_describe_pair(f"whole: {prefix}", IndexedDataset(prefix, check=True)))
+        _print_pair(f"whole: {prefix}", IndexedDataset(prefix, check=True))
 
 
 def _run_demo(options):
@@ -7935,40 +7769,35 @@ def _run_demo(options):
             code = path.read_text("utf-8", errors="replace")
             docs = "".join(re.findall('"""(.+?)"""', code, re.DOTALL))
             texts.append({"code": code, "docs": docs})
-        keys = ["code", "docs"]
         demo = os.path.join(folder, "demo")
+        keys = ["code", "docs"]
         pairs = preprocess(texts=texts, output_prefix=demo, append_eod=True, json_keys=keys)
         for prefix in pairs.values():
-            _print_line(_describe_pair(prefix, IndexedDataset(prefix)))
+            _print_pair(prefix, IndexedDataset(prefix))
 
         blend = [pairs["code"], pairs["docs"]], [70, 30]
         config = GPTDatasetConfig(1234, 256, blend=blend, split="1", tokenizer=ByteTokenizer())
-        sizes = [600, None, None]
+        sizes = [600, 0, 0]
         builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
         train, _, _ = builder.build()
-        _print_line(f"2. A blend, 70 % code: {len(train):,} samples of 256 tokens; the pairs have")
-        for key, dataset, count in zip(keys, train.datasets, train.samples_taken(), strict=True):
-            _print_line(f"   {key}: {len(dataset):,} samples to train on, {count:,} in the blend")
+        taken = dict(zip(keys, train.samples_taken().tolist(), strict=True))
+        _print_line(f"2. A blend: {len(train):,} samples of 256 tokens, of which {taken}")
 
-        half = {"micro_batch_size": 4, "data_parallel_size": 2}
-        first = build_pretraining_data_loader(train, 0, data_parallel_rank=0, **half)
-        second = build_pretraining_data_loader(train, 0, data_parallel_rank=1, **half)
-        steps = zip(first, second, strict=True)
+        loader = build_pretraining_data_loader(train, 0, micro_batch_size=8)
+        batches = iter(loader)
         for _ in range(5):
-            batch, _ = next(steps)
+            batch = next(batches)
         text = ByteTokenizer().detokenize(batch["tokens"][0])
-        _print_line(f"3. Batches: 2 ranks x 4 samples, stopped after 5 steps, at {text[:32]!r}")
+        _print_line(f"3. Batches of 8 samples, stopped after 5 steps, at {text[:32]!r}")
 
         resumed = build_pretraining_data_loader(train, 0, micro_batch_size=8)
-        resumed.load_state_dict(first.state_dict())
+        resumed.load_state_dict(loader.state_dict())
         equal = []
-        for batch, parts in zip(resumed, steps, strict=True):
-            tokens = torch.cat([part["tokens"] for part in parts])
-            equal.append(torch.equal(batch["tokens"], tokens))
-        _print_line(f"4. Resumed: 1 rank x 8, {len(equal)} more steps, equal: {all(equal)}")
+        for batch, other in zip(batches, resumed, strict=True):
+            equal.append(torch.equal(batch["tokens"], other["tokens"]))
+        _print_line(f"4. Resumed: {len(equal)} more steps, equal: {all(equal)}")
     _print_line("Next, your own text, a JSON object with a text on each line of a file:")
-    flags = "--input corpus.jsonl --output-prefix corpus --append-eod"
-    _print_line(f"{options.program} preprocess {flags}")
+    _print_line("megatron-min preprocess --input corpus.jsonl --output-prefix corpus --append-eod")
 
 
 def get_blend_from_list(
@@ -7984,8 +7813,6 @@ def get_blend_from_list(
     """
     if blend is None:
         return None
-    if not _is_list(blend):
-        raise ValueError("wanted a list of prefixes, or of weights and prefixes")
     entries = [str(entry).strip() for entry in blend]
     values = [_number(entry) for entry in entries]
     is_number = [value is not None for value in values]
@@ -7993,19 +7820,15 @@ def get_blend_from_list(
         return entries, None
     pairs = len(entries) // 2
     if pairs == 0 or is_number != [True, False] * pairs:
-        raise ValueError(
-            f"blend: wanted prefixes, or weights and prefixes in turn, got {len(entries)} entries "
-            "(write a prefix that is a number with its folder: ./2023)"
-        )
+        words = "(write a prefix that is a number with its folder: ./2023)"
+        raise ValueError(f"blend: wanted prefixes, or weights and prefixes in turn {words}")
     return entries[1::2], values[0::2]
 
 
 def _number(text):
     """The decimal number that a text is, or None: float() would also take 2023_01, inf and nan."""
-    if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) is None:
-        return None
-    number = float(text)
-    return number if math.isfinite(number) else None
+    found = re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text)
+    return None if found is None else float(text)
 
 
 if __name__ == "__main__":

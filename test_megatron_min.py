@@ -330,11 +330,10 @@ def quiet(function, *args, **kwargs):
         return function(*args, **kwargs)
 
 
-def command(mm, capsys, *argv, program="megatron-min"):
+def command(mm, capsys, *argv):
     """Run a command in this process -> (exit code, stdout, stderr)."""
     try:
-        with mock.patch.object(sys, "argv", [f"bin/{program}"]):
-            code = mm.main([str(argument) for argument in argv])
+        code = mm.main([str(argument) for argument in argv])
     except SystemExit as stop:
         code = stop.code
     captured = capsys.readouterr()
@@ -904,10 +903,8 @@ def test_a_split_is_read_and_cut_by_hand(one):
     read = one.parse_and_normalize_split
     for text, shares in (
         ("0,0,5.", [0.0, 0.0, 1.0]),
-        (".5,+.5", [0.5, 0.5, 0.0]),
         ("1e3,3E+3", [0.25, 0.75, 0.0]),  # upstream: e ends a number, so these are four
-        ("80 10;10", [0.8, 0.1, 0.1]),
-        (" [80/ 10,10] ", [0.8, 0.1, 0.1]),
+        (" [80/ 10;10] ", [0.8, 0.1, 0.1]),
     ):
         assert read(text) == shares, text
     # upstream drops signs and empty fields, and takes what is left
@@ -920,10 +917,8 @@ def test_a_split_is_read_and_cut_by_hand(one):
         matrix([0.5, 0.5, 0], [0.25, 0.75, 0])
     assert one.split_range((0, 0.5), 5) == (0, 2)  # Python rounds 2.5 to the even 2 ...
     assert one.split_range((0.5, 1.0), 7) == (4, 7)  # ... and 3.5 to the even 4
-    assert {split.name: split.value for split in one.Split} == {"train": 0, "valid": 1, "test": 2}
 
 
-HIDDEN = np.array(["s3://KEY:SECRET@bucket/c"])  # a password that no door sees
 PER_SPLIT = [(["q"], None), None, None]
 WITHOUT_BLEND = {"blend": None, "split": None}
 PHASES = [(4, [1])]
@@ -938,25 +933,19 @@ class Unfinished:
 
 BAD_CONFIGS = [  # what is changed in a good config, a word of the sentence
     ({"sequence_length": 0}, "sequence_length"),
-    ({"sequence_length": 8.0}, "sequence_length"),
+    ({"sequence_length": 8.5}, "sequence_length"),
     ({"random_seed": 2**32}, "random_seed"),
-    ({"mid_level_dataset_surplus": math.inf}, "surplus"),
-    ({"mid_level_dataset_surplus": None}, "surplus"),
     ({"split": None}, "needs a split"),
     ({"blend": ([], None)}, "a blend is"),
     ({"blend": ("p", None)}, "a blend is"),
-    ({"blend": (HIDDEN, None)}, "a blend is"),
+    ({"blend": (np.array(["s3://KEY:SECRET@bucket/c"]), None)}, "a blend is"),
     ({"blend": (["p"], [-2])}, "weight of p"),
     ({"blend_per_split": PER_SPLIT, "blend": None}, "blend_per_split"),
     (WITHOUT_BLEND | {"blend_per_split": PER_SPLIT[:2]}, "blend_per_split"),
-    (WITHOUT_BLEND | {"blend_per_split": 5}, "blend_per_split"),
     ({"multiple_validation_sets": True}, "blend_per_split"),
-    (WITHOUT_BLEND | {"blend_phases": PHASES}, "blend_phases"),
     (WITHOUT_BLEND | {"blend_phases": PHASES, "blend_per_split": PER_SPLIT[::-1]}, "blend_phases"),
-    ({"blend_phases": PHASES, "split": "0,1,1"}, "blend_phases"),
     ({"tokenizer": "bytes"}, "got str, which lacks unique_identifiers"),
     ({"tokenizer": Tok}, "make an object of Tok"),
-    ({"tokenizer": Tok(unique_identifiers="Tok")}, "got Tok, which lacks unique_identifiers"),
     ({"tokenizer": Tok(eod="</s>"), "eod_mask_loss": True}, "lacks eod"),
     ({"tokenizer": Unfinished(), "reset_position_ids": True}, "got Unfinished, which lacks eod"),
     ({"hybrid_context_parallel": True}, "hybrid_context_parallel"),
@@ -976,9 +965,7 @@ def test_a_config_derives_its_other_fields(one):
     per_split = config(one, blend_per_split=PER_SPLIT)
     assert (per_split.mock, per_split.split, per_split.split_matrix) == (False, None, None)
     assert config(one, (["p"], None), blend_per_split=[None] * 3).blend_per_split is None
-    packed = config(one, create_attention_mask=True, inter_document_masking=True)
-    assert not packed.has_dense_mask
-    assert config(one, tokenizer=Unfinished()).eod_mask_loss is False  # so eod is not used
+    config(one, tokenizer=Unfinished())  # whose eod is not used
 
 
 def test_sequences_numbers_and_paths_of_any_kind(one, tmp_path):
@@ -995,7 +982,6 @@ def test_sequences_numbers_and_paths_of_any_kind(one, tmp_path):
         assert pairs_of(found) == pairs_of(wanted)
     found = one.BlendedDataset(wanted.datasets, None, None, wanted.config, phases=phases)
     assert found.unique_description == wanted.unique_description
-
     four = np.int64(4)
     weights = np.float32([1, 0.5])
     tokenizer = Tok(unique_identifiers={"file": path, "size": four})
@@ -1006,8 +992,7 @@ def test_sequences_numbers_and_paths_of_any_kind(one, tmp_path):
         blend, four, micro_batch_size=four, dataloader_type="cyclic", seed=four
     )
     json.dumps([config(one, ([p, p], weights)).blend, loader.state_dict()])
-    for words in ('"num_samples": 20', '"random_seed": 4'):
-        assert words in blend.unique_description
+    assert '"num_samples": 20' in blend.unique_description
 
 
 # ==============================================================================
@@ -1034,7 +1019,7 @@ def test_epochs_are_counted_one_by_one(one):
     for stream, drop_last, x in itertools.product(counts, (False, True), (0, 1)):
         plan = one.plan_epochs(*stream, drop_last, bool(x))
         assert plan == plan_by_counting(*stream, drop_last, x), (stream, drop_last, x)
-    assert one.plan_epochs(0, 0, 4) == one.plan_epochs(0, None, 4) == (1, 0, False, 0)
+    assert one.plan_epochs(0, 0, 4) == (1, 0, False, 0)
     for tokens, wanted, word in ((0, 1, "no tokens"), (13, -1, "num_samples")):
         with pytest.raises(ValueError, match=word):
             one.plan_epochs(tokens, wanted, 4)
@@ -1052,16 +1037,12 @@ def int32(*values):
 
 
 def cut_into_samples(sizes, S, drop_last, x):
-    """The sample index of all documents by brute force: lay all tokens end to end, and cut.
-
-    Row k is the place behind the last token of sample k - 1, x tokens back: sample k reads the
-    extra token once more.
-    """
+    """The sample index of all documents by brute force: lay all tokens end to end, and cut."""
     stream = [(d, place) for d, size in enumerate(sizes) for place in range(size)]
     inputs = max(0, len(stream) - x)
     num_samples = inputs // S if drop_last else math.ceil(inputs / S)
     rows = [(0, 0)]
-    for k in range(1, num_samples + 1):
+    for k in range(1, num_samples + 1):  # behind sample k - 1, x tokens back: they are read again
         d, place = stream[min(k * S + x, len(stream)) - 1]
         rows.append((d, place + 1 - x))
     if num_samples * S > len(stream) and not x:  # upstream: the end of the last document
@@ -1147,10 +1128,7 @@ def random_parity_flags(rng):
 
 
 def orders_by_numpy(ds):
-    """document_index and shuffle_index: piles of epochs, each of them shuffled by numpy.
-
-    One generator draws both orders; with stable_order each epoch has one of its own.
-    """
+    """document_index and shuffle_index: piles of epochs, each of them shuffled by numpy."""
     cfg = ds.config
     S = cfg.sequence_length
     x = int(cfg.add_extra_token_to_sequence)
@@ -1669,16 +1647,11 @@ def parts_of(dataset):
 
 
 def test_which_datasets_a_config_means(mm, corpora, caplog):
-    """One corpus is no blend, whatever its weight, and needs no size; a weight of 0 opens nothing.
-
-    Without weights it is one epoch of each corpus, or as many samples as are wanted.  Phases are
-    for train, and each corpus lasts for all of them.
-    """
+    """A weight of 0 opens nothing; phases are for train, and each corpus lasts for all of them."""
     short = mk(mm, "in/short", [[1, 2]])  # which has no sample
-    counts = [len(gpt(mm, prefix)) for prefix in corpora]
+    total = sum(len(gpt(mm, prefix)) for prefix in corpora)
     epoch = {"blend": ([A, short, B, C], None)}
-    of_epoch = [(A, 40, None), (B, 25, None), (C, 10, None)]
-    nothing = {"blend": ([short, short], None)}
+    of_epoch = [[(A, 40, None), (B, 25, None), (C, 10, None)], None, None]
     cut = {"blend": ([A], None), "split": "1,1,0"}
     own = {"blend_per_split": [([A, "in/none", B], [1, 0.0, 3]), ([C], [7]), None]}
     phases = {"blend": (corpora, [0, 1, 1]), "split": "8,1,1"}
@@ -1688,27 +1661,23 @@ def test_which_datasets_a_config_means(mm, corpora, caplog):
         [(B, 2, 4), (C, 1, 4)],
         [(B, 3, 4), (C, 1, 4)],
     ]
-    of_one = {"blend_per_split": [([A], None), None, None]}
-    of_one["blend_phases"] = [(9, [1]), (6, [1])]
+    of_one = {"blend_per_split": [([A], None), None, None], "blend_phases": [(9, [1]), (6, [1])]}
     no_share = ["5 samples are wanted of test"]
-    too_short = [f"train: an epoch has {sum(counts)} samples"]
+    too_short = ["1,000,000 samples are wanted of train"]
     for sizes, fields, wanted, size, warned in (
         ([40, 5, 0], own, [[(A, 40, 11), (B, 25, 31)], (C, 10, 5), None], 40, []),
-        ([40, None, 5], own, [[(A, 40, 11), (B, 25, 31)], (C, 10, None), None], 40, no_share),
-        ([None, None, None], epoch, [of_epoch, None, None], None, []),
-        ([10, 0, 0], epoch, [of_epoch, None, None], 10, []),
-        ([sum(counts), 0, 0], epoch, [of_epoch, None, None], sum(counts), []),
-        ([10**6, 0, 0], epoch, [of_epoch, None, None], sum(counts), too_short),
-        ([0, 0, 0], nothing, [None, None, None], None, []),
+        ([None, None, None], epoch, of_epoch, None, []),
+        ([total, 0, 0], epoch, of_epoch, total, []),
+        ([10**6, 0, 0], epoch, of_epoch, total, too_short),
+        ([0, 0, 0], {"blend": ([short, short], None)}, [None, None, None], None, []),
         ([0, 5, 5], cut, [(A, 20, 0), (A, 20, 5), None], None, no_share),
-        ([0, 5, None], cut, [(A, 20, 0), (A, 20, 5), None], None, []),
         ([15, 0, 0], of_one, [[(A, 40, 16)], None, None], 15, []),
         ([12, 5, 5], phases, of_phases, 16, []),
     ):
         built, messages = heard(build, mm, sizes, config(mm, **fields))
         assert [parts_of(dataset) for dataset in built] == wanted
         assert getattr(built[0], "size", None) == size
-        assert [message.partition(",")[0] for message in messages] == warned
+        assert [message.partition(", which")[0] for message in messages] == warned
     train, valid, _ = built
     assert train.phases == [(9, [0.5, 0.5, 0.0]), (7, [0.0, 1 / 3, 2 / 3])]
     assert pairs_of(train) == blend_by_a_loop(train.phases)
@@ -1736,6 +1705,9 @@ def test_datasets_of_the_users_own_are_built_side_by_side(one):
     all_threads = threading.Barrier(2, timeout=20)
 
     class Numbers(one.MegatronDataset):
+        build_low_level_dataset = mock.Mock(return_value=range(10, 20))
+        numel_low_level_dataset = len
+
         def __init__(self, numbers, path, documents, *others):
             all_threads.wait()
             assert isinstance(documents, np.ndarray), "as upstream gives them to a class"
@@ -1748,38 +1720,27 @@ def test_datasets_of_the_users_own_are_built_side_by_side(one):
             return {"number": self.dataset[self.indices[idx]]}
 
     cfg = config(one, (["ten", "too"], [3, 1]), split="5,5,0", num_dataset_builder_threads=2)
-    open_ten = mock.Mock(return_value=range(10, 20))
-    methods = {"build_low_level_dataset": open_ten, "numel_low_level_dataset": len}
-    for name, function in methods.items():
-        with pytest.raises(NotImplementedError, match=name):
-            build(one, [3, 3, 0], cfg, Numbers)
-        setattr(Numbers, name, function)
     train, valid, test = build(one, [3, 3, 0], cfg, Numbers)
     assert (parts_of(train), test) == ([("ten", 5, 4), ("too", 5, 2)], None)
     assert batch_of(valid, [0, 1, 2])["number"].tolist() == [15, 15, 16]
 
 
 def test_what_a_builder_refuses(one, corpora):
-    """Sizes before a file is opened.  Pairs of different tokenizers, in whatever split.
-
-    A pair without a record may be of any tokenizer.  Upstream builds them.
-    """
+    """A pair without a record may be of any tokenizer.  Upstream builds pairs of several."""
     two = ([A, B], [1, 1])
     sets = {"blend_per_split": [None, two, two], "multiple_validation_sets": True}
-    none = {"blend": (["in/none"], None)}
     for prefix, name in ((A, "bytes"), (B, "BPE")):
         one._write_record(prefix, {"class": name}, [])
     other_tokenizer = f"{B} was made with .*BPE.* that of {A} is .*bytes"
     for sizes, fields, words in (
-        ([1, 2], none, "sizes"),
-        ([-1, 0, 0], none, "train.*-1"),
-        ([0, math.inf, 0], none, "valid.*inf"),
+        ([1, 2], {"blend": (["in/none"], None)}, "expected 3"),
+        ([0, -1, 0], {"blend": two}, "sizes: .*-1"),
         ([None, 0, 0], {"blend": two}, "train .*needs a size"),
         ([0, None, None], sets, "test .*needs a size"),  # valid is two datasets, and test a blend
         ([0, 5, 9], sets | {"full_validation": True}, "must be None"),
         ([20, 0, 0], {"blend": two, "blend_phases": [(16, [1, 1])]}, "16 samples, but 20"),
         ([9, 0, 0], {}, "no blend is given"),
-        ([5, 0, 0], {"blend": ([mk(one, "in/short", [[1]])] * 2, None)}, "train: .* no corpus"),
+        ([5, 0, 0], {"blend": ([mk(one, "in/short", [[1]])] * 2, None)}, "finite sum > 0"),
         ([5, 5, 0], {"blend": ([C, A, B], [1, 1, 1])}, other_tokenizer),
         ([5, 5, 0], {"blend_per_split": [([A, C], None), ([B], None), None]}, other_tokenizer),
     ):
@@ -4907,11 +4868,7 @@ def test_tokenizer_by_module_and_attribute(one, tmp_path, monkeypatch):
 
 @pytest.fixture
 def hf(tmp_path):
-    """A tokenizer.json of whole words, made here, which puts </s> in front of a text, if asked.
-
-    Its ids have a gap.  It asks for texts to be cut off and filled up: for models that read one
-    text, not for a corpus.
-    """
+    """A tokenizer.json of words, with a gap in its ids; if asked, </s> goes in front of a text."""
     tokenizers = pytest.importorskip("tokenizers")
     words = {"[UNK]": 0, "ja": 1, "nein": 2, "<|endoftext|>": 3, "</s>": 4, "weit": 70_000}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
@@ -4920,7 +4877,7 @@ def hf(tmp_path):
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="</s> $A", special_tokens=[("</s>", 4)]
     )
-    tokenizer.enable_truncation(2)
+    tokenizer.enable_truncation(2)  # as models that read one text want it
     tokenizer.enable_padding(length=3)
     path = str(tmp_path / "tokenizer.json")
     tokenizer.save(path)
@@ -4928,10 +4885,7 @@ def hf(tmp_path):
 
 
 def test_hugging_face_tokenizer(one, hf):
-    """Its identifiers tell apart what makes other tokens.
-
-    Upstream counts the ids, 6 here, so that the file would get two bytes for an id of 70,000.
-    """
+    """Upstream counts the ids, 6 here: the file would get two bytes for an id of 70,000."""
     texts = ["nein ja ja", "", "was", "weit"]
     of_file = {"class": "HuggingFaceTokenizer", "package": "tokenizers"}
     of_file["tokenizer.json"] = hashlib.md5(pathlib.Path(hf).read_bytes()).hexdigest()
@@ -4948,16 +4902,11 @@ def test_hugging_face_tokenizer(one, hf):
 
 
 def test_the_eod_of_a_folder(one, tmp_path, hf):
-    """Its eos_token, in the two forms that it has, unless another one is asked for.
-
-    Where tokenizer_config.json cannot be used, no other token is taken without a word.
-    """
+    """Its eos_token, in the two forms that it has, unless another one is asked for."""
     for content, eod in (
         ('{"eos_token": null}', 3),
         ('{"eos_token": "ja"}', 1),
         ('{"eos_token": {"content": "ja", "lstrip": false}}', 1),
-        ('{"eos_token": "j', "tokenizer_config.json: "),
-        ("[]", "tokenizer_config.json: "),
         ('{"eos_token": {"text": "ja"}}', "tokenizer_config.json: .*content"),
         ('{"eos_token": 12}', "tokenizer.json: no token 12"),
     ):
@@ -4977,11 +4926,9 @@ def test_a_tokenizer_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
     (tmp_path / "no.json").write_text('{"a": 1}')
     monkeypatch.chdir(tmp_path)
     for name, eod_text, adds_special_tokens, words in (
-        ("none", None, False, "unknown tokenizer 'none'"),
         ("no.json", None, False, r"no\.json: wanted a tokenizer\.json"),
         (f"gigatoken:{hf}", None, False, r"tokenizer\.json: gigatoken refuses it: "),
         (hf, "<none>", False, "<none>"),
-        ("bytes", None, True, "special tokens"),
         (f"gigatoken:{hf}", None, True, "special tokens"),
         ("null:9", "</s>", False, "eod and special tokens can be chosen"),
         ("null:x", None, False, "unknown tokenizer 'null:x'"),
@@ -5005,10 +4952,7 @@ def test_a_package_that_is_missing_is_named(one, tmp_path, hf, monkeypatch):
 
 
 def test_text_and_ids_of_all_kinds(one, hf):
-    """Of each tokenizer; ids are lists, arrays, tensors, and what can be read only once.
-
-    The text of a special token is that token.
-    """
+    """Of each tokenizer; ids are lists, arrays, tensors, and what can be read only once."""
     ids = [1, 3, 1]
     for name, eod, vocab_size, text in (
         ("bytes", 256, 257, "\x01\x03\x01"),
@@ -5031,15 +4975,15 @@ def test_text_and_ids_of_all_kinds(one, hf):
 def test_what_is_no_tokenizer_makes_no_corpus(one, tmp_path):
     """By the attributes that it lacks; it is given no text to try it."""
     path = jsonl(tmp_path / "a.jsonl", ["12 7"])
-    for missing in ("tokenize", "vocab_size", "eod"):
-        for make in (one.preprocess, one.encode_jsonl):
-            with pytest.raises(ValueError, match=f"got Tok, which lacks {missing}"):
-                make(path, tmp_path / "o", Tok(**{missing: None}), append_eod=True)
-    assert os.listdir(tmp_path) == ["a.jsonl"]
     tokenize = mock.Mock(return_value=[1, 0])
-    made = one.preprocess(path, tmp_path / "o", Tok(tokenize=tokenize), append_eod=True)
-    assert texts_of(one, made["text"]) == [[1, 0, 0]]  # a tokenizer's own eod is its own
-    tokenize.assert_called_once_with("12 7")
+    for missing, make in itertools.product(
+        ("tokenize", "vocab_size", "eod"), (one.preprocess, one.encode_jsonl)
+    ):
+        tokenizer = Tok(**{"tokenize": tokenize} | {missing: None})
+        with pytest.raises(ValueError, match=f"got Tok, which lacks {missing}"):
+            make(path, tmp_path / "o", tokenizer, append_eod=True)
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+    tokenize.assert_not_called()
 
 
 PIECES = ["the", " the", "The", " ", "\n", "\r\n", "\t", "12345", "don't", "é", "e\u0301", "日本"]
@@ -5055,10 +4999,7 @@ def odd_texts(rng, count):
 
 
 def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path):
-    """Of a file as GPT-2's, for any number of workers; only the name of the package differs.
-
-    It is made anew after much text, and where it was pickled.
-    """
+    """It is made anew after much text, and where it was pickled."""
     pytest.importorskip("gigatoken")
     tokenizers = pytest.importorskip("tokenizers")
     trained = tokenizers.ByteLevelBPETokenizer()
@@ -5802,10 +5743,7 @@ def write_parquet(path, columns, **arguments):
 
 
 def random_rows(rng, count, longest):
-    """Rows of some conversations each, of numbers for ChatTokenizer.
-
-    A template of the tokenizer's own gets all keys of a message, weight too.
-    """
+    """Rows of some conversations each, of numbers for ChatTokenizer, with a key more."""
     rows = []
     for _ in range(count):
         messages = []
@@ -5888,10 +5826,7 @@ def test_samples_of_conversations_equal_the_rules(one, tmp_path, kind, pad):
 @pytest.mark.parametrize("changed", [0, -1])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_file_of_rows_that_is_replaced(one, tmp_path, kind, changed):
-    """By one of equal size: the file that was opened is read on; who unpickles it refuses another.
-
-    A pickle has no row of Parquet.  A file that is written where it lies, as by cp, is an error.
-    """
+    """The file that was opened is read on; who unpickles it refuses another."""
     old, new = tmp_path / f"a.{kind}", tmp_path / f"b.{kind}"
     rows = [[ROW[0], {"role": "assistant", "content": str(k)}] for k in range(100, 199)]
     write_rows(old, rows, np.random.default_rng(0))
@@ -5915,22 +5850,16 @@ def test_a_file_of_rows_that_is_replaced(one, tmp_path, kind, changed):
 
 
 def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
-    """Each of these lines, all but the first and the last, with a word of the error.
-
-    Keys that hold nothing, as Parquet files and converters write them, are no loss.
-    """
+    """The first and the last line can: keys that hold nothing, as converters write, are no loss."""
     nothing = {"tool_calls": None, "name": "", "tools": [], "function_call": {}}
     good = json.dumps({"messages": [message | nothing for message in ROW * 2]})
     bad = {
         "{oops": "wanted a JSON object on the line, which begins '{oops",
         '{"text": "a"}': "KeyError: 'messages'",
         '{"messages": []}': "empty",
-        '{"messages": "a"}': "string indices",
         '{"messages": [{"from": "human", "value": "a"}]}': "KeyError: 'role'",
         '{"messages": [{"role": "user", "content": null}]}': "wanted texts",
-        '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}': "wanted texts",
         '{"messages": [{"role": "user", "content": "1", "weight": 0}]}': "weight .* lost",
-        '{"messages": [{"role": "user", "content": "", "tool_calls": [1]}]}': "tool_calls .* lost",
     }
     path = tmp_path / "chat.jsonl"
     path.write_text("\n\n".join([good, *bad, good]))  # with blank lines
@@ -5943,62 +5872,47 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
     for number, words in enumerate(bad.values(), 1):
         with pytest.raises(ValueError, match=rf"chat\.jsonl, line {2 * number + 1}: .*{words}"):
             ds[number]
-    folder = tmp_path  # such as that of the index cache of a pair
-    with pytest.raises(FileNotFoundError, match="no such file of conversations"):
-        chat(one, folder)
-
-
-def test_a_file_of_no_rows_is_refused_when_it_is_opened(one, tmp_path):
-    """By its first row, as a whole epoch may pass before another one is read."""
-    good = json.dumps({"messages": ROW})
-    write_parquet(tmp_path / "text.parquet", {"text": ["a"]})
-    write_parquet(tmp_path / "no_lists.parquet", {"messages": [good]})
-    no_parquet = "wanted a Parquet file with"
-    no_row = "1: wanted .messages., a list"
-    for name, content, words in (
-        ("list.jsonl", json.dumps([{"messages": ROW}], indent=1).encode(), no_row),
-        ("compressed.jsonl", gzip.compress(good.encode()), no_row),
-        ("compressed.jsonl.GZ", gzip.compress(good.encode()), "unpack it first"),
-        ("other_rows.jsonl", f'{{"text": "a"}}\n{good}'.encode(), no_row),
-        ("no_lists.parquet", None, no_row),
-        ("text.parquet", None, no_parquet),
-        ("damaged.parquet", b"nothing", no_parquet),
-    ):
-        if content is not None:
-            (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=f"{name}.*{words}"):
-            chat(one, tmp_path / name)
-
-
-def test_the_first_sample_without_any_loss_is_told(one, tmp_path):
-    """One for each dataset: of roles that are called otherwise, or prompts that are too long."""
-    other = [{"role": "human", "content": "1"}, {"role": "gpt", "content": "2"}]
-    long = [{"role": "user", "content": "1 " * 9}, ROW[1]]
-    path = jsonl(tmp_path / "chat.jsonl", [ROW, long, other, long], "messages")
-    for rows, lines in (([0, 1, 2], [2]), ([2, 1], [3]), ([0], [])):
-        fields = {"tokenizer": one.ByteTokenizer(), "sequence_length": 32}
-        ds = chat(one, path, documents=np.array(rows), **fields)
-        _, messages = heard(list, (ds[k] for k in (*range(len(ds)), None)))
-        for message, line in zip(messages, lines, strict=True):
-            assert f"chat.jsonl, line {line}: nothing is learned" in message
 
 
 def test_what_fine_tuning_refuses(one, tmp_path):
-    """Such as one target for three tokens, which would be spread over all of them."""
+    """A file by its first row, when it is opened; one target for three tokens would be spread."""
     one_target = mock.Mock(return_value=([1, 2, 3], [5]))
     with_start = {"": [5]}.get  # as a BOS around each text, of which this has none
-    path = jsonl(tmp_path / "chat.jsonl", [ROW], "messages")
-    for fields, words in (
-        ({"create_attention_mask": True}, "create_attention_mask must be False"),
-        ({"reset_position_ids": True}, "reset_position_ids must be False"),
-        ({"n": 3, "documents": np.array([])}, "holds no rows for 3 samples"),
-        ({"tokenizer": Tok(tokenize=with_start)}, r"without add_special_tokens: .* \[5\] around"),
-        ({"tokenizer": Tok(eod=None)}, "lacks eod"),
-        ({"tokenizer": Tok(tokenize_conversation=one_target)}, "line 1: .*3 tokens have 1 targets"),
+    good = json.dumps({"messages": ROW})
+    jsonl(tmp_path / "good.jsonl", [ROW], "messages")
+    (tmp_path / "list.jsonl").write_text(json.dumps([{"messages": ROW}], indent=1))
+    (tmp_path / "compressed.jsonl").write_bytes(gzip.compress(good.encode()))
+    write_parquet(tmp_path / "text.parquet", {"text": ["a"]})
+    write_parquet(tmp_path / "no_lists.parquet", {"messages": [good]})
+    for name, fields, words in (
+        ("list.jsonl", {}, "1: wanted .messages., a list"),
+        ("compressed.jsonl", {}, "1: wanted .messages., a list"),
+        ("compressed.jsonl.GZ", {}, "unpack it first"),
+        ("no_lists.parquet", {}, "1: wanted .messages., a list"),
+        ("text.parquet", {}, "wanted a Parquet file with"),
+        ("good.jsonl", {"create_attention_mask": True}, "create_attention_mask must be False"),
+        ("good.jsonl", {"reset_position_ids": True}, "reset_position_ids must be False"),
+        ("good.jsonl", {"n": 3, "documents": np.array([])}, "holds no rows for 3 samples"),
+        ("good.jsonl", {"tokenizer": Tok(tokenize=with_start)}, r"special_tokens: .* \[5\] around"),
+        ("good.jsonl", {"tokenizer": Tok(eod=None)}, "lacks eod"),
+        ("good.jsonl", {"tokenizer": Tok(tokenize_conversation=one_target)}, "1: .*same shape"),
     ):
         with pytest.raises(ValueError, match=words):
-            chat(one, path, **fields)[0]
-    chat(one, path, tokenizer=Tok(tokenize=with_start, tokenize_conversation=print))
+            chat(one, tmp_path / name, **fields)[0]
+    template = Tok(tokenize=with_start, tokenize_conversation=print)
+    chat(one, tmp_path / "good.jsonl", tokenizer=template)
+
+
+def test_the_first_sample_without_any_loss_is_told(one, tmp_path):
+    """Once: of roles that are called otherwise, or prompts that are too long."""
+    other = [{"role": "human", "content": "1"}, {"role": "gpt", "content": "2"}]
+    long = [{"role": "user", "content": "1 " * 9}, ROW[1]]
+    path = jsonl(tmp_path / "chat.jsonl", [ROW, long, other], "messages")
+    ds = chat(one, path, tokenizer=one.ByteTokenizer(), sequence_length=32)
+    for order in ([0, 1, 2, None], [0, 2, 1]):
+        ds._has_warned = False
+        _, [message] = heard(list, (ds[k] for k in order))
+        assert f"chat.jsonl, line {order[1] + 1}: nothing is learned" in message
 
 
 @pytest.mark.filterwarnings("ignore:.* nothing is learned")
@@ -6101,31 +6015,23 @@ def test_a_pair_is_found_by_any_path_that_means_it(one, tmp_path, monkeypatch):
         one.find(blend, "./a", 1)
 
 
-def test_what_cannot_be_traced_or_found(one, tmp_path):
-    a = mk(one, tmp_path / "a", [[1] * 9] * 9)
-    ds = gpt(one, a, 5, documents=np.arange(4, dtype=np.int32))
-    blend = build(one, [5, 0, 0], config(one, ([a, a], [1, 1])))[0]
-    chats = chat(one, jsonl(tmp_path / "chat.jsonl", [ROW], "messages"), 5)
-    of_chats = one.BlendedDataset([chats], [1], 5, chats.config)
-    others = [torch.utils.data.Subset(ds, [1, 2]), chats, of_chats, Numbers(5)]
-    assert one.find(ds, a, 8) == []  # of another split
-    for audit, datasets, arguments, error, words in (
-        (one.find, [ds, blend], ["other", 1], ValueError, f"other is not a pair.*{re.escape(a)}"),
-        (one.find, [ds, blend], [a, 9], IndexError, "9"),
-        (one.trace, [ds, blend], [9], IndexError, "9"),
-        (one.trace, others, [0], ValueError, "want a GPTDataset.*got (Subset|SFT|Numbers)"),
-        (one.find, others, [a, 0], ValueError, "want a GPTDataset.*got (Subset|SFT|Numbers)"),
-    ):
-        for dataset in datasets:
-            with pytest.raises(error, match=words):
-                audit(dataset, *arguments)
-
-
-def test_mock_data_have_no_file(one):
+def test_mock_data_and_what_cannot_be_found(one, tmp_path):
     ds = build(one, [10, 0, 0], config(one, sequence_length=4096), one.MockGPTDataset)[0]
     [*_, last] = one.trace(ds, 0)
     assert (last.path_prefix, last.byte_offset, last.document) == (None, None, last.sequence)
     assert 0 in one.find(ds, None, last.sequence)
+    a = mk(one, tmp_path / "a", [[1] * 9] * 9)
+    ds = gpt(one, a, 5, documents=np.arange(4, dtype=np.int32))
+    blend = build(one, [5, 0, 0], config(one, ([a, a], [1, 1])))[0]
+    assert one.find(ds, a, 8) == []  # of another split
+    for audit, arguments, error, words in (
+        (one.find, ["other", 1], ValueError, f"other is not a pair.*{re.escape(a)}"),
+        (one.find, [a, 9], IndexError, "9"),
+        (one.trace, [9], IndexError, "9"),
+    ):
+        for dataset in (ds, blend):
+            with pytest.raises(error, match=words):
+                audit(dataset, *arguments)
 
 
 # ==============================================================================
@@ -6137,9 +6043,7 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     jsonl("a.jsonl", ["aaaa", "bbb", "cccccc"])
     mk(one, tmp_path / "none", [])
-    mk(one, tmp_path / "minus", [[97, -1]])
     mk(one, tmp_path / "half", [[0.5]], np.float32)
-    mk(one, tmp_path / "foreign", [[97, 98]])
     with one.IndexedDatasetBuilder("modes.bin", multimodal=True) as builder:
         builder.add_document([1, 2, 3], [2, 1], [0, 5])
     prefix = "toy_text_document"
@@ -6149,10 +6053,7 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
         ("preprocess --input a.jsonl --output-prefix toy", [f"{prefix}: 3 sequences"]),
         (f"inspect {prefix}", inspected),
         ("inspect none", ["0 sequences, 0 documents, 0 tokens"]),
-        (f"inspect {prefix} --tokenizer null:200", ["not decoded: toy", "NullTokenizer"]),
-        ("inspect foreign", ["decoded: 'ab'"]),
-        ("inspect foreign --tokenizer null:97", ["not decoded: name the tokenizer"]),
-        ("inspect minus", ["[97, -1]", "not decoded: name the tokenizer"]),
+        (f"inspect {prefix} --tokenizer null:96", ["not decoded: name the tokenizer"]),
         ("inspect half", ["[0.5]", "not decoded: name the tokenizer"]),
         (f"verify {prefix} modes", [f"whole: {prefix}: 3 sequences, 3 documents, 13 ", "modes: 2"]),
         (f"merge --input {prefix} --input {prefix}.idx --output-prefix two", ["26 tokens"]),
@@ -6167,11 +6068,7 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
 
 
 def test_options_of_preprocess_reach_the_function(one, hf, capsys, monkeypatch):
-    """Each of them; those that are not given have the function's defaults, but for verbose.
-
-    A flag of several values that is given again adds to them.  Special tokens, such as the BOS of
-    Llama's file, which upstream adds, are for those who ask.
-    """
+    """Those that are not given have its defaults, but for verbose; given again they add up."""
     made = mock.Mock(return_value={})
     defaults = inspect.signature(one.preprocess).parameters
     monkeypatch.setattr(one, "preprocess", made)
@@ -6192,7 +6089,7 @@ def test_options_of_preprocess_reach_the_function(one, hf, capsys, monkeypatch):
 
 
 def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys):
-    """Of the program as it was called; and it leaves no file."""
+    """And it leaves no file."""
     monkeypatch.chdir(tmp_path)
     jsonl("a.jsonl", ["a"])
     for name in ("good", "damaged"):
@@ -6203,19 +6100,16 @@ def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys):
     for arguments, wanted, word in (
         ("", 2, "COMMAND"),
         (f"{preprocess} --json-keys x", 1, "a.jsonl: line 1: "),
-        (f"{preprocess} --shard z", 2, "--shard: wanted i/n, such as 0/16 to 15/16, got 'z'"),
         (f"{preprocess} --shard 3/3", 2, "--shard: wanted i/n, such as 0/16 to 15/16, got '3/3'"),
         (f"{preprocess} --workers 0", 2, "argument --workers: wanted 1 or more, got '0'"),
         (f"{preprocess} --on-error foo", 2, "argument --on-error: invalid choice: 'foo'"),
         ("merge --input good none --output-prefix o", 1, "none.idx"),
         ("verify good damaged", 1, "damaged.idx: sequence_pointers[1]"),
     ):
-        code, _, err = command(one, capsys, *arguments.split(), program="megatron_min.py")
+        code, _, err = command(one, capsys, *arguments.split())
         *usage, sentence = err.splitlines()
-        for line in usage:
-            assert code == 2 and line.startswith(("usage: python megatron_min.py", " "))
-        assert code == wanted and word in sentence
-        assert sentence.startswith("python megatron_min.py")
+        assert len(usage) == 0 or code == 2
+        assert code == wanted and word in sentence and sentence.startswith("megatron-min")
         assert files_of(".") == before
 
 
@@ -6225,20 +6119,19 @@ def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch):
         raise ZeroDivisionError("a  bad\nvalue")
 
     monkeypatch.setattr(one, "merge", merge)
-    code, _, err = command(one, capsys, "merge", "--input", "p", "--output-prefix", "q")
-    sentence = "megatron-min: ZeroDivisionError: a bad value\n"
-    assert (code, err) == (1, f"warning: a warning of two lines\n{sentence}")
+    code, _, err = command(one, capsys, *"merge --input p --output-prefix q".split())
+    wanted = ["warning: a warning of two lines", "megatron-min: ZeroDivisionError: a bad value"]
+    assert (code, err.splitlines()) == (1, wanted)
 
 
-@pytest.mark.parametrize("encoding, text", [("ascii", r"\u65e5\xe9"), ("cp1252", r"\u65e5é")])
-def test_a_console_that_cannot_show_a_character(one, tmp_path, capsys, monkeypatch, encoding, text):
+def test_a_console_that_cannot_show_a_character(one, tmp_path, capsys, monkeypatch):
     """It shows an escape, of a path as of a text, and the command goes on to its end."""
     prefix = mk(one, tmp_path / "日é", [list("日é".encode())], np.uint8)
-    console = io.TextIOWrapper(io.BytesIO(), encoding, newline="\n")
+    console = io.TextIOWrapper(io.BytesIO(), "cp1252", newline="\n")
     monkeypatch.setattr(sys, "stdout", console)
     assert command(one, capsys, "inspect", prefix)[0] == 0
-    first, *_, last = console.buffer.getvalue().decode(encoding).splitlines()
-    assert f"/{text}: 1 sequences" in first and last == f"decoded: '{text}'"
+    first, *_, last = console.buffer.getvalue().decode("cp1252").splitlines()
+    assert "/\\u65e5é: 1 sequences" in first and last == "decoded: '\\u65e5é'"
 
 
 class Signalled(Tok):
@@ -6256,10 +6149,7 @@ class Signalled(Tok):
 @pytest.mark.parametrize("is_ignored", [False, True])
 @pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
 def test_a_signal_unwinds_a_command(one, tmp_path, capsys, name, code, is_ignored):
-    """It comes in the middle of the work: no file is left, and there is no message.
-
-    One that was ignored when the command began, as by nohup, stays ignored.
-    """
+    """No file is left, and there is no message; one that was ignored before stays ignored."""
     path = jsonl(tmp_path / "a.jsonl", [name])
     handler = signal.SIG_IGN if is_ignored else signal.SIG_DFL
     before = signal.signal(getattr(signal, name), handler)
@@ -6286,9 +6176,7 @@ def test_the_demo_of_the_file_as_a_program(tmp_path, capsys, monkeypatch):
         runpy.run_path(str(HERE / "megatron_min.py"), run_name="__main__")
     assert stop.value.code == 0
     out = capsys.readouterr().out
-    assert "600 samples of 256 tokens" in out and "70 more steps, equal: True\nNext, your" in out
-    assert out.splitlines()[-1].startswith("python megatron_min.py preprocess --input ")
-    assert out.count(" in the blend\n") == 2
+    assert "600 samples of 256 tokens" in out and "70 more steps, equal: True\n" in out
     assert os.listdir(tmp_path) == []
 
 
@@ -6312,11 +6200,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_platforms_without_fcntl_and_fork(tmp_path):
-    """As Windows lacks them; workers are spawned there, and on macOS.
-
-    They too find a tokenizer's module in the current folder.  Nor is there a package of an extra:
-    what does not use it does not import it.
-    """
+    """Spawned workers find a module in the current folder; no package of an extra is there."""
     (tmp_path / "program").mkdir()
     (tmp_path / "program" / "job.py").write_text(BARE_PLATFORM)
     module = "import megatron_min\nclass Tokenizer(megatron_min.ByteTokenizer): pass\n"
@@ -6332,15 +6216,12 @@ def test_a_list_is_read_as_prefixes_and_weights(one):
     read = one.get_blend_from_list
     assert read([30, "p1", 0.5, pathlib.Path("p2")]) == (["p1", "p2"], [30.0, 0.5])
     assert read([" 1e-3 ", " p1 "]) == (["p1"], [0.001])
-    names = ["2023_01", "inf", "nan", "1e999"]  # float() takes each of these for a number
+    names = ["2023_01", "inf", "nan"]  # float() takes each of these for a number
     assert read(names) == (names, None)
     # upstream pairs these anyway, or takes weights for prefixes
     for wrong in (["0.3", "A", "B", "C"], ["0.3", "A", "0.7"], [], ["A", "1"], ["1", "2"]):
         with pytest.raises(ValueError, match="prefixes"):
             read(wrong)
-    for no_list in ("wiki", HIDDEN, 5):
-        with pytest.raises(ValueError, match="wanted a list of prefixes"):
-            read(no_list)
 
 
 # -- Programs: they begin, end and are stopped as a user's do, but import torch once for all -----
@@ -6415,7 +6296,7 @@ class Killing(mm.ByteTokenizer):
 os.mkdir("out")
 preprocess("--output-prefix", "out/o", "--tokenizer", "__main__:Killing")
 """
-NO_ROOM = f"-c: [Errno 28] {os.strerror(errno.ENOSPC)}\n"
+NO_ROOM = f"megatron-min: [Errno 28] {os.strerror(errno.ENOSPC)}\n"
 MADE = ["o_text_document.bin", "o_text_document.idx", "o_text_document.record.json"]
 ENDS = {  # lines, the exit code, files, what stands on stderr
     # A forked process leaves the files of the one that forked it.
@@ -6619,10 +6500,7 @@ def same_items(ours, theirs, indices, note=""):
 
 @pytest.mark.parametrize("split", ["train", "valid"])
 def test_datasets_equal_upstreams(mm, up, tmp_path, split):
-    """Indices and samples, under every flag, with all kinds of padding.
-
-    Upstream: an AssertionError where a kept short sample ends in an empty document, with x = 1.
-    """
+    """Upstream: an error where a kept short sample ends in an empty document, with x = 1."""
     caches = [str(tmp_path / side) for side in ("ours", "theirs")]
     tokenizers = [tokenizer for tokenizer, _, _ in PADS.values()] + [LegacyTokenizer()]
     for case, rng in enumerate(cases(15)):
@@ -6733,11 +6611,7 @@ WAYS_TO_BUILD = [
 
 
 def test_built_datasets_and_caches_equal_upstreams(one, up, tmp_path, group):
-    """Every mode: the datasets, and each file of the cache byte for byte.
-
-    Then each builds from the other's cache.  Upstream writes nothing; we write the same arrays
-    again, with a manifest each.
-    """
+    """Each then builds from the other's cache, to which we add manifests, and upstream nothing."""
     counts = {}
     rng = np.random.default_rng(21)
     for name in "abcdef":
@@ -7114,33 +6988,3 @@ def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path):
             with torch.no_grad():
                 estimated, _ = names["get_batch"]("train")
             same(estimated, batch_of(train, [4 * (step - iter_num) + k for k in (2, 3)])["tokens"])
-
-
-TOLD_TO_END = """
-import os, signal
-from megatron_min import *
-
-{definition}
-signal.signal(signal.SIGTERM, lambda *place: None)
-train = range(100_000)
-sampler = MegatronPretrainingSampler(len(train), 0, 4, 0, 1)
-loader = {loader}
-batches = iter(loader)
-for step in range(60):  # more than are made ahead
-    next(batches)
-    if step == 9:  # both workers have begun
-        os.killpg(0, signal.SIGTERM)
-print(loader.state_dict()["consumed_samples"])
-"""
-
-
-@linux
-@pytest.mark.slow
-def test_a_job_that_is_told_to_end_saves_its_state(readme):
-    """With README's option; without it torch's worker processes are gone."""
-    [definition] = re.findall("`(def leave_group.+?)`", readme)
-    [loader] = re.findall("`(PretrainingDataLoader.+leave_group.)`", readme)
-    script = TOLD_TO_END.format(definition=definition, loader=loader)
-    run = [sys.executable, "-c", script]
-    job = subprocess.run(run, cwd=HERE, start_new_session=True, capture_output=True, text=True)
-    assert (job.stdout, job.returncode) == ("240\n", 0), job.stderr
