@@ -2471,19 +2471,16 @@ class _Sampler:
         data_parallel_size: int,
         drop_last: bool = True,
     ) -> None:
-        _refuse_sizes_of_sampler(
-            total_samples, micro_batch_size, data_parallel_rank, data_parallel_size
-        )
-        self.total_samples = int(total_samples)
-        self.micro_batch_size = int(micro_batch_size)
+        self.total_samples = operator.index(total_samples)
+        self.micro_batch_size = operator.index(micro_batch_size)
         self.data_parallel_rank = data_parallel_rank
-        self.data_parallel_size = int(data_parallel_size)
+        self.data_parallel_size = operator.index(data_parallel_size)
         self.drop_last = drop_last
         self.samples_per_round = self.micro_batch_size * self.data_parallel_size
         self.micro_batch_times_data_parallel_size = self.samples_per_round  # upstream's name
+        self.consumed_samples = operator.index(consumed_samples)
+        _refuse_start(self, self.consumed_samples)
         self.active_total_samples = self.total_samples - self.total_samples % self.samples_per_round
-        _refuse_start(self, consumed_samples)
-        self.consumed_samples = int(consumed_samples)
         self.next_start = self.consumed_samples
 
     def __len__(self) -> int:
@@ -2726,10 +2723,11 @@ class ParallelGroups:
     ) -> list[list[int]]:
         """Return all groups of a kind in a job of tensor * context * data * pipeline ranks.
 
-        Each rank is in one of these lists.  ValueError for an unknown axis, or a size below 1.
+        Each rank is in one of these lists.  ValueError for an unknown axis.
         """
-        _refuse_kind_of_group(kind, tensor, context, data, pipeline)
         axes = kind.split("-")
+        if not {"tp", "cp", "dp", "pp"}.issuperset(axes):
+            raise ValueError(f"kind {kind!r}: wanted tp, cp, dp or pp, or several joined by '-'")
         groups = {}
         for rank in range(tensor * context * data * pipeline):
             rest, tp = divmod(rank, tensor)
@@ -2741,9 +2739,7 @@ class ParallelGroups:
         return list(groups.values())
 
     def __init__(self, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> None:
-        world = 1
-        if _is_distributed():
-            world = torch.distributed.get_world_size()
+        world = _num_processes()
         _refuse_world(world, tensor, context, pipeline)
         data = world // (tensor * context * pipeline)
         self.sizes = {"tensor": tensor, "context": context, "data": data, "pipeline": pipeline}
@@ -2783,8 +2779,6 @@ class ParallelGroups:
 
     def group(self, kind: str) -> "torch.distributed.ProcessGroup | None":
         """This rank's process group of a kind; None without torch.distributed."""
-        if kind not in self._groups:
-            raise ValueError(f"no process group {kind!r}: there are {', '.join(self._groups)}")
         return self._groups[kind]
 
     @property
@@ -2902,8 +2896,6 @@ def _layout_of_stage(groups, shape, create_attention_mask, mtp, packed):
 
 def _read_batch(data_iterator, layout, create_attention_mask):
     """Read the next batch, and return the tensors of the layout."""
-    if data_iterator is None:
-        raise ValueError("this rank reads for its group: give a data_iterator, not None")
     batch = next(data_iterator)
     _refuse_batch(batch, layout, create_attention_mask)
     return {key: batch[key].to("cpu", dtype) for key, (_, dtype) in layout.items()}
@@ -2966,9 +2958,8 @@ def get_batch_on_this_cp_rank(
                upstream's name: cut the whole row, and not every document, with cu_seqlens too
     Returns    a new dict, with rows of S / cp_size tokens; the batch is not changed
     Raises     ValueError where S, or the length of a document, is no multiple of 2*cp_size, or
-               where cu_seqlens decreases, or leaves 0 .. S.  SFTDataset fills its documents up to
-               such lengths; the documents of GPTDataset have any length, so with
-               inter_document_masking set use_per_sequence_balancing
+               below 0.  SFTDataset fills its documents up to such lengths; those of GPTDataset have
+               any, so with inter_document_masking set use_per_sequence_balancing
     Upstream   get_batch_on_this_cp_rank, which changes the batch
 
     >>> batch = {"tokens": torch.arange(8)[None]}
@@ -2986,14 +2977,17 @@ def get_batch_on_this_cp_rank(
         return part
     cu_seqlens = batch.get("cu_seqlens")
     if cu_seqlens is None or use_per_sequence_balancing:
-        _refuse_uneven_row(length, cp_size)
-        bounds_of_rows = [[0, length]]  # the same in all rows
+        if length % (2 * cp_size):
+            wanted = f"cp_size {cp_size} wants a multiple of {2 * cp_size}"
+            raise ValueError(f"a row of {length} tokens cannot be cut: {wanted}")
+        documents_of_rows = [[(0, length)]]  # the same in all rows
     else:
-        starts_of_rows = cu_seqlens.tolist()
-        _refuse_uneven_documents(starts_of_rows, length, cp_size)
-        # behind the last document, cu_seqlens repeats the length
-        bounds_of_rows = [sorted({0, *starts, length}) for starts in starts_of_rows]
-    chunks_of_rows = [_chunks_of_row(bounds, cp_rank, cp_size) for bounds in bounds_of_rows]
+        documents_of_rows = []
+        for starts in cu_seqlens.tolist():
+            pairs = itertools.pairwise([0, *starts, length])  # at its end cu_seqlens repeats S
+            documents_of_rows.append([(begin, end) for begin, end in pairs if begin != end])
+        _refuse_uneven_documents(documents_of_rows, cp_size)
+    chunks_of_rows = [_chunks_of_row(row, cp_rank, cp_size) for row in documents_of_rows]
     for key, value in batch.items():
         if key == "cu_seqlens" or not isinstance(value, torch.Tensor):
             continue
@@ -3013,14 +3007,14 @@ def _length_of_rows(batch):
     return None
 
 
-def _chunks_of_row(bounds, cp_rank, cp_size):
+def _chunks_of_row(documents, cp_rank, cp_size):
     """What a cp rank keeps of a row: [(begin, length), ...].
 
     Of each document, cut into 2 * cp_size chunks, these are number cp_rank from the front and
     number cp_rank from the back.
     """
     chunks = []
-    for begin, end in itertools.pairwise(bounds):
+    for begin, end in documents:
         size = (end - begin) // (2 * cp_size)
         front = begin + cp_rank * size
         back = end - (cp_rank + 1) * size
@@ -3082,21 +3076,19 @@ _NAME = "name (not compared)"  # for messages: a copy may have another
 class PretrainingDataLoader(torch.utils.data.DataLoader):
     """A DataLoader whose position can be saved, as with torchdata's StatefulDataLoader.
 
-    dataset        any dataset; one that can be asked for sample None (of a Subset its dataset), if
-                   the sampler fills up batches with it
+    dataset        any dataset; one that can be asked for sample None, if the sampler fills up
+                   batches with it
     batch_sampler  a sampler of section 8
     num_workers    how many threads, or processes, make batches ahead; 0: none
     arguments      further arguments of DataLoader, such as collate_fn or prefetch_factor.  With
                    any of them but pin_memory, DataLoader makes the batches of a GPTDataset, too
 
-    len() counts the batches of a whole turn, also after a resume.  Where several iterators run, the
-    state is that of the newest; with persistent_workers, which they would share, the older ones
-    raise a RuntimeError.  What worker processes draw depends on torch.initial_seed(), the
-    data-parallel rank and the place where the iterator begins, unless a generator is given.
-
-    The first iterator after load_state_dict() goes on where the state was taken.  After it the next
-    one begins at 0, or, with a cyclic sampler, behind the last batch; with a warning if the first
-    was left before its end, as by next(iter(loader)).
+    len() counts the batches of a whole turn, also after a resume.  The first iterator after
+    load_state_dict() goes on where the state was taken; the next one begins at 0, or, with a cyclic
+    sampler, behind the last batch, and warns if the first was left before its end.  Where several
+    run, the state is that of the newest; with persistent_workers the older ones raise a
+    RuntimeError.  What worker processes draw depends on torch.initial_seed(), the data-parallel
+    rank and the place where the iterator begins, unless a generator is given.
 
     >>> loader = PretrainingDataLoader(range(6), MegatronPretrainingSampler(6, 0, 2, 0, 1))
     >>> state = [loader.state_dict() for batch in loader][0]          # after the first batch
@@ -3113,9 +3105,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         num_workers: int = 0,
         **arguments: typing.Any,
     ) -> None:
-        _check_loader(batch_sampler, num_workers, arguments)
-        if type(dataset) is torch.utils.data.Subset:
-            dataset = _PaddedSubset(dataset.dataset, dataset.indices)
+        _check_loader(batch_sampler, arguments)
         may_use_threads = IMPLEMENTATION == "c" and _is_plain(dataset)
         self.makes_own_batches = may_use_threads and arguments.keys() <= {"pin_memory"}
         self.num_threads = num_workers if self.makes_own_batches else 0
@@ -3131,13 +3121,23 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
 
     def __iter__(self) -> typing.Iterator[dict]:
         sampler = self.batch_sampler
+        end = sampler.total_samples
         if sampler.kind == "cyclic":
             # This sampler advances its own number as it runs ahead of the loop: set it back to the
             # last batch that the loop was given.  The others set theirs to 0 for a further pass.
             sampler.next_start = self.consumed_samples
+            turn = self.consumed_samples // sampler.active_total_samples
+            end = (turn + 1) * sampler.active_total_samples
         begin = sampler.next_start
-        end = self._end_of_pass(begin)
-        _warn_if_left(self.consumed_samples, self._end_of_resumed, begin)
+        if sampler.drop_last:
+            end -= (end - begin) % sampler.samples_per_round
+        if self.consumed_samples < self._end_of_resumed:
+            words = f"left at sample {self.consumed_samples}, and this one begins at sample {begin}"
+            warnings.warn(
+                f"the iterator that went on from the state was {words}: to go on there, load the "
+                "state again, and keep its first iterator",
+                stacklevel=2,
+            )
         self._end_of_resumed = end if self._newest is None else 0
         this_iterator = object()
         self._newest = this_iterator
@@ -3148,18 +3148,12 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             if self._newest is this_iterator:
                 self.consumed_samples = consumed
             yield batch
-            if self._newest is not this_iterator:
-                _refuse_older_iterator(self)
-
-    def _end_of_pass(self, begin):
-        """The consumed samples after the last batch of a pass that begins there."""
-        sampler = self.batch_sampler
-        if sampler.kind == "cyclic":
-            return (begin // sampler.active_total_samples + 1) * sampler.active_total_samples
-        end = sampler.total_samples
-        if sampler.drop_last:
-            end -= (end - begin) % sampler.samples_per_round
-        return end
+            is_newest = self._newest is this_iterator
+            if self._newest is None or (self.persistent_workers and not is_newest):
+                raise RuntimeError(
+                    "load_state_dict() was called or, with persistent_workers, a newer iterator "
+                    "has begun while this one was running: go on with a new one, iter(loader)"
+                )
 
     def _own_batches(self):
         """Batches of our own datasets; by threads, if there are any, a few ahead.
@@ -3168,8 +3162,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         begun is not made, and nobody waits.
         """
         if not self.num_threads:
-            for indices in self.batch_sampler:
-                yield self._make_batch(indices)
+            yield from map(self._make_batch, self.batch_sampler)
             return
         pool = concurrent.futures.ThreadPoolExecutor(self.num_threads)
         pending = collections.deque()
@@ -3186,10 +3179,9 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     def _batches_of_torch(self, begin):
         """Batches that torch's DataLoader makes, from a place on.
 
-        For an iterator torch draws a number, from which each of its worker processes has its seed.
-        From the global generator only ranks with a loader would draw it, and their dropout would
-        differ from that of the ranks beside them.  Torch also makes tensors on the default device,
-        and fails if that is not the CPU.
+        For an iterator torch draws a number, from which each of its worker processes has its seed:
+        from the global generator only ranks with a loader would draw it, and their dropout would
+        differ from that of the others.  And it fails where the default device is not the CPU.
         """
         if not self._has_generator:
             place = [torch.initial_seed(), self.batch_sampler.data_parallel_rank, begin]
@@ -3232,10 +3224,10 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         ValueError names the first thing of the past that is another one here; strict=False goes on
         all the same, if a pass of the sampler can start there.
         """
-        version, consumed, past = _read_state(state_dict)
+        consumed = operator.index(state_dict["consumed_samples"])
         _refuse_start(self.batch_sampler, consumed)
         if strict:
-            _refuse_other_past(version, past, _read_past(self._past_of(consumed)))
+            _refuse_other_past(state_dict, self._past_of(consumed))
         self._newest = None
         self._end_of_resumed = 0
         self.consumed_samples = consumed
@@ -3275,41 +3267,33 @@ def _is_plain(dataset: typing.Any) -> bool:
     return all(type(part) is GPTDataset and part.config is dataset.config for part in parts)
 
 
-class _PaddedSubset(torch.utils.data.Subset):
-    """A Subset whose sample None, which fills up a batch, is that of its dataset."""
-
-    def __getitems__(self, indices):
-        return _samples_of(self.dataset, [k if k is None else self.indices[k] for k in indices])
-
-
 # -- What decides the samples ------------------------------------------------------------------
 
 
 def _what_decides(dataset, n, kept):
-    """What decides the first n samples of a dataset: {setting, in words: value}, with dicts in it.
+    """What decides the first n samples of a dataset, None: all: {setting, in words: value}.
 
-    n      None: all.  Of a blend these are its weights, phases and size, and all its datasets
     kept   a dict, for further calls: what was asked of each dataset once
     """
-    data = getattr(dataset, "dataset", None)
     if isinstance(dataset, BlendedDataset):
         mix, parts = _mix_of_first(dataset, n, kept)
         settings = {"class": type(dataset).__name__}
         for d in parts:
             settings[f"corpus {d}"] = _what_decides(dataset.datasets[d], None, kept)
         return settings | mix
+    data = getattr(dataset, "dataset", None)
     if isinstance(dataset, torch.utils.data.Subset):
         indices = np.asarray(dataset.indices[:n], np.int64)
         if np.any(indices < 0):  # -1 is the last
             indices = indices % len(data)
         n = int(indices.max(initial=-1)) + 1
         settings = {"class": "Subset", "indices": _md5(indices.tobytes())}
-        return settings | {"data": _what_decides(data, n, kept)}
-    if id(dataset) not in kept:
-        kept[id(dataset)] = _settings_of(dataset)
-    settings = kept[id(dataset)]
-    if data is None or isinstance(dataset, GPTDataset):  # whose settings are of its pair, too
-        return settings
+    else:
+        if id(dataset) not in kept:
+            kept[id(dataset)] = _settings_of(dataset)
+        settings = kept[id(dataset)]
+        if data is None or isinstance(dataset, GPTDataset):  # whose settings are of its pair, too
+            return settings
     return settings | {"data": _what_decides(data, n, kept)}
 
 
@@ -3400,17 +3384,13 @@ def build_pretraining_data_loader(
 ) -> typing.Any:
     """Return a PretrainingDataLoader of this rank's micro-batches; None where there is no sample.
 
-    A micro-batch is a dict of tensors (micro_batch_size, ...).  Upstream:
-    build_pretraining_data_loader.
-
-    dataloader_type   "single": in order; "cyclic": shuffled anew each turn; "external": dataset
-                      is a loader already, and is returned as it is
-    data_parallel_rank, data_parallel_size   None: 0 and 1, in a job of one process
-    data_sharding     of cyclic: each rank shuffles a part of its own
-    num_workers       as of PretrainingDataLoader
-    full_validation   every sample once, one for each rank and round; micro_batch_size is not used
-    drop_last         of single: leave out the last samples, which fill no whole round
-    seed              of cyclic
+    dataloader_type      "single", "cyclic" (section 8), or "external": dataset is a loader already,
+                         and is returned as it is
+    data_parallel_rank   None: 0, in a job of one process; so data_parallel_size 1
+    full_validation      every sample once, one for each rank and round, whatever micro_batch_size
+    drop_last            of single: leave out the last samples, which fill no whole round
+    data_sharding, seed  of cyclic: those of its sampler
+    Upstream             build_pretraining_data_loader
 
     >>> loader = build_pretraining_data_loader(range(8), 0, micro_batch_size=2)
     >>> next(iter(loader)), loader.state_dict()["consumed_samples"]
@@ -3420,8 +3400,7 @@ def build_pretraining_data_loader(
         return dataset
     if len(dataset) == 0:  # a split of which nothing is wanted
         return None
-    _refuse_several_datasets(dataset)
-    _check_rank_is_given(data_parallel_rank, data_parallel_size)
+    _refuse_data_of_loader(dataset, data_parallel_rank, data_parallel_size)
     rank = 0 if data_parallel_rank is None else data_parallel_rank
     ranks = 1 if data_parallel_size is None else data_parallel_size
     sizes = [len(dataset), consumed_samples, micro_batch_size, rank, ranks]
@@ -3435,12 +3414,10 @@ def build_pretraining_data_loader(
         sampler = MegatronPretrainingRandomSampler(dataset, *sizes, data_sharding, seed=seed)
     else:
         raise ValueError(
-            "dataloader_type: wanted single or cyclic (or external, for a loader of your own), "
-            f"got {dataloader_type!r}"
+            f"dataloader_type: wanted single, cyclic or external, got {dataloader_type!r}"
         )
-    return PretrainingDataLoader(
-        dataset, sampler, num_workers, pin_memory=torch.cuda.is_available()
-    )
+    is_pinned = torch.cuda.is_available()
+    return PretrainingDataLoader(dataset, sampler, num_workers, pin_memory=is_pinned)
 
 
 def _read_at_once(dataset, indices):
@@ -3567,8 +3544,6 @@ class DistributedDataParallel(torch.nn.Module):
         grad_reduce_in_fp32: bool = False,
     ) -> None:
         super().__init__()
-        if bucket_size < 1:
-            raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}")
         self.module = module
         self.group = group
         self.size = 1
@@ -3599,17 +3574,15 @@ class DistributedDataParallel(torch.nn.Module):
         params_of = {}  # {(dtype of the gradient, device): its parameters, in reverse order}
         for param in reversed(self._names):
             if param.requires_grad:
-                params_of.setdefault(self._kind_of_gradient(param), []).append(param)
-                param.register_post_accumulate_grad_hook(_GradientHook(self))
+                dtype = torch.float32 if self.grad_reduce_in_fp32 else param.dtype
+                params_of.setdefault((dtype, param.device), []).append(param)
+                # Weak, as a parameter keeps its hooks: a wrapper that was dropped is freed, and
+                # hears of no gradient when the module is wrapped anew.
+                hook = functools.partial(_tell_of_gradient, weakref.ref(self))
+                param.register_post_accumulate_grad_hook(hook)
         for (dtype, device), params in params_of.items():
             self._add_buffer(params, dtype, device)
         self.zero_grad_buffer()
-
-    def _kind_of_gradient(self, param):
-        """(dtype, device) of its main_grad."""
-        if self.grad_reduce_in_fp32:
-            return torch.float32, param.device
-        return param.dtype, param.device
 
     def _add_buffer(self, params, dtype, device):
         """Make the buffer of one dtype and device, its buckets, and the place of each parameter."""
@@ -3749,9 +3722,9 @@ class DistributedDataParallel(torch.nn.Module):
         """Begin a step: every gradient is 0, and every param.main_grad a view of the buffers again.
 
         A rank whose batch gives no gradient at all then sends zeros, so that nobody waits for it.
-        ValueError where a parameter was converted, replaced or unfrozen after the wrapping.
+        ValueError where a parameter was replaced or unfrozen after the wrapping.
         """
-        _refuse_changed_parameters(self)
+        _refuse_new_parameters(self)
         for param, place in self._places.items():
             param.main_grad = place.view(param.shape)
             param.grad = None
@@ -3785,20 +3758,11 @@ class DistributedDataParallel(torch.nn.Module):
         self._make_buffers()
 
 
-class _GradientHook:
-    """Tells a DistributedDataParallel of each new gradient.
-
-    The reference is weak, as a parameter keeps its hooks: a wrapper that was dropped is freed, and
-    hears of no gradient when the module is wrapped anew.
-    """
-
-    def __init__(self, wrapper):
-        self.wrapper = weakref.ref(wrapper)
-
-    def __call__(self, param):
-        wrapper = self.wrapper()
-        if wrapper is not None:
-            wrapper._on_gradient(param)
+def _tell_of_gradient(wrapper, param):
+    """Tell a DistributedDataParallel of a new gradient, if it is still there."""
+    ddp = wrapper()
+    if ddp is not None:
+        ddp._on_gradient(param)
 
 
 def finalize_model_grads(
@@ -3858,7 +3822,7 @@ def forward_backward_no_pipelining(
     data_iterator      is passed on to forward_step_func
     model              a DistributedDataParallel, a plain module, or a list of one of these.  With
                        a class of torch that averages over the ranks the losses must be means
-    num_microbatches   how many to run, at least 1
+    num_microbatches   how many to run
     forward_only       no backward, and nothing is sent; call it under torch.no_grad()
     seq_length, micro_batch_size, decoder_seq_length
                        accepted, without effect
@@ -3899,9 +3863,8 @@ def forward_backward_no_pipelining(
     >>> [row_of_b[ord(letter)].item() * 8 * 256 for letter in "abc"]  # 3, 3 - 2 * 256, 3 - 256
     [3.0, -509.0, -253.0]
     """
-    _refuse_step(model, num_microbatches)
     if isinstance(model, (list, tuple)):
-        [model] = model
+        [model] = model  # without pipelining there is one
     reports = []
     token_counts = []
     for number in range(num_microbatches):
@@ -3970,7 +3933,6 @@ def get_train_valid_test_num_samples(
     ...                                  eval_iters=2)
     (800, 48, 16)
     """
-    _refuse_sizes_of_run(global_batch_size, eval_interval, eval_iters, train_iters, train_samples)
     if train_samples is None:
         train_samples = train_iters * global_batch_size
     if train_iters is None:
@@ -4011,15 +3973,12 @@ class NumMicroBatches:
         data_parallel_size: int,
         rampup_batch_size: typing.Sequence[int] | None = None,
     ) -> None:
-        ramp = rampup_batch_size
-        if not ramp:
-            ramp = (global_batch_size, 1, 0)  # one size from the start
-        self.samples_per_round = micro_batch_size * data_parallel_size
-        _refuse_ramp(ramp, global_batch_size, self.samples_per_round)
-        start, increment, samples = ramp
+        ramp = rampup_batch_size or (global_batch_size, 1, 0)  # one size from the start
+        start, increment, self.samples = ramp
         self.global_batch_size = global_batch_size
-        self.samples = samples
+        self.samples_per_round = micro_batch_size * data_parallel_size
         self.sizes = range(start, global_batch_size + 1, increment)
+        _refuse_ramp(self.sizes, global_batch_size, self.samples_per_round)
         self.update(0)
 
     def update(self, consumed_samples: int) -> None:
@@ -4164,7 +4123,7 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 #                            (a warning); another past               or loaded
 #   an older iterator, a     it comes too late                       when it comes        (d)
 #   gradient
-#   a changed parameter, a   its gradient would be wrong             in the step          ValueError
+#   a new parameter, a       its gradient would be wrong             in the step          ValueError
 #   sum of one rank
 #
 #   (a) DatasetFormatError, a ValueError: file, field, what was wanted, what was found
@@ -4812,58 +4771,50 @@ def _error_of_sample(dataset, k, found):
 # -- Samplers, batches and gradients (sections 8 to 12) --------------------------------------------
 
 
-def _refuse_sizes_of_sampler(total_samples, micro_batch_size, rank, data_parallel_size):
-    """ValueError unless the sizes of a sampler are whole and at least 1, and the rank fits them."""
-    sizes = {
-        "total_samples": total_samples,
-        "micro_batch_size": micro_batch_size,
-        "data_parallel_size": data_parallel_size,
-    }
-    for name, size in sizes.items():
-        if not isinstance(size, numbers.Real) or size < 1 or size % 1:
-            raise ValueError(f"{name} must be >= 1 and whole, got {size!r}")
-    if not 0 <= rank < data_parallel_size:
-        raise ValueError(f"data_parallel_rank must be 0 to {data_parallel_size - 1}, got {rank}")
-
-
 def _refuse_start(sampler, consumed_samples):
-    """ValueError unless a sampler can begin there.
+    """ValueError unless a sampler has whole rounds, and can begin there.
 
     "cyclic" begins after any number of whole rounds, the others anywhere in the turn or at its end.
     """
     total = sampler.total_samples
+    ranks = sampler.data_parallel_size
     per_round = sampler.samples_per_round
-    if sampler.kind != "cyclic":
-        if not 0 <= consumed_samples <= total or consumed_samples % 1:
+    sizes = [total, sampler.micro_batch_size, ranks]
+    if min(sizes) < 1:
+        raise ValueError(
+            f"total_samples, micro_batch_size, data_parallel_size must be at least 1, got {sizes}"
+        )
+    if not 0 <= sampler.data_parallel_rank < ranks:
+        raise ValueError(
+            f"data_parallel_rank must be 0 to {ranks - 1}, got {sampler.data_parallel_rank}"
+        )
+    if sampler.kind == "cyclic":
+        if total < per_round:
+            raise ValueError(f"total_samples ({total}) must fill a round of {per_round} samples")
+        if consumed_samples < 0 or consumed_samples % per_round:
             raise ValueError(
-                f"consumed_samples must be 0 to total_samples ({total}) and whole, "
+                f"consumed_samples must be a multiple of the round of {per_round} samples, "
                 f"got {consumed_samples}"
             )
-    elif total < per_round:
-        raise ValueError(f"total_samples ({total}) must fill a round of {per_round} samples")
-    elif consumed_samples < 0 or consumed_samples % per_round:
+    elif not 0 <= consumed_samples <= total:
         raise ValueError(
-            f"consumed_samples must be a multiple of the round of {per_round} samples, "
-            f"got {consumed_samples}"
+            f"consumed_samples must be 0 to total_samples ({total}), got {consumed_samples}"
         )
 
 
-def _refuse_kind_of_group(kind, tensor, context, data, pipeline):
-    """ValueError for an unknown axis, and for a number of ranks below 1."""
-    if not set(kind.split("-")) <= {"tp", "cp", "dp", "pp"}:
-        raise ValueError(f"kind {kind!r}: wanted tp, cp, dp or pp, or several joined by '-'")
-    if min(tensor, context, data, pipeline) < 1:
-        sizes = f"tensor={tensor}, context={context}, data={data}, pipeline={pipeline}"
-        raise ValueError(f"sizes must be at least 1, got {sizes}")
+def _num_processes():
+    """How many processes a job has; where torch.distributed is not initialized, WORLD_SIZE says."""
+    if _is_distributed():
+        return torch.distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def _refuse_world(world, tensor, context, pipeline):
     """ValueError where the ranks of a job cannot be cut so, or do not know of each other."""
-    num_processes = os.environ.get("WORLD_SIZE") or "1"
-    if num_processes != "1" and not _is_distributed():
+    if world > 1 and not _is_distributed():
         raise ValueError(
-            f"WORLD_SIZE is {num_processes}, and torch.distributed is not initialized, so every "
-            "rank would read the same samples: call torch.distributed.init_process_group() first"
+            f"WORLD_SIZE is {world}, and every rank would read the same samples: call "
+            "torch.distributed.init_process_group() first"
         )
     if min(tensor, context, pipeline) < 1 or world % (tensor * context * pipeline):
         raise ValueError(
@@ -4873,82 +4824,53 @@ def _refuse_world(world, tensor, context, pipeline):
 
 
 def _refuse_batch(batch, layout, create_attention_mask):
-    """ValueError for a batch that is not what a layout, {key: (shape, dtype)}, says."""
-    if not isinstance(batch, dict):
-        raise ValueError(f"wanted a batch as a dict of tensors, got {type(batch).__name__}")
+    """ValueError for a batch that is not what a layout, {key: (shape, dtype)}, says.
+
+    And for one whose mask, (B, 1, S, S), keeps documents apart and would be left out.
+    """
     packed = "cu_seqlens" in layout
     if packed != (batch.get("cu_seqlens") is not None):
         raise ValueError(
             f"packed={packed} does not fit this batch: give packed=True where batches have "
             "cu_seqlens, as those of inter_document_masking and of SFTDataset, and only there"
         )
-    if not create_attention_mask:
-        _refuse_mask_of_documents(batch.get("attention_mask"))
-    for key, (shape, dtype) in layout.items():
-        found = None
-        if isinstance(batch.get(key), torch.Tensor):
-            found = tuple(batch[key].shape)
+    mask = batch.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and not create_attention_mask:
+        tokens = mask.shape[-1]
+        if mask.shape[1:] == (1, tokens, tokens):
+            hidden_from_last = mask[:, 0, -1]
+            # the last token may not attend to the first, though it may to itself
+            if (hidden_from_last[:, 0] & ~hidden_from_last[:, -1]).any():
+                raise ValueError(
+                    "batch['attention_mask'] keeps documents apart, and would be left out: give "
+                    "get_batch create_attention_mask=True, or batches without this mask"
+                )
+    for key, (shape, _) in layout.items():
+        found = getattr(batch.get(key), "shape", None)
         if found != shape:
             raise ValueError(
                 f"batch[{key!r}]: wanted shape {shape}, got {found}: give the config, the loader "
                 "and get_batch the same sequence_length, micro_batch_size, create_attention_mask"
             )
-        if batch[key].is_floating_point() and not dtype.is_floating_point:
-            raise ValueError(f"batch[{key!r}]: wanted {dtype}, got {batch[key].dtype}")
 
 
-def _refuse_mask_of_documents(mask):
-    """ValueError for a mask, (B, 1, S, S), that must not be left out: it keeps documents apart."""
-    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.ndim != 4:
-        return
-    if mask.shape[1] != 1 or mask.shape[2] != mask.shape[3]:
-        return
-    hidden_from_last = mask[:, 0, -1]
-    # the last token may not attend to the first, though it may to itself
-    if (hidden_from_last[:, 0] & ~hidden_from_last[:, -1]).any():
-        raise ValueError(
-            "batch['attention_mask'] keeps documents apart, and would be left out, so that tokens "
-            "attend to other documents: give get_batch create_attention_mask=True, or batches "
-            "without this mask"
-        )
-
-
-def _refuse_uneven_row(length, cp_size):
-    """ValueError unless a row can be cut into 2 * cp_size chunks."""
-    if length % (2 * cp_size):
-        raise ValueError(
-            f"a row of {length} tokens cannot be cut for cp_size {cp_size}: "
-            f"its length must be a multiple of {2 * cp_size}"
-        )
-
-
-def _refuse_uneven_documents(starts_of_rows, length, cp_size):
-    """ValueError unless each document of each row can be cut into 2 * cp_size chunks."""
-    for row, starts in enumerate(starts_of_rows):
-        bounds = [0, *starts, length]
-        if bounds != sorted(bounds):
-            raise ValueError(
-                f"cu_seqlens of row {row}: wanted numbers 0 .. {length} that never decrease, "
-                f"got {np.array(starts)}"
-            )
-        for document, (begin, end) in enumerate(itertools.pairwise(sorted(set(bounds)))):
+def _refuse_uneven_documents(documents_of_rows, cp_size):
+    """ValueError unless each (begin, end) of each row can be cut into 2 * cp_size chunks."""
+    for row, documents in enumerate(documents_of_rows):
+        for number, (begin, end) in enumerate(documents):
             tokens = end - begin
-            if tokens % (2 * cp_size):
+            if tokens < 0 or tokens % (2 * cp_size):
                 raise ValueError(
-                    f"document {document} of row {row} has {tokens} tokens ({begin} to {end}): "
-                    f"cp_size {cp_size} wants a multiple of {2 * cp_size} in every document; "
-                    "use_per_sequence_balancing=True cuts the whole row instead"
+                    f"cu_seqlens: document {number} of row {row} has {tokens} tokens ({begin} to "
+                    f"{end}): cp_size {cp_size} wants a multiple of {2 * cp_size} in every "
+                    "document; use_per_sequence_balancing=True cuts the whole row instead"
                 )
 
 
-def _check_loader(sampler, num_workers, arguments):
-    """ValueError for what a loader cannot do; a warning where it has no batch."""
-    if num_workers < 0:
-        raise ValueError(f"num_workers must be >= 0, got {num_workers}")
+def _check_loader(sampler, arguments):
+    """ValueError for batches that a state cannot count; a warning where there is none."""
     if not arguments.get("in_order", True):
-        raise ValueError(
-            "in_order=False: a state counts batches, so they must come in the sampler's order"
-        )
+        raise ValueError("in_order=False: a state counts batches, so they must come in order")
     if len(sampler) == 0:
         warnings.warn(
             f"a loader without a batch: {sampler.total_samples} samples are fewer than the "
@@ -4958,60 +4880,37 @@ def _check_loader(sampler, num_workers, arguments):
         )
 
 
-def _warn_if_left(consumed_samples, end, begin):
-    """A warning where the pass that went on from a state was not read to its end."""
-    if consumed_samples < end:
-        warnings.warn(
-            f"the iterator that went on from the state was left at sample {consumed_samples}, and "
-            f"this one begins at sample {begin}: to go on there, load the state again, and keep "
-            "its first iterator",
-            stacklevel=3,
-        )
-
-
-def _refuse_older_iterator(loader):
-    """RuntimeError for an iterator that is not the newest of its loader, where it cannot go on."""
-    if loader._newest is None:
-        raise RuntimeError(
-            "load_state_dict() was called while this iterator was running: it would go on at its "
-            "old place, so start a new one with iter(loader)"
-        )
-    if loader.persistent_workers:
-        raise RuntimeError(
-            "a newer iterator has begun, which has the workers now (persistent_workers): end one "
-            "before the next begins, or do without persistent_workers"
-        )
-
-
-def _read_state(state_dict):
-    """The state of a loader: (version, consumed samples, all that its past says)."""
-    try:
-        version = operator.index(state_dict["version"])
-        consumed_samples = operator.index(state_dict["consumed_samples"])
-        return version, consumed_samples, _read_past(state_dict["past"])
-    except (LookupError, AttributeError, TypeError, ValueError, RecursionError):
+def _refuse_data_of_loader(dataset, rank, size):
+    """ValueError for a list of datasets, and where a job of several does not say the rank."""
+    if isinstance(dataset, (list, tuple)) and isinstance(dataset[0], torch.utils.data.Dataset):
         raise ValueError(
-            "wanted a state of PretrainingDataLoader: version, consumed_samples (whole numbers) "
-            f"and past (dicts, as JSON), got {str(state_dict)[:200]}"
-        ) from None
+            f"got {len(dataset)} datasets, such as several validation sets: make a loader for each"
+        )
+    if _num_processes() > 1 and (rank is None or size is None):
+        raise ValueError(
+            f"this is a job of {_num_processes()} processes, which would all read the same "
+            "samples: give data_parallel_rank and data_parallel_size (0 and 1, if that is meant, "
+            "as with tensor parallelism alone)"
+        )
 
 
-def _refuse_other_past(version, past, here):
-    """ValueError for a state of another version, or whose past is not what is here."""
+def _refuse_other_past(state, past):
+    """ValueError for a state of another version, or of another past than this JSON."""
+    version = state.get("version")
     if version != _STATE_VERSION:
         raise ValueError(
             f"the state does not fit: it has version {version}, and this release reads "
-            f"{_STATE_VERSION}.  Go on with the release that saved it, or at its place, unchecked: "
+            f"{_STATE_VERSION}.  Go on with the release that saved it, or unchecked: "
             "load_state_dict(state, strict=False)"
         )
-    difference = _first_difference(past, here)
+    difference = _first_difference(_read_past(state["past"]), _read_past(past))
     if difference is not None:
         words, was, now = difference
         raise ValueError(
             f"the state does not fit: {words} was {was} in the state, and is {now}.  Go on with "
-            "the data and the settings of the state (a run that is to be longer, or mixed in "
-            "another way, wants stable_order=True from its first start), or read what is here, "
-            "where some samples come twice and others never: load_state_dict(state, strict=False)"
+            "the data and the settings of the state (a run that is to grow wants stable_order=True "
+            "from its first start), or unchecked, where some samples come twice and others never: "
+            "load_state_dict(state, strict=False)"
         )
 
 
@@ -5025,22 +4924,20 @@ def _first_difference(was, now):
     """Return the first thing that differs: (its words, its value in was, in now), or None.
 
     was, now   answers of _what_decides(), from JSON
-
-    Epochs come last: those of a corpus may differ because the mix of a blend does.
     """
-    return min(_differences(was, now, ""), key=_is_of_epochs, default=None)
+    return min(_differences(was, now, ""), key=_follows, default=None)
 
 
-def _is_of_epochs(difference):
-    """Is it one of the last settings of _settings_of_orders()?"""
-    return difference[0].startswith(("stable_order, or", "epochs", "last epoch"))
+def _follows(difference):
+    """Does it follow from another one?  Then it is something missing, or epochs of a corpus."""
+    words, was, now = difference
+    is_of_epochs = words.startswith(("stable_order, or", "epochs", "last epoch"))
+    return is_of_epochs or was is None or now is None
 
 
 def _differences(was, now, of):
     """Yield all that differs; of is what the words end with, such as " of corpus 1 (wiki)"."""
-    in_both = [key for key in now if key in was]  # first: what is missing follows from them
-    missing = [key for key in [*now, *was] if key not in in_both]
-    for key in [*in_both, *missing]:
+    for key in was | now:
         old = was.get(key)
         new = now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
@@ -5050,34 +4947,12 @@ def _differences(was, now, of):
             yield f"{key}{of}", old, new
 
 
-def _refuse_several_datasets(dataset):
-    """ValueError for the list of a build with several validation sets."""
-    if isinstance(dataset, (list, tuple)) and isinstance(dataset[0], torch.utils.data.Dataset):
-        raise ValueError(
-            f"got {len(dataset)} datasets, such as several validation sets: make a loader for each"
-        )
-
-
-def _check_rank_is_given(rank, size):
-    """ValueError where a job has several processes, and a loader is not told which one it is."""
-    num_processes = os.environ.get("WORLD_SIZE") or "1"
-    if _is_distributed():
-        num_processes = str(torch.distributed.get_world_size())
-    if num_processes != "1" and (rank is None or size is None):
-        raise ValueError(
-            f"this is a job of {num_processes} processes, which would all read the same samples: "
-            "give data_parallel_rank and data_parallel_size (0 and 1, if the same samples are "
-            "meant, as with tensor parallelism alone)"
-        )
-
-
 def _refuse_late_gradient(ddp, param):
     """RuntimeError for a gradient that would be in no average of a DistributedDataParallel."""
     if ddp._bucket_of[param] < ddp._num_sent:
         raise RuntimeError(
-            f"gradient of {ddp._names[param]} after it was sent: put all backwards of a step "
-            "but the last under no_sync(); if there was one backward, its layer is in several "
-            "reentrant checkpoints: give them use_reentrant=False, or do not overlap"
+            f"gradient of {ddp._names[param]} after it was sent: put all backwards of a step but "
+            "the last under no_sync(), and give checkpoints use_reentrant=False, or do not overlap"
         )
     if ddp._is_averaged and ddp.grad_reduce_in_fp32:
         raise RuntimeError(
@@ -5086,66 +4961,35 @@ def _refuse_late_gradient(ddp, param):
         )
 
 
-def _refuse_changed_parameters(ddp):
-    """ValueError for a parameter whose gradient has no place in the buffers any more."""
+def _refuse_new_parameters(ddp):
+    """ValueError for a parameter whose gradient has no place in the buffers."""
     for name, param in ddp.module.named_parameters():
-        place = ddp._places.get(param)  # None: frozen, or another object than was wrapped
-        if place is None:
-            is_changed = param.requires_grad
-        else:
-            is_changed = (place.dtype, place.device) != ddp._kind_of_gradient(param)
-        if is_changed:
+        if param.requires_grad and param not in ddp._places:
             raise ValueError(
-                f"{name} was converted, replaced or unfrozen after the model was wrapped, so "
-                "its gradient would not be averaged: do that first, then wrap the model"
+                f"{name} was replaced or unfrozen after the model was wrapped, so its gradient "
+                "would not be averaged: do that first, then wrap the model"
             )
-
-
-def _refuse_step(model, num_microbatches):
-    """ValueError unless a step has one model, and at least one micro-batch."""
-    if isinstance(model, (list, tuple)) and len(model) != 1:
-        raise ValueError(f"without pipelining there is one model, got a list of {len(model)}")
-    if num_microbatches < 1:
-        raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
 
 
 def _refuse_sums_of_one_rank(model):
     """ValueError where torch averages a model's gradients over ranks, before they are divided."""
-    if not _is_distributed() or torch.distributed.get_world_size() == 1:
-        return
     # Told by name: torch.distributed.fsdp is slow to import, and most jobs do without it.
     names = {kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("torch.")}
-    if names & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}:
+    averaging = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+    if _num_processes() > 1 and names & averaging:
         raise ValueError(
             f"the model is a {type(model).__name__} of torch, which averages over the ranks, and "
-            "the loss is a sum, which would be divided by the tokens of this rank alone: have "
-            "loss_func return a mean, (loss, report), or wrap the model in the "
-            "DistributedDataParallel of this module"
+            "the loss is a sum, which the tokens of this rank alone would divide: have loss_func "
+            "return a mean, (loss, report), or take this module's DistributedDataParallel"
         )
 
 
-def _refuse_sizes_of_run(global_batch_size, eval_interval, eval_iters, train_iters, train_samples):
-    """ValueError where a run has no length, or a size that cannot be."""
-    lengths = [length for length in (train_iters, train_samples) if length is not None]
-    if not lengths or min(*lengths, eval_iters) < 0 or min(global_batch_size, eval_interval) < 1:
-        raise ValueError(
-            "wanted global_batch_size and eval_interval >= 1, eval_iters >= 0, and train_iters or "
-            f"train_samples (or both) >= 0, got {global_batch_size}, {eval_interval}, "
-            f"{eval_iters}, {train_iters}, {train_samples}"
-        )
-
-
-def _refuse_ramp(ramp, global_batch_size, samples_per_round):
-    """ValueError unless a ramp-up takes equal steps to the global batch size, in whole rounds."""
-    if len(ramp) != 3 or min(ramp[:2]) < 1 or ramp[2] < 0:
-        raise ValueError(
-            f"rampup_batch_size is (start >= 1, increment >= 1, samples >= 0), got {ramp}"
-        )
-    sizes = range(ramp[0], global_batch_size + 1, ramp[1])
+def _refuse_ramp(sizes, global_batch_size, samples_per_round):
+    """ValueError unless global batches grow, by these sizes, to the last one, in whole rounds."""
     if global_batch_size not in sizes:
-        raise ValueError(f"ramp-up {ramp}: wanted equal steps up to {global_batch_size}")
+        raise ValueError(f"ramp-up {sizes}: wanted equal steps up to {global_batch_size}")
     for size in sizes:
-        if samples_per_round < 1 or size % samples_per_round:
+        if size < 1 or size % samples_per_round:
             raise ValueError(
                 f"a global batch of {size} samples is no multiple of micro_batch_size * "
                 f"data_parallel_size, {samples_per_round}"

@@ -1796,15 +1796,13 @@ def rounds_of_turn(kind, total, micro, ranks, seed, turn, done):
         order = torch.randperm(total // micro * micro, generator=generator)
     else:
         of_rank = total // (micro * ranks) * micro
-        order = (
-            torch.randperm(of_rank, generator=generator)[:, None] + torch.arange(ranks) * of_rank
-        )
+        order = torch.randperm(of_rank, generator=generator)[:, None]
+        order = order + torch.arange(ranks) * of_rank
     rounds = []
     for part in order.flatten()[done:].split(micro * ranks):
-        if len(part) < micro * ranks:  # left out
-            break
-        dealt = part.view(ranks, micro) if kind == "single" else part.view(micro, ranks).T
-        rounds.append(dealt.tolist())
+        if len(part) == micro * ranks:  # a short one is left out
+            dealt = part.view(ranks, micro) if kind == "single" else part.view(micro, ranks).T
+            rounds.append(dealt.tolist())
     return rounds
 
 
@@ -1816,11 +1814,6 @@ def sampler_of(mm, kind, *sizes, seed=0, drop_last=True):
         total, consumed, _, *place = sizes
         return mm.MegatronFullValidationSampler(total, *place, consumed_samples=consumed)
     return mm.MegatronPretrainingRandomSampler(None, *sizes, kind == "sharded", seed=seed)
-
-
-def samplers(mm, kind, *sizes, ranks, **more):
-    """The samplers of all ranks; sizes: samples in all, consumed samples, micro-batch size."""
-    return [sampler_of(mm, kind, *sizes, rank, ranks, **more) for rank in range(ranks)]
 
 
 def rounds_of(samplers):
@@ -1843,7 +1836,8 @@ def test_an_order_is_dealt_round_by_round(one, kind):
         if kind != "single":
             done = int(rng.integers(total // per_round)) * per_round
             consumed = turn * (total - total % per_round) + done
-        all_ranks = samplers(one, kind, total, consumed, micro, ranks=ranks, seed=seed)
+        sizes = kind, total, consumed, micro
+        all_ranks = [sampler_of(one, *sizes, r, ranks, seed=seed) for r in range(ranks)]
         assert len(all_ranks[0]) == total // per_round, "that of a whole turn"
         for later in range(3):
             wanted = rounds_of_turn(kind, total, micro, ranks, seed, turn + later, done)
@@ -1852,12 +1846,16 @@ def test_an_order_is_dealt_round_by_round(one, kind):
 
 
 def test_a_last_short_round_is_shared_out(one):
-    """All ranks have equally many full batches, padded with None.  Upstream: they have not."""
+    """All ranks have equally many full batches, padded with None.  Upstream: they have not.
+
+    Full validation is just so, with one sample for each rank.
+    """
     for rng in cases(200):
         total, micro, ranks = rng.integers(1, [60, 5, 5]).tolist()
         consumed = int(rng.integers(total + 1))
-        sizes = total, consumed, micro
-        all_ranks = samplers(one, "single", *sizes, ranks=ranks, drop_last=False)
+        kind = "full_validation" if micro == 1 else "single"
+        sizes = kind, total, consumed, micro
+        all_ranks = [sampler_of(one, *sizes, r, ranks, drop_last=False) for r in range(ranks)]
         rounds = rounds_of(all_ranks)
         assert len(rounds) == math.ceil((total - consumed) / (micro * ranks))
         assert len(all_ranks[0]) == math.ceil(total / (micro * ranks)), "that of a whole turn"
@@ -1869,26 +1867,24 @@ def test_a_last_short_round_is_shared_out(one):
             assert max(counts) - min(counts) <= 1
             found += itertools.chain(*samples)
         assert found == list(range(consumed, total))
-        if micro == 1:  # full validation is just so
-            assert rounds_of(samplers(one, "full_validation", *sizes, ranks=ranks)) == rounds
 
 
 def test_a_sampler_refuses_sizes_and_places_that_cannot_be(one):
-    for kind, sizes, field in (  # see sampler_of
-        ("single", (0, 0, 1, 0, 1), "total_samples"),
+    for kind, sizes, words in (  # see sampler_of
+        ("single", (0, 0, 1, 0, 1), r"total_samples, .* got \[0, 1, 1\]"),
         ("single", (8, -1, 1, 0, 1), "consumed_samples"),
         ("single", (8, 9, 1, 0, 1), "consumed_samples"),
-        ("single", (8, 1.5, 1, 0, 1), "consumed_samples"),
-        ("single", (8, 0, 1.5, 0, 1), "micro_batch_size"),
-        ("single", (8, 0, "2", 0, 1), "micro_batch_size"),
         ("single", (8, 0, 1, 2, 2), "data_parallel_rank"),
         ("full_validation", (8, 0, 1, -1, 2), "data_parallel_rank"),
-        ("sharded", (3, 0, 2, 0, 2), "total_samples"),  # no whole round
+        ("sharded", (3, 0, 2, 0, 2), r"total_samples \(3\)"),  # no whole round
         ("unsharded", (64, 24, 16, 0, 2), "consumed_samples"),  # no whole number of rounds
         ("sharded", (8, -2, 2, 0, 1), "consumed_samples"),
     ):
-        with pytest.raises(ValueError, match=f"^{field}"):
+        with pytest.raises(ValueError, match=f"^{words}"):
             sampler_of(one, kind, *sizes)
+    for sizes in ((8, 1.5, 1, 0, 1), (8, 0, 1.5, 0, 1), (8.5, 0, 1, 0, 1), (8, 0, 1, 0, 1.5)):
+        with pytest.raises(TypeError):
+            sampler_of(one, "single", *sizes)
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -1910,6 +1906,11 @@ def fields_of(kind):
     if kind == "single":
         return {"dataloader_type": "single", "drop_last": False}
     return {"dataloader_type": "cyclic", "data_sharding": np.bool_(kind == "sharded")}
+
+
+def refusal(words):
+    """The ValueError that is wanted; of None: that there is none."""
+    return contextlib.nullcontext() if words is None else pytest.raises(ValueError, match=words)
 
 
 def loader_of(mm, dataset, consumed=0, **fields):
@@ -1938,14 +1939,9 @@ def test_a_run_goes_on_where_its_order_is_the_same(one):
         (20, 40, ("unsharded", 4, 1), ("unsharded", 4, 2), "done in the turn"),
         (64, 8, ("unsharded", 4, 1), ("unsharded", 4, 4), "consumed_samples"),  # within a round
     ):
-        state = loader(total, before, consumed).state_dict()
         resumed = loader(total, after)
-        if refused:
-            with pytest.raises(ValueError, match=refused):
-                resumed.load_state_dict(state)
-        else:
-            resumed.load_state_dict(state)
-            assert len(resumed) == len(loader(total, after)), "that of a whole turn"
+        with refusal(refused):
+            resumed.load_state_dict(loader(total, before, consumed).state_dict())
             same_batches(resumed, loader(total, after, consumed))
 
 
@@ -1963,35 +1959,26 @@ def test_groups_of_one_process_and_what_cannot_be(one, monkeypatch):
     for kind in ("tp", "dp-cp", "cp-pp"):  # any kind has a size, though not a process group
         assert (groups.rank(kind), groups.size(kind)) == (0, 1)
     assert groups.group("tp") is None
-    with pytest.raises(ValueError, match="cp-pp"):
-        groups.group("cp-pp")
     with pytest.raises(ValueError, match="tp-ep"):
         groups.rank_lists("tp-ep")
-    with pytest.raises(ValueError, match="context=0"):
-        groups.rank_lists("tp", context=0)
     for tensor in (0, 2):
         with pytest.raises(ValueError, match=f"tensor {tensor}"):
             one.ParallelGroups(tensor=tensor)
     monkeypatch.setenv("WORLD_SIZE", "4")  # every rank would be rank 0 of one
-    with pytest.raises(ValueError, match="WORLD_SIZE"):
+    with pytest.raises(ValueError, match="WORLD_SIZE is 4"):
         one.ParallelGroups()
 
 
-def test_batches_of_a_job_with_nccl_travel_over_gloo_to_the_gpu(one, monkeypatch):
+def test_batches_of_a_job_with_nccl_travel_over_gloo_to_the_gpu(one, group, monkeypatch):
     """One process, whose backend is not gloo alone."""
-    torch.distributed.init_process_group(
-        "cpu:gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    try:
+    both = "cpu:gloo,cuda:nccl"
+    with mock.patch.object(torch.distributed, "get_backend", return_value=both):
         groups = one.ParallelGroups()
-        assert groups.batch_group is not groups.group("tp")
-        assert torch.distributed.get_backend(groups.batch_group) == "gloo"
-        assert one._device_of_group() == torch.device("cpu")
-        both = mock.Mock(return_value="cpu:gloo,cuda:nccl")
-        monkeypatch.setattr(torch.distributed, "get_backend_config", both)
-        assert one._device_of_group() == torch.device("cuda")
-    finally:
-        torch.distributed.destroy_process_group()
+    assert groups.batch_group is not groups.group("tp")
+    assert torch.distributed.get_backend(groups.batch_group) == "gloo"
+    assert one._device_of_group() == torch.device("cpu")
+    monkeypatch.setattr(torch.distributed, "get_backend_config", mock.Mock(return_value=both))
+    assert one._device_of_group() == torch.device("cuda")
 
 
 # -- A batch that one process reads for itself -------------------------------------------------
@@ -2007,11 +1994,11 @@ PACKED = {"packed": True}
 def hand_made_batch(rng, rows=ROWS, length=LENGTH):
     """A batch as a loader's, in which all tokens count; with any positions.
 
-    Its mask is any that hides no first token from a last one, as one that keeps documents apart.
+    Its mask is any, but a last token may not attend to the first, nor to itself.
     """
     ids = torch.from_numpy(rng.integers(0, 50, (rows, length + 1)))
     mask = torch.from_numpy(rng.random((rows, 1, length, length)) < 0.5)
-    mask[:, 0, -1, 0] = False
+    mask[:, 0, -1, [0, -1]] = True
     return {
         "tokens": ids[:, :-1].contiguous(),
         "labels": ids[:, 1:].contiguous(),
@@ -2085,18 +2072,14 @@ def test_a_batch_that_does_not_fit_is_refused(one, tmp_path):
     fields = WITH_MASK | {"reset_attention_mask": True, "sequence_length": LENGTH}
     apart = batch_of(gpt(one, prefix, **fields), range(ROWS))
     for batch, options, word in (
-        (plain | {"tokens": torch.zeros(2, 7, dtype=torch.int64)}, {}, "tokens.*wanted shape"),
-        (plain | {"tokens": torch.zeros(2, 16)}, {}, "tokens.*wanted torch.int64"),
-        (plain | {"attention_mask": None}, WITH_MASK, "attention_mask"),
+        (plain | {"tokens": torch.zeros(1, 16)}, {}, "tokens.*wanted shape"),
+        (plain | {"attention_mask": None}, WITH_MASK, "attention_mask.*got None"),
         (plain, PACKED, "packed=True does not fit"),
         (packed, {}, "packed=False does not fit"),
         (apart, {}, "keeps documents apart.*create_attention_mask=True, or batches without"),
-        ([], {}, "wanted a batch as a dict"),
     ):
         with pytest.raises(ValueError, match=word):
             one.get_batch(iter([batch]), one.ParallelGroups(), **SHAPE, **options)
-    with pytest.raises(ValueError, match="data_iterator"):
-        one.get_batch(None, one.ParallelGroups(), **SHAPE)
 
 
 # -- The cut for context parallelism -----------------------------------------------------------
@@ -2128,26 +2111,25 @@ def test_documents_are_cut_one_by_one_or_as_a_row(one):
 
 def test_what_cannot_be_cut_is_refused(one):
     """Upstream: another error, or none.  A stage between knows a row from cu_seqlens alone."""
-    by_row = {"use_per_sequence_balancing": True}
     rest = 13 * [16]  # cu_seqlens has an entry more than a row has tokens
-    for cu_seqlens, options, word in (
-        ([[0, 4, *9 * [10]]], by_row, "a row of 10 tokens"),
-        ([[0, 8, 16, 16, *rest], [0, 4, 10, 16, *rest]], {}, "document 1 of row 1.*per_sequence"),
-        ([[0, 12, 8, 16, *rest]], {}, "cu_seqlens of row 0"),  # out of order
-        ([[-8, 8, 8, 16, *rest]], {}, "cu_seqlens of row 0"),  # before the row
-        ([[0, 8, 24, 24, *rest]], {}, "cu_seqlens of row 0"),  # behind it
+    for cu_seqlens, by_row, words in (
+        ([[0, 4, *9 * [10]]], True, "a row of 10 tokens"),
+        ([[0, 8, 16, 16, *rest], [0, 4, 10, 16, *rest]], False, "t 1 of row 1.*per_sequence_"),
+        ([[0, 12, 8, 16, *rest]], False, "1 of row 0 has -4 tokens"),  # out of order
+        ([[-8, 8, 8, 16, *rest]], False, "0 of row 0 has -8 tokens"),  # before the row
+        ([[0, 8, 24, 24, *rest]], False, "2 of row 0 has -8 tokens"),  # behind it
+        ([[0, 4, *7 * [8]]], False, None),
     ):
         part = dict.fromkeys(FIVE) | {"cu_seqlens": torch.tensor(cu_seqlens)}
         for tokens in (None, torch.zeros(2, len(cu_seqlens[0]) - 1)):
-            with pytest.raises(ValueError, match=word):
-                one.get_batch_on_this_cp_rank(part | {"tokens": tokens}, 1, 2, **options)
-    whole = {"tokens": torch.zeros(2, 10)}
-    for rank, word in ((1, "a row of 10 tokens"), (2, "cp_rank")):
-        with pytest.raises(ValueError, match=word):
-            one.get_batch_on_this_cp_rank(whole, rank, 2)
-    between = dict.fromkeys(FIVE) | {"cu_seqlens": torch.tensor([[0, 4, 8, 8, 8, 8, 8, 8, 8]])}
-    assert one.get_batch_on_this_cp_rank(between, 1, 2) == between
-    assert one.get_batch_on_this_cp_rank({}, 1, 2) == {}
+            with refusal(words):
+                one.get_batch_on_this_cp_rank(
+                    part | {"tokens": tokens}, 1, 2, use_per_sequence_balancing=by_row
+                )
+    for rank, words in ((1, "a row of 10 tokens"), (2, "cp_rank")):
+        with refusal(words):
+            one.get_batch_on_this_cp_rank({"tokens": torch.zeros(2, 10)}, rank, 2)
+    assert one.get_batch_on_this_cp_rank(dict.fromkeys(FIVE), 1, 2) == dict.fromkeys(FIVE)
 
 
 # -- Jobs of real processes --------------------------------------------------------------------
@@ -2223,8 +2205,6 @@ def check_groups(job, groups, layout):
         [mine] = [ranks for ranks in lists if job.rank in ranks]
         assert torch.distributed.get_process_group_ranks(groups.group(kind)) == mine
         assert (groups.rank(kind), groups.size(kind)) == (mine.index(job.rank), len(mine))
-    assert groups.is_first_stage == (groups.rank("pp") == 0)
-    assert groups.is_last_stage == (groups.rank("pp") == groups.size("pp") - 1)
 
 
 RESETS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
@@ -2353,7 +2333,6 @@ def test_batches_are_pinned_where_there_is_a_gpu(c, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", yes)
     monkeypatch.setattr(torch.Tensor, "pin_memory", mock.Mock(return_value=5))
     loader = loader_of(c, dataset_of(c, tmp_path, "plain"))
-    assert loader.pin_memory
     assert set(next(iter(loader)).values()) == {5}
 
 
@@ -2367,12 +2346,19 @@ def test_which_loader(one, monkeypatch):
     assert next(iter(shuffled)).tolist() == [4, 0, 7, 3, 2, 5, 1, 6]  # that of seed 0
     whole = loader_of(one, range(9), data_parallel_size=2, full_validation=True)
     assert [batch.tolist() for batch in whole] == [[0], [2], [4], [6], [8]]  # none is left out
-    some = torch.utils.data.Subset(Numbers(9), range(5, 8))
-    ranks = {"data_parallel_rank": 1, "data_parallel_size": 2}
-    padded = loader_of(one, some, full_validation=True, **ranks)
-    assert [batch["k"].tolist() for batch in padded] == [[6], [-1]]
     sampler = one.MegatronPretrainingSampler(8, 0, 4, 0, 1)
     assert list(one.PretrainingDataLoader(Numbers(8), sampler, collate_fn=len)) == [4, 4]
+    for data, fields, words in (
+        (Numbers(9), {"dataloader_type": "odd"}, "dataloader_type"),
+        (Numbers(9), {"num_workers": -1}, "num_workers"),
+        ([Numbers(9)] * 2, {}, "got 2 datasets.*a loader for each"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            loader_of(one, data, **fields)
+    with pytest.raises(ValueError, match="in_order=False"):
+        one.PretrainingDataLoader(Numbers(8), sampler, in_order=False)
+    with pytest.warns(UserWarning, match="6 samples are fewer than the 16 of a round"):
+        assert list(loader_of(one, Numbers(6), micro_batch_size=16)) == []
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     given = {"data_parallel_rank": 0, "data_parallel_size": 1}
@@ -2386,20 +2372,6 @@ def test_which_loader(one, monkeypatch):
     with mock.patch.multiple(one, _is_distributed=yes):  # which counts, where it is initialized
         with mock.patch.object(torch.distributed, "get_world_size", return_value=1):
             assert len(loader_of(one, Numbers(9))) == 2
-
-
-def test_what_a_loader_refuses(one):
-    """An order that cannot be counted, say, or a list of validation sets."""
-    for field, value in (("dataloader_type", "odd"), ("num_workers", -1)):
-        with pytest.raises(ValueError, match=field):
-            loader_of(one, [1, 2], **{field: value})
-    with pytest.raises(ValueError, match="got 2 datasets.*a loader for each"):
-        loader_of(one, [Numbers(9)] * 2)
-    with pytest.raises(ValueError, match="in_order=False"):
-        sampler = one.MegatronPretrainingSampler(8, 0, 4, 0, 1)
-        one.PretrainingDataLoader(Numbers(8), sampler, in_order=False)
-    with pytest.warns(UserWarning, match="6 samples are fewer than the 16 of a round"):
-        assert list(loader_of(one, Numbers(6), micro_batch_size=16)) == []
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])
@@ -2459,17 +2431,15 @@ def test_which_iterator_goes_on_where_a_state_was_taken(one, kind):
     """
     fields = {} if kind == "whole rounds" else fields_of(kind)
     loader = loader_of(one, Numbers(23), **fields)
-    fresh = loader_of(one, Numbers(23), **fields)
+    whole = list(loader_of(one, Numbers(23), **fields))
     running = iter(loader)
     found = [next(running), next(running)]
     state = loader.state_dict()
-    next(running)
     loader.load_state_dict(state)
     with pytest.raises(RuntimeError, match="load_state_dict"):
         next(running)
-    assert loader.state_dict() == state
-    found += itertools.islice(loader, 4 if kind == "single" else 3)
-    same_batches(found, loader_of(one, Numbers(23), **fields))
+    found += itertools.islice(loader, len(whole) - 2)
+    same_batches(found, whole)
     assert heard(next, iter(loader))[1] == []
     for _ in range(2):  # loaded again: that is no iterator to be warned of
         loader.load_state_dict(state)
@@ -2477,8 +2447,7 @@ def test_which_iterator_goes_on_where_a_state_was_taken(one, kind):
     begin = 12 if kind in SHUFFLED else 0
     with pytest.warns(UserWarning, match=f"at sample 12, and this one begins at sample {begin}:"):
         next(iter(loader))
-    for which in (loader, fresh, fresh):  # nor are those that did not go on from a state
-        assert heard(next, iter(which))[1] == []
+    assert heard(next, iter(loader))[1] == []  # it did not go on from a state
 
 
 @pytest.mark.parametrize("kind", ["single", *SHUFFLED])
@@ -2487,18 +2456,17 @@ def test_of_two_iterators_the_newest_counts(one, kind):
 
     A pass in order starts at 0; a shuffled one goes on, and counts the samples of all turns.
     """
-    whole = [batch["k"].tolist() for batch in loader_of(one, Numbers(64), **fields_of(kind))]
+    whole = list(loader_of(one, Numbers(64), **fields_of(kind)))
     loader = loader_of(one, Numbers(64), **fields_of(kind))
     start = 1 if kind in SHUFFLED else 0
     older = iter(loader)
-    found = [next(older)["k"].tolist()]
+    same_samples(next(older), whole[0])
     newest = iter(loader)
-    assert next(newest)["k"].tolist() == whole[start]
-    found += [batch["k"].tolist() for batch in older]
-    assert found == whole
+    same_samples(next(newest), whole[start])
+    same_batches(older, whole[1:])
     assert loader.state_dict()["consumed_samples"] == 4 * (start + 1)
-    assert [batch["k"].tolist() for batch in newest] == whole[start + 1 :]
-    list(loader)
+    same_batches(newest, whole[start + 1 :])
+    same_batches(loader, loader_of(one, Numbers(64), 64 * start, **fields_of(kind)))
     assert loader.state_dict()["consumed_samples"] == 64 * (start + 1)
 
 
@@ -2509,12 +2477,10 @@ def test_with_persistent_workers_an_older_iterator_raises(one):
     older = iter(loader)
     next(older)
     newest = iter(loader)
-    found = next(newest)["k"].tolist()
+    found = [next(newest)]
     with pytest.raises(RuntimeError, match="a newer iterator has begun"):
         next(older)
-    for batch in newest:
-        found += batch["k"].tolist()
-    assert found == list(range(12))
+    same_batches(found + list(newest), loader_of(one, Numbers(12)))
 
 
 # -- The generators and the default device of the process --------------------------------------
@@ -2523,15 +2489,13 @@ def test_with_persistent_workers_an_older_iterator_raises(one):
 def test_samples_are_on_the_cpu_and_no_global_generator_is_drawn_from(mm, tmp_path):
     """With masks, of a blend, of chats; whatever the default device is, here one without values."""
     texts = [" ".join(str(n) for n in range(k, k + 9)) for k in range(12)]
+    source = jsonl(tmp_path / "t", texts)
+    chat = jsonl(tmp_path / "chat.jsonl", [ROW] * 12, "messages")
     generators = states_of_generators()
     found = {"cpu": [], "meta": []}
     for device, samples in found.items():
         with torch.device(device):
-            chat = jsonl(tmp_path / "chat.jsonl", [ROW] * 12, "messages")
-            prefix = tmp_path / device
-            pair = mm.preprocess(jsonl(tmp_path / "t", texts), prefix, Tok(), append_eod=True)[
-                "text"
-            ]
+            pair = mm.preprocess(source, tmp_path / device, Tok(), append_eod=True)["text"]
             for cls, prefixes, fields in (
                 (mm.GPTDataset, [pair], WITH_MASK | RESETS),
                 (mm.GPTDataset, [pair, pair], DOCUMENTS),
@@ -2570,11 +2534,6 @@ def test_what_worker_processes_draw_depends_on_the_seed_the_rank_and_the_place(o
 # -- The state: what it holds ------------------------------------------------------------------
 
 
-def state_of(mm, dataset, consumed, **fields):
-    """The state after so many samples."""
-    return loader_of(mm, dataset, consumed, **fields).state_dict()
-
-
 class Wrapped(Numbers):
     """A dataset that makes its samples of another's, if it has one; they may not be read here."""
 
@@ -2587,17 +2546,14 @@ class Wrapped(Numbers):
         pytest.fail("a file is opened by whoever reads first, and then workers share its place")
 
 
-def goes_on_or_is_refused(mm, before, after, consumed, words, **fields):
-    """A job with other data goes on from a state, or these words say what differs, if not None."""
-    state = state_of(mm, before, consumed, **fields)
-    loader = loader_of(mm, after, **fields)
-    if words is None:
-        loader.load_state_dict(state)
-        assert loader.state_dict()["consumed_samples"] == consumed
-    else:
+def load_state_of(before, after, consumed, words):
+    """A loader loads the state of another one: of other data, or what differs is said."""
+    before.consumed_samples = consumed
+    if words is not None:
         words = f"^the state does not fit: {words}.*stable_order=True.*strict=False"
-        with pytest.raises(ValueError, match=words):
-            loader.load_state_dict(state)
+    with refusal(words):
+        after.load_state_dict(before.state_dict())
+        assert after.consumed_samples == consumed
 
 
 def test_the_state_of_a_blend_by_hand(one, tmp_path):
@@ -2628,8 +2584,8 @@ def test_the_state_of_a_blend_by_hand(one, tmp_path):
     data["which corpus gave which sample (weights, blend_phases)"] = order
     past = json.dumps({"sampler": {"kind of the sampler": "single"}, "data": data})
     wanted = {"version": 7, "consumed_samples": 6, "past": past}
-    assert state_of(one, blend, 6, micro_batch_size=2) == wanted
-    assert state_of(one, blend, 0)["past"] == "{}", "nothing was consumed"
+    assert loader_of(one, blend, 6, micro_batch_size=2).state_dict() == wanted
+    assert loader_of(one, blend).state_dict()["past"] == "{}", "nothing was consumed"
 
 
 def test_no_sample_is_read_for_a_state_and_no_storage_is_asked(one):
@@ -2643,7 +2599,7 @@ def test_no_sample_is_read_for_a_state_and_no_storage_is_asked(one):
     blend = one.BlendedDataset([part] * 3, None, None, config(one), phases=phases)
     data = torch.utils.data.Subset(blend, range(60))
     part.fingerprint = part.dataset.fingerprint = mock.Mock(return_value=5)
-    states = [state_of(one, data, consumed) for consumed in (8, 20, 12, 40, 4)]
+    states = [loader_of(one, data, n).state_dict() for n in (8, 20, 12, 40, 4)]
     loader = loader_of(one, data)
     part.fingerprint.side_effect = OSError("the storage does not answer")
     with mock.patch.object(one, "_count_datasets", wraps=one._count_datasets) as counts:
@@ -2658,8 +2614,10 @@ def test_no_sample_is_read_for_a_state_and_no_storage_is_asked(one):
 # -- The state: of two runs --------------------------------------------------------------------
 
 
-def data_of_run(mm, folder, corpora="ab", mix=((40, (1, 2)),), samples=None, which=0, **fields):
-    """Corpora that are mixed by phases, or laid end to end; or the given samples of them."""
+def loader_of_run(
+    mm, folder, corpora="ab", mix=((40, (1, 2)),), samples=None, which=0, order="single", **fields
+):
+    """A loader of corpora that are mixed by phases, or laid end to end; or of some samples."""
     prefixes = [str(folder / name) for name in corpora]
     if mix is not None:
         mix = [(count, weights[: len(corpora)]) for count, weights in mix]
@@ -2667,7 +2625,10 @@ def data_of_run(mm, folder, corpora="ab", mix=((40, (1, 2)),), samples=None, whi
     sizes = [0, 0, 0]
     sizes[which] = None
     data = build(mm, sizes, config(mm, (prefixes, None), **fields))[which]
-    return data if samples is None else torch.utils.data.Subset(data, samples)
+    if samples is not None:
+        data = torch.utils.data.Subset(data, samples)
+    kind, _, seed = order.partition(" ")
+    return loader_of(mm, data, **fields_of(kind), seed=int(seed or 0))
 
 
 U = (1, 2)  # weights of phases, as V and W
@@ -2675,35 +2636,23 @@ V = (2, 1)
 W = (1, 1)
 TWO_PHASES = {"mix": [(24, U), (24, V)]}
 UNSTABLE = {"stable_order": False}
-FEW_OF_B = UNSTABLE | {"mix": [(4, (1, 0)), (1, (0, 1)), (95, (1, 0))]}
-B_GROWS = {"mix": [*FEW_OF_B["mix"], (300, (0, 1))]}  # by epochs, so its sample 0 is another
 OTHER_MIX = r"which corpus gave which sample \(weights, blend_phases\) was \d+ in the state, and is"
-RUNS = [  # order; a run, what is another in the next one; what is said of it, or None: it fits
-    ("single", {}, {"corpora": ["copies/of a", "copies/b"]}, None),
-    ("single", {}, {"mix": [(99, U)]}, None),
-    ("single", {}, {"corpora": "abc", "mix": [(40, (1, 2, 0)), (9, (1, 1, 1))]}, None),
-    ("single", TWO_PHASES, {"mix": [(24, U), (99, V), (9, W)]}, None),
-    ("single", TWO_PHASES, {"mix": [(24, U), (16, V), (9, W)]}, None),
-    ("single", TWO_PHASES, {"mix": [(48, U)]}, OTHER_MIX),
-    ("single", TWO_PHASES, {"mix": [(48, (1, 0))]}, OTHER_MIX),
-    ("single", {"mix": [(48, (1, 0))]}, TWO_PHASES, OTHER_MIX),
-    ("single", TWO_PHASES, {"mix": [(24, U), (24, W)]}, OTHER_MIX),
-    ("single", UNSTABLE | {"mix": [(400, U)]}, {"mix": [(40, V)]}, OTHER_MIX),  # epochs, too
-    ("single", {}, {"corpora": "a", "mix": None}, "class was BlendedDataset in .* is GPTDataset"),
-    (
-        "single",
-        {},
-        {"corpora": "ba"},
-        r"bin_size of fingerprint of corpus 0 \(b\) was \d+ in .* is",
-    ),
-    ("single", {}, {"corpora": ["other tokens/a", "b"]}, r"bin_ends_crc32 of .*corpus 0 \(a\) was"),
-    ("single", {}, {"random_seed": 2}, r"random_seed of corpus 0 \(a\) was 1234 in the .* is 2\."),
-    ("sharded", {}, {"random_seed": 2}, r"random_seed of corpus 0 \(a\) was 1234"),
-    ("single", {}, {"sequence_length": 9}, r"sequence_length of corpus 0 \(a\) was 8 in .* is 9\."),
-    ("single", {}, {"split": "8,2,0"}, r"documents \(split\) of corpus 0 \(a\) was range\(0, 40"),
-    ("single", UNSTABLE, {"mix": [(400, U)]}, "stable_order, or one epoch of .* True .* False"),
-    ("single", FEW_OF_B, B_GROWS, r"stable_order, or one epoch of corpus 1 \(b\) was True"),
-    ("single", {"samples": range(0, 40, 2)}, {"samples": range(8, 40)}, "indices was"),
+RUNS = [  # a run; what is another in the next one; what is said of it, or None: it fits
+    ({}, {"corpora": ["copies/of a", "copies/b"]}, None),
+    ({}, {"mix": [(99, U)]}, None),
+    ({}, {"corpora": "abc", "mix": [(40, (1, 2, 0)), (9, (1, 1, 1))]}, None),
+    (TWO_PHASES, {"mix": [(24, U), (16, V), (9, W)]}, None),
+    (TWO_PHASES, {"mix": [(48, U)]}, OTHER_MIX),
+    (TWO_PHASES, {"mix": [(48, (1, 0))]}, OTHER_MIX),  # and nothing is known of b
+    ({"mix": [(48, (1, 0))]}, TWO_PHASES, OTHER_MIX),
+    (UNSTABLE | {"mix": [(400, U)]}, {"mix": [(40, V)]}, OTHER_MIX),  # epochs, too
+    ({}, {"corpora": "a", "mix": None}, "class was BlendedDataset in .* is GPTDataset"),
+    ({}, {"corpora": "ba"}, r"bin_size of fingerprint of corpus 0 \(b\) was \d+ in .* is"),
+    ({}, {"corpora": ["other tokens/a", "b"]}, r"bin_ends_crc32 of .*corpus 0 \(a\) was"),
+    ({}, {"random_seed": 2}, r"random_seed of corpus 0 \(a\) was 1234 in the .* is 2\."),
+    ({}, {"split": "8,2,0"}, r"documents \(split\) of corpus 0 \(a\) was range\(0, 40"),
+    (UNSTABLE, {"mix": [(400, U)]}, "stable_order, or one epoch of .* True .* False"),
+    ({"samples": range(0, 40, 2)}, {"samples": range(8, 40)}, "indices was"),
 ]
 
 
@@ -2726,13 +2675,12 @@ def consumed_texts(loader, consumed):
 def test_a_state_fits_where_the_samples_are_equal(one, tmp_path):
     """Where they are not, the error says what differs, and what to do."""
     make_corpora(one, tmp_path)
-    for kind, run, changes, words in RUNS:
-        before = data_of_run(one, tmp_path, **run)
-        after = data_of_run(one, tmp_path, **run | changes)
-        consumed = min(40, len(before))
-        texts = [consumed_texts(loader_of(one, data), consumed) for data in (before, after)]
-        assert (texts[0] == texts[1]) == (words is None), changes
-        goes_on_or_is_refused(one, before, after, consumed, words, **fields_of(kind))
+    for run, changes, words in RUNS:
+        before = loader_of_run(one, tmp_path, **run)
+        after = loader_of_run(one, tmp_path, **run | changes)
+        n = min(40, len(before.dataset))
+        assert (consumed_texts(before, n) == consumed_texts(after, n)) == (words is None), changes
+        load_state_of(before, after, n, words)
 
 
 VALUES = {  # of each setting of a random run
@@ -2751,8 +2699,7 @@ VALUES = {  # of each setting of a random run
     "drop_last_partial_validation_sequence": [True, False],
     "stable_order": [True, False],
     "add_extra_token_to_sequence": [True, True, False],
-    "kind": ["single", "single", *SHUFFLED],  # of the order, as seed
-    "seed": [0, 1],
+    "order": ["single", "single", "unsharded 0", "unsharded 1", "sharded 0", "sharded 1"],
 }
 
 
@@ -2770,23 +2717,19 @@ def test_of_random_runs_a_state_fits_only_where_the_samples_are_equal(one, tmp_p
         other = dict(run)
         for name in rng.permutation(list(VALUES))[: rng.integers(1, 3)]:
             other[name] = VALUES[name][rng.integers(len(VALUES[name]))]
-        loaders = []
-        for fields in (dict(run), dict(other)):
-            order = fields_of(fields.pop("kind")) | {"seed": fields.pop("seed")}
-            data = quiet(data_of_run, one, tmp_path, path_to_cache=no_folder, **fields)
-            loaders.append(loader_of(one, data, **order))
-        most = min(len(loader.dataset) for loader in loaders) // 4
-        before, after = loaders
+        before, after = (
+            quiet(loader_of_run, one, tmp_path, path_to_cache=no_folder, **fields)
+            for fields in (run, other)
+        )
+        most = min(len(before.dataset), len(after.dataset)) // 4
         before.consumed_samples = consumed = 4 * int(rng.integers(1, most + 1))
-        state = before.state_dict()
         same_texts = consumed_texts(before, consumed) == consumed_texts(after, consumed)
         words = "it fits"
         try:
-            after.load_state_dict(state)
+            after.load_state_dict(before.state_dict())
         except ValueError as error:
-            words = re.match(
-                "the state does not fit: (.+?)(?: of (?:corpus|data) .*?)? was ", str(error)
-            )[1]
+            pattern = "the state does not fit: (.+?)(?: of (?:corpus|data) .*?)? was "
+            words = re.match(pattern, str(error))[1]
         assert same_texts or words != "it fits", (run, other)
         found[words, "equal" if same_texts else "other samples"] += 1
     print(found)
@@ -2796,12 +2739,9 @@ def test_of_random_runs_a_state_fits_only_where_the_samples_are_equal(one, tmp_p
 # -- The state: datasets of other classes ------------------------------------------------------
 
 
-def reader(lengths, *fingerprint):
-    """A reader of the user's own; with a fingerprint(), if one is given."""
-    found = types.SimpleNamespace(sequence_lengths=np.array(lengths, np.int32))
-    if fingerprint:
-        found.fingerprint = mock.Mock(return_value=fingerprint[0])
-    return found
+def reader(lengths, **methods):
+    """A reader of the user's own."""
+    return types.SimpleNamespace(sequence_lengths=np.array(lengths, np.int32), **methods)
 
 
 def test_what_a_state_asks_of_other_classes(one, tmp_path):
@@ -2841,7 +2781,7 @@ def test_what_a_state_asks_of_other_classes(one, tmp_path):
         phases = [(samples, (1, 1)) for samples in phases]
         return cls([plain(80), plain(80)], None, None, plain().config, phases=phases)
 
-    named = [reader([9], {"name": name}) for name in "ab"]
+    named = [reader([90, 80], fingerprint=functools.partial(dict, name=name)) for name in "ab"]
     short = {"split": "valid", "drop_last_partial_validation_sequence": False}
     renamed = type("Renamed", (Wrapped,), {})
     permuted = [with_class(Permuted, plain(random_seed=seed)) for seed in (1, 1, 2)]
@@ -2849,56 +2789,41 @@ def test_what_a_state_asks_of_other_classes(one, tmp_path):
     later.config.random_seed = 5  # after it was built
     for before, after, words in (
         (plain(), later, None),
-        (plain(), plain(200), None),
         (plain(**short), plain(80, **short), "epochs was 1 in"),  # its last sample was short
         (plain(documents=np.array([3, 0, 9])), plain(documents=np.array([3, 9, 0])), "documents"),
         (part(range(40)), part([*range(40), 60, 70]), None),
         (part([5, -1] * 16), part([5, len(plain(80)) - 1] * 16), None),
-        (part([5, -1] * 16), part([5, 60] * 16), "indices was"),
         (part(range(40)), part(range(40), random_seed=5), r"random_seed of data \(p\) was 1234"),
         (Wrapped(plain()), Wrapped(plain(400)), None),
         (Wrapped(blend(one.BlendedDataset, 40)), Wrapped(blend(one.BlendedDataset, 32, 60)), None),
         (Wrapped(plain()), Wrapped(plain(random_seed=5)), "random_seed of data .* was 1234"),
         (Wrapped(), renamed(), "class was Wrapped in the state, and is Renamed"),
-        (Wrapped(reader([9])), Wrapped(reader([8])), None),  # which is not seen
         (Wrapped(named[0]), Wrapped(named[1]), "name of fingerprint of data .* was a in"),
         (over(reader([90, 80])), over(reader([80, 90])), r"sequence_lengths \(CRC-32\) was"),
-        (over(reader([90] * 2, 1)), over(reader([90] * 2, 2)), "fingerprint was 1 in"),
+        (over(named[0]), over(named[1]), "name of fingerprint was a in"),
         (*permuted[:2], None),
         (*permuted[1:], r"document_index \(CRC-32\) was"),
         (blend(Reversed, 40), blend(Reversed, 40), None),
         (blend(Reversed, 40), blend(Reversed, 48), "which sample each corpus gave was"),
-        (over([0], Own), over([0], Own), None),
         (over([0], Own), over([0], Own, sequence_length=9), "sequence_length was 8 in"),
-        (chats(), chats(), None),
         (chats(), chats(context_parallel_size=2), "context_parallel_size was 1 in"),
     ):
-        goes_on_or_is_refused(one, before, after, 32, words)
+        load_state_of(loader_of(one, before), loader_of(one, after), 32, words)
     mock_data = one.MockGPTLowLevelDataset(Tok(vocab_size=9))
     assert mock_data.fingerprint() == {"vocab_size": 9, "eod": 0}
 
 
-def test_what_is_no_state_is_refused(one):
+def test_a_state_of_another_version_or_place_is_refused(one):
     """strict=False accepts another version, but no place where there is no sample."""
     loader = loader_of(one, Numbers(64))
-    state = state_of(one, Numbers(64), 16)
-    for wrong in (
-        None,
-        {"consumed_samples": 16, "past": "{}"},
-        state | {"consumed_samples": 1.5},
-        state | {"version": torch.tensor([7, 7])},
-        *(state | {"past": past} for past in ("{", "5", "[[1, 2]]", '{"data": 5}', "[" * 10**5)),
-    ):
-        for strict in (True, False):
-            with pytest.raises(ValueError, match="wanted a state of PretrainingDataLoader"):
-                loader.load_state_dict(wrong, strict)
-    other = state | {"version": 6}
-    for changed, word in (
+    state = loader_of(one, Numbers(64), 16).state_dict()
+    other = {"version": 6, "consumed_samples": 16}
+    for changed, words in (
         (other, "it has version 6, and this release reads 7.*strict=False"),
         (state | {"past": "{}"}, "kind of the sampler was None in the state, and is single"),
         (state | {"past": state["past"].replace("}}", ', "x": 5}}')}, "x was 5 in .* is None"),
     ):
-        with pytest.raises(ValueError, match=f"the state does not fit.*{word}"):
+        with pytest.raises(ValueError, match=f"the state does not fit.*{words}"):
             loader.load_state_dict(changed)
     with pytest.raises(ValueError, match="consumed_samples"):
         loader.load_state_dict(state | {"consumed_samples": 65}, strict=False)
@@ -2992,14 +2917,14 @@ def test_a_gradient_that_would_be_in_no_average_is_refused(one):
 
     A reentrant checkpoint, too, runs a backward of its own.
     """
-    models = [one_layer(one) for _ in range(3)]
-    replaced, unfrozen, converted = models
+    replaced, unfrozen, converted = (one_layer(one) for _ in range(3))
     replaced.module.weight = torch.nn.Parameter(torch.ones(1, 2))
     unfrozen.requires_grad_()
-    converted.double()
-    for ddp in models:
-        with pytest.raises(ValueError, match="was converted, replaced or unfrozen"):
+    for ddp, name in ((replaced, "weight"), (unfrozen, "bias")):
+        with pytest.raises(ValueError, match=f"^{name} was replaced or unfrozen"):
             ddp.zero_grad_buffer()
+    with pytest.raises(RuntimeError):
+        converted.double().zero_grad_buffer()
     ddp = one_layer(one, overlap_grad_reduce=True)
     backward_of_ones([ddp.module], 1)
     with pytest.raises(RuntimeError, match=r"weight after it was sent.*no_sync\(\).*reentrant"):
@@ -3054,12 +2979,11 @@ def test_a_step_in_float32(one, overlap):
         with ddp.no_sync():
             for value in [256] + 62 * [1]:
                 backward_of_ones(layers, value)
-        ddp.zero_grad()  # not of this class: the sums stay
         ddp.scale_gradients(0.5)
         backward_of_ones(layers, 1)
         assert all(param.grad is None for param in ddp.parameters())
         ddp.finish_grad_sync()
-        ddp.zero_grad()
+        ddp.zero_grad()  # not of this class: the sums stay
         ddp.scale_gradients(2)
         assert lists(ddp.grad_buffers) == [4 * [320]]
         for param in ddp.parameters():
@@ -3116,33 +3040,16 @@ def test_a_step_has_the_gradients_of_the_mean_over_its_micro_batches(one, means)
         assert not any(gradient.any() for gradient in gradients(net).values())
 
 
-class Averaged(torch.nn.parallel.DistributedDataParallel):
-    """A class of a user's own."""
-
-
-def wrapped_by_torch(kind):
-    """A model whose gradients torch averages over the ranks."""
-    net = torch.nn.Embedding(50, 50)
-    if kind == "Averaged":
-        return Averaged(net)
-    fsdp = importlib.import_module("torch.distributed.fsdp")
-    if kind == "FullyShardedDataParallel":
-        return quiet(fsdp.FullyShardedDataParallel, net, device_id=torch.device("cpu"))
-    return fsdp.fully_shard(net, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "Averaged",
-        pytest.param("FullyShardedDataParallel", marks=pytest.mark.slow),  # to import it takes 3 s
-        pytest.param("FSDPEmbedding", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("kind", ["Own", pytest.param("FSDPEmbedding", marks=pytest.mark.slow)])
 def test_sums_over_the_tokens_of_one_rank_are_refused(one, group, monkeypatch, kind):
     """Where torch averages over several ranks, the tokens of one would divide what is of all."""
     data = [step_data()]
-    model = wrapped_by_torch(kind)
+    model = torch.nn.Embedding(50, 50)
+    if kind == "Own":  # a class of a user's own
+        model = type(kind, (torch.nn.parallel.DistributedDataParallel,), {})(model)
+    else:  # to import it takes 3 s
+        fsdp = importlib.import_module("torch.distributed.fsdp")
+        fsdp.fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
     run_step(one, data, model)
     monkeypatch.setattr(torch.distributed, "get_world_size", mock.Mock(return_value=2))
     run_step(one, data, model, means=True)
@@ -3150,16 +3057,6 @@ def test_sums_over_the_tokens_of_one_rank_are_refused(one, group, monkeypatch, k
     run_step(one, data, Net())  # what a plain model needs, its user knows
     with pytest.raises(ValueError, match=f"is a {kind} of torch.*tokens of this rank"):
         run_step(one, data, model)
-
-
-def test_steps_that_cannot_be(one):
-    """Without pipelining there is one model: a second would be left out in silence."""
-    with pytest.raises(ValueError, match="num_microbatches"):
-        run_step(one, [], Net())
-    with pytest.raises(ValueError, match="one model"):
-        run_step(one, [step_data()], [Net(), Net()])
-    with pytest.raises(ValueError, match="bucket_size must be at least 1"):
-        one.DistributedDataParallel(Net(), bucket_size=0)
 
 
 # -- Gradients on ranks: any number of ranks gives those of one process ------------------------
@@ -3228,9 +3125,9 @@ def gradients_of_uneven_tokens(job, options):
 def what_is_not_finite_is_named_with_its_parameter_and_rank(job):
     """And what was named is not named again."""
     last = job.world - 1
-    layers = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in range(3)])
+    layers = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in range(2)])
     ddp = job.mm.DistributedDataParallel(layers, check_for_nan_in_grad=True)
-    for number, value in enumerate((math.nan, math.inf, -math.inf)):
+    for number, value in enumerate((math.nan, -math.inf)):
         backward_of_ones(layers, 1)
         if job.rank == last:
             backward_of_ones([layers[number]], value)
@@ -3303,9 +3200,8 @@ def gradients_of_parallel_batches(job, layout):
 @two_or_four_ranks
 def test_gradients_on_ranks(tmp_path, world):
     """With a third of the options on two ranks, with all of them on four."""
-    options = OPTIONS[::3] if world == 2 else OPTIONS
-    scenarios = [gradients_of_several_steps, gradients_of_uneven_tokens]
-    calls = list(itertools.product(scenarios, options))
+    steps = [gradients_of_several_steps, gradients_of_uneven_tokens]
+    calls = [*itertools.product(steps, OPTIONS[::3] if world == 2 else OPTIONS)]
     calls.append([what_is_not_finite_is_named_with_its_parameter_and_rank])
     calls.append([gradients_are_sent_during_backward])
     calls.append([parameters_of_the_groups_first_rank_reach_all])
@@ -3364,20 +3260,11 @@ def test_samples_of_a_run_by_hand(one):
         ({"train_iters": 100}, (800, 4 * 16, 16)),
         ({"train_samples": 719}, (719, 3 * 16, 16)),  # 89 whole steps
         ({"train_samples": 720}, (720, 4 * 16, 16)),
-        ({"train_iters": 3, "eval_interval": 1, "global_batch_size": 1}, (3, 4 * 2, 2)),
         ({"train_iters": 10, "full_validation": True}, (80, None, 16)),
         ({"train_iters": 100, "skip_train": True}, (800, 16, 16)),
-        ({"train_iters": 100, "eval_iters": 0}, (800, 0, 0)),
         ({"train_iters": 120, "train_samples": 719}, (719, 5 * 16, 16)),  # the batch size grew
     ):
         assert one.get_train_valid_test_num_samples(**run | arguments) == wanted
-    for wrong, word in (
-        ({}, "train_iters"),
-        ({"train_samples": -1}, "train_samples"),
-        ({"train_samples": 8, "eval_interval": 0}, "eval_interval"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            one.get_train_valid_test_num_samples(**run | wrong)
 
 
 def test_a_batch_size_that_does_not_grow(one):
@@ -3385,14 +3272,13 @@ def test_a_batch_size_that_does_not_grow(one):
     for ramp in (None, (16, 8, 0), (32, 8, 100)):
         number = one.NumMicroBatches(32, 4, 2, ramp)
         assert (number.get(), number.get_current_global_batch_size()) == (4, 32)
-    for arguments, word in (
-        ((30, 4, 2, None), "30"),
-        ((32, 4, 2, (16, 6, 100)), "equal"),
-        ((32, 4, 2, (16, 4, 100)), "20"),
-        ((32, 4, 2, (16, 0, 100)), "increment"),
+    for size, ramp, words in (
+        (30, None, "of 30"),
+        (32, (16, 6, 9), "equal"),
+        (32, (0, 8, 9), "of 0"),
     ):
-        with pytest.raises(ValueError, match=word):
-            one.NumMicroBatches(*arguments)
+        with pytest.raises(ValueError, match=words):
+            one.NumMicroBatches(size, 4, 2, ramp)
 
 
 # ==============================================================================
