@@ -2143,6 +2143,9 @@ class BlendedDataset(_Identified):
 
 def _samples_of(dataset: typing.Any, indices: typing.Sequence[int | None]) -> list[dict]:
     """Return several samples of any dataset; they are read at once if it has a method for that."""
+    while isinstance(dataset, torch.utils.data.Subset):  # its sample None is that of its dataset
+        indices = [k if k is None else dataset.indices[k] for k in indices]
+        dataset = dataset.dataset
     if hasattr(dataset, "__getitems__"):
         return dataset.__getitems__(indices)
     return [dataset[idx] for idx in indices]
@@ -3076,8 +3079,8 @@ _NAME = "name (not compared)"  # for messages: a copy may have another
 class PretrainingDataLoader(torch.utils.data.DataLoader):
     """A DataLoader whose position can be saved, as with torchdata's StatefulDataLoader.
 
-    dataset        any dataset; one that can be asked for sample None, if the sampler fills up
-                   batches with it
+    dataset        any dataset; one that can be asked for sample None (of a Subset its dataset), if
+                   the sampler fills up batches with it
     batch_sampler  a sampler of section 8
     num_workers    how many threads, or processes, make batches ahead; 0: none
     arguments      further arguments of DataLoader, such as collate_fn or prefetch_factor.  With
@@ -3106,6 +3109,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         **arguments: typing.Any,
     ) -> None:
         _check_loader(batch_sampler, arguments)
+        if type(dataset) is torch.utils.data.Subset:
+            dataset = _PaddedSubset(dataset.dataset, dataset.indices)
         may_use_threads = IMPLEMENTATION == "c" and _is_plain(dataset)
         self.makes_own_batches = may_use_threads and arguments.keys() <= {"pin_memory"}
         self.num_threads = num_workers if self.makes_own_batches else 0
@@ -3154,6 +3159,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                     "load_state_dict() was called or, with persistent_workers, a newer iterator "
                     "has begun while this one was running: go on with a new one, iter(loader)"
                 )
+        if consumed < end:  # torch takes a StopIteration of a dataset for the end
+            raise RuntimeError(f"the batches ended at sample {consumed}, not at {end}")
 
     def _own_batches(self):
         """Batches of our own datasets; by threads, if there are any, a few ahead.
@@ -3265,6 +3272,13 @@ def _is_plain(dataset: typing.Any) -> bool:
         return type(dataset) is GPTDataset
     parts = dataset.datasets
     return all(type(part) is GPTDataset and part.config is dataset.config for part in parts)
+
+
+class _PaddedSubset(torch.utils.data.Subset):
+    """A Subset that torch asks for sample None, too, which fills up a batch."""
+
+    def __getitems__(self, indices):
+        return _samples_of(self, indices)
 
 
 # -- What decides the samples ------------------------------------------------------------------

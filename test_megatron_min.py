@@ -2346,6 +2346,10 @@ def test_which_loader(one, monkeypatch):
     assert next(iter(shuffled)).tolist() == [4, 0, 7, 3, 2, 5, 1, 6]  # that of seed 0
     whole = loader_of(one, range(9), data_parallel_size=2, full_validation=True)
     assert [batch.tolist() for batch in whole] == [[0], [2], [4], [6], [8]]  # none is left out
+    some = torch.utils.data.Subset(torch.utils.data.Subset(Numbers(9), range(4, 9)), [1, 2, 3])
+    ranks = {"data_parallel_rank": 1, "data_parallel_size": 2}
+    padded = loader_of(one, some, full_validation=True, **ranks)
+    assert [batch["k"].tolist() for batch in padded] == [[6], [-1]]
     sampler = one.MegatronPretrainingSampler(8, 0, 4, 0, 1)
     assert list(one.PretrainingDataLoader(Numbers(8), sampler, collate_fn=len)) == [4, 4]
     for data, fields, words in (
@@ -2359,6 +2363,12 @@ def test_which_loader(one, monkeypatch):
         one.PretrainingDataLoader(Numbers(8), sampler, in_order=False)
     with pytest.warns(UserWarning, match="6 samples are fewer than the 16 of a round"):
         assert list(loader_of(one, Numbers(6), micro_batch_size=16)) == []
+    ending = loader_of(one, Numbers(9))
+    with mock.patch.object(Numbers, "__getitem__", side_effect=[1, 2, 3, 4, StopIteration]):
+        batches = iter(ending)
+        next(batches)
+        with pytest.raises(RuntimeError, match="the batches ended at sample 4, not at 8"):
+            next(batches)
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     given = {"data_parallel_rank": 0, "data_parallel_size": 1}
