@@ -3688,7 +3688,7 @@ def stamps(folder):
     return found
 
 
-# -- what is in the files ----------------------------------------------------------------------
+# -- what a start finds ------------------------------------------------------------------------
 
 
 def test_a_cache_is_built_once_then_found(one, pair, cache, monkeypatch):
@@ -3702,11 +3702,10 @@ def test_a_cache_is_built_once_then_found(one, pair, cache, monkeypatch):
     num_files = 0
     for fields in (
         {"split": "train"},
-        {"split": "valid"},
         {"split": "train", "add_extra_token_to_sequence": False},
         {"split": "valid", "drop_last_partial_validation_sequence": False},
         {"stable_order": True, "fast_cache_load": True, "defer_npy_index_mmap": True},
-        *[{"documents": numbers} for numbers in ([0, 1], [0, 2, 3], [0, 2, 1, 3], [3, 2, 1])],
+        *[{"documents": numbers} for numbers in ([0, 1], [0, 2, 1, 3], [3, 2, 1])],
     ):
         options = {"n": 9, "wanted": arrays(quiet(gpt, one, pair, 9, **fields)), **fields}
         words = ["made from {'documents'"] if "documents" in fields else []
@@ -3724,14 +3723,7 @@ def test_a_cache_is_built_once_then_found(one, pair, cache, monkeypatch):
     assert files_of(cache) == files_of(f"{pair}/cache/GPTDataset_indices")  # without path_to_cache
 
 
-# -- what a start finds ------------------------------------------------------------------------
-
-
-class LeavesATrace:
-    """What unpickles it makes the file "ran"."""
-
-    def __reduce__(self):
-        return open, ("ran", "w")
+RUNS_CODE = b"cposix\nsystem\n(S'touch ran'\ntR."  # where something unpickles it
 
 
 def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache, monkeypatch):
@@ -3740,6 +3732,7 @@ def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache, monkeypat
     No manifest is no reason to warn: so are upstream's caches, and those being written.  An error
     of the build is raised, after one call, and nothing is written.
     """
+    monkeypatch.chdir(os.path.dirname(pair))
     start(one, pair, cache)
     before = files_of(cache)
     text = file_of(cache, "manifest.json").read_bytes()
@@ -3751,12 +3744,10 @@ def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache, monkeypat
         ("manifest.json", None),
         ("manifest.json", json.dumps(older).encode()),
         ("manifest.json", text[:-1], "JSON"),
-        ("manifest.json", b"[]", "list"),
         ("manifest.json", json.dumps(other_facts).encode(), "damaged"),
-        ("sample_index.npy", array[:-5], "sample_index.npy"),
-        ("sample_index.npy", array[:-8] + bytes(8), "sample_index.npy has another CRC"),
-        ("sample_index.npy", array.replace(b"<i4", b">i4"), "sample_index.npy has another CRC"),
-        ("sample_index.npy", pickle.dumps(LeavesATrace()).ljust(len(array)), "another CRC"),
+        ("sample_index.npy", array[:-5], "sample_index.npy: size"),
+        ("sample_index.npy", array[:-8] + bytes(8), "sample_index.npy: crc32"),
+        ("sample_index.npy", RUNS_CODE.ljust(len(array)), "sample_index.npy: crc32"),
         ("document_index.npy", None, "document_index.npy"),
     ):
         path = file_of(cache, file)
@@ -3790,13 +3781,12 @@ def test_regenerated_data_make_a_cache_stale(one, tmp_path, cache):
         mk(one, corpus, docs)
         os.utime(f"{corpus}.idx", (1, 1))  # as what unpacks it may do: size and time are the same
         wanted = arrays(start(one, corpus, f"{cache} of the new"))
-        for is_made_late in (False, True):
-            if is_made_late:
-                shutil.rmtree(cache)
-                of_job = opened.indices, 50, opened.index_split, opened.config
-                one.GPTDataset(opened.dataset, corpus, *of_job)
-            start(one, corpus, cache, word, wanted=wanted)
-            start(one, corpus, cache)
+        start(one, corpus, cache, word, wanted=wanted)
+        shutil.rmtree(cache)
+        of_job = opened.indices, 50, opened.index_split, opened.config
+        one.GPTDataset(opened.dataset, corpus, *of_job)
+        start(one, corpus, cache, word, wanted=wanted)
+        start(one, corpus, cache)
 
 
 def test_other_lengths_of_a_reader_of_ones_own_make_a_cache_stale(one, cache):
@@ -3822,10 +3812,9 @@ def test_a_touched_pair_and_a_copy_find_the_cache(one, pair, wanted, cache, tmp_
     before = stamps(cache)
     (tmp_path / "node 1").mkdir()
     monkeypatch.chdir(tmp_path / "node 1")
-    for dataset in (ds, pickle.loads(pickle.dumps(ds))):
-        same_arrays(arrays(dataset), wanted)
-        assert len(dataset[3]["tokens"]) == 8
-    assert len(pickle.loads(pickle.dumps(blend)).dataset_index) == 9
+    again = pickle.loads(pickle.dumps(blend))
+    same_arrays(arrays(again.datasets[0]), wanted)
+    same_samples(again[3], blend[3])
     assert os.listdir() == []
     for kind in ("bin", "idx"):
         shutil.copyfile(f"{pair}.{kind}", f"pair.{kind}")
@@ -3869,15 +3858,14 @@ def test_an_array_is_read_up_to_64_kib_and_checked_up_to_1_mib(
     before = path.read_bytes()
     assert size < len(before) < 1.3 * size
     assert len(synced) == ("document_index" in "".join(synced)) == (size > 1 << 20)
-    for place in (4096, len(before) - 4100, 4090, len(before) - 4096, len(before) - 4):
+    for place in (4096, len(before) - 4100, 4090, len(before) - 4096):
         is_seen = size < 1 << 20 or not 4096 <= place < len(before) - 4096
         path.write_bytes(before)
         patch(path, place, b"\xff\xff\xff\xff")
-        ds = start(one, corpus, cache, *(["another CRC"] if is_seen else []), n=n)
+        ds = start(one, corpus, cache, *(["crc32"] if is_seen else []), n=n)
         assert is_mapped(path) == (size > 1 << 16)
-        if is_seen:
-            assert path.read_bytes() == before
-            same(ds.document_index, np.load(path))
+        assert not is_seen or path.read_bytes() == before
+        same(ds.document_index, np.load(path))
         del ds
         assert not is_mapped(path)
     refused = OSError(errno.ENODEV, "refused")
@@ -3918,7 +3906,7 @@ def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache):
         shutil.rmtree(cache)
 
 
-# -- errors of the build and of the disk, and other jobs ---------------------------------------
+# -- errors of the disk, and other jobs --------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -3952,7 +3940,7 @@ def test_a_job_that_dies_or_whose_disk_is_full_in_the_middle(one, pair, cache, n
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with before_rename(number, die):
-        ds = start(one, pair, cache, "is rebuilt", "cannot be written .*No space left")
+        ds = start(one, pair, cache, "is rebuilt", "cannot be written.*No space left")
     below_file = start(one, pair, f"{pair}.bin/below", "cannot be written")
     for dataset in (ds, pickle.loads(pickle.dumps(ds)), below_file):
         same_arrays(arrays(dataset), wanted)
@@ -3964,7 +3952,7 @@ def test_a_job_that_dies_or_whose_disk_is_full_in_the_middle(one, pair, cache, n
 
 def test_another_job_writes_the_cache_while_it_is_found(one, pair, cache, monkeypatch):
     """Where its arrays have the sizes, and the CRCs, of the old ones, a mix would not be seen."""
-    monkeypatch.setattr(one, "_crc32_of_file", mock.Mock(return_value=0))
+    monkeypatch.setattr(zlib, "crc32", mock.Mock(return_value=0))
     wanted = arrays(start(one, pair, cache))
     as_array = one._as_array
 
@@ -3989,7 +3977,7 @@ def test_two_jobs_write_a_cache_at_one_moment(one, tmp_path, cache, monkeypatch,
 
     with before_rename(number, run_another_job):
         start(one, corpus, cache, n=600, wanted=wanted)
-    start(one, corpus, cache, "another CRC", n=600, wanted=wanted)
+    start(one, corpus, cache, "crc32", n=600, wanted=wanted)
     start(one, corpus, cache, n=600, wanted=wanted)
 
 
@@ -4670,7 +4658,7 @@ def test_shuffle_goes_on_where_numpy_would(c, dtype):
 def test_what_c_can_read_is_left_to_c(c, toy, monkeypatch):
     """Else all would be right, and ten times slower."""
     monkeypatch.setattr(c, "_FEW_ITEMS", 0)
-    for name in ("_make_batch", *ARGUMENTS):
+    for name in ("_make_batch", "_fill_blend", "build_sample_idx", "shuffle"):
         monkeypatch.setattr(getattr(c, name), "__wrapped__", None)
     monkeypatch.setattr(c.GPTDataset.__getitem__, "__wrapped__", None)
     for fields in ({"tokenizer": Tok(eod=None)}, DOCUMENTS, WITH_MASK | RESETS):
@@ -6956,7 +6944,7 @@ def damaged_bytes(rng, data, other):
     at = int(rng.integers(min(len(data), room) + 1))
     number = struct.pack("<q", int(rng.choice(FORGED)))[: rng.choice([1, 4, 8])]
     forged = data[:at] + number + data[at + len(number) :]
-    damages = [forged, forged, data[:at], data + other[:1], other, pickle.dumps(LeavesATrace())]
+    damages = [forged, forged, data[:at], data + other[:1], other, RUNS_CODE]
     return damages[rng.integers(len(damages))]
 
 
