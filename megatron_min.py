@@ -5505,7 +5505,10 @@ def _save_arrays(stem, arrays, description, manifest):
     with contextlib.ExitStack() as new_files:  # its end gives them their names
         for name, values in arrays.items():
             new_file = new_files.enter_context(_NewFile(f"{stem}-{name}.npy"))
-            np.lib.format.write_array(new_file, values, allow_pickle=False)
+            # as np.save() does, which takes 0.1 ms more: much for hundreds of small corpora
+            header = np.lib.format.header_data_from_array_1_0(values)
+            np.lib.format.write_array_header_1_0(new_file, header)
+            new_file.write(values)
             new_file.synced = new_file.file.tell() > _CHECKED_BYTES
             new_file.finish()
             # opened before it has its name, under which another job may put its own
