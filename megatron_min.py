@@ -1949,15 +1949,15 @@ def build_phase_indices(
     taken = np.zeros(len(weights), np.int64)  # of each dataset, in the phases so far
     begin = 0
     for samples, weights in phases:
-        end = begin + samples
-        used = np.flatnonzero(weights)
-        outputs = dataset_index[begin:end], dataset_sample_index[begin:end]
-        build_blending_indices(*outputs, np.take(weights, used), len(used), samples)
-        d = used[dataset_index[begin:end]]  # the blend numbers those that are used: 0, 1, 2, ...
-        dataset_index[begin:end] = d
-        dataset_sample_index[begin:end] += taken[d]
-        taken += np.bincount(d, minlength=len(taken))
-        begin = end
+        shares = np.array(weights, np.float64)
+        limits = np.where(shares > 0, np.inf, 0.0)
+        which = dataset_index[begin : begin + samples]
+        sample = dataset_sample_index[begin : begin + samples]
+        _check_blending(which, sample, shares, len(taken), samples)
+        _fill_blend(which, sample, shares, limits, samples)
+        sample += taken[which]
+        taken += np.bincount(which, minlength=len(taken))
+        begin += samples
 
 
 def _as_phases(phases, names):
