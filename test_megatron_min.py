@@ -1319,10 +1319,7 @@ PADS = {  # a tokenizer, the pad id that counts, and the one where it may be amb
 
 
 def test_what_a_tokenizer_says_of_pad_and_eod(one, tmp_path):
-    """A pad that is also another special token is not used, with a warning.
-
-    So is it where a setting looks for eod, and the corpus has none.
-    """
+    """A warning: a pad that is also another special token is not used; a corpus has no eod."""
     with_eod = mk(one, tmp_path / "with", [[1, 2, 0]] * 9)
     without = mk(one, tmp_path / "without", [[1, 2, 3]] * 9)
     for case, (tokenizer, pad, if_allowed) in PADS.items():
@@ -3672,11 +3669,7 @@ def stamps(folder):
 
 
 def test_a_cache_is_built_once_then_found(one, pair, cache, monkeypatch):
-    """Plain .npy files; a second job writes nothing.
-
-    Flags that upstream's key leaves out are in it.  Other documents are not, as in upstream, where
-    they share arrays; a range of documents is as a list.
-    """
+    """Flags that upstream's key leaves out are in it, documents are not; a range is as a list."""
     build = mock.Mock(wraps=one.build_sample_idx)
     monkeypatch.setattr(one, "build_sample_idx", build)
     num_files = 0
@@ -3707,10 +3700,9 @@ RUNS_CODE = b"cposix\nsystem\n(S'touch ran'\ntR."  # where something unpickles i
 
 
 def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache, monkeypatch):
-    """To the same bytes, with one warning, which says why; the next job finds the cache whole.
+    """To the same bytes, with one warning, which says why; without one where no manifest is.
 
-    No manifest is no reason to warn: so are upstream's caches, and those being written.  An error
-    of the build is raised, after one call, and nothing is written.
+    An error of the build is raised, after one call, and nothing is written.
     """
     monkeypatch.chdir(os.path.dirname(pair))
     start(one, pair, cache)
@@ -3749,10 +3741,7 @@ def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache, monkeypat
 
 
 def test_regenerated_data_make_a_cache_stale(one, tmp_path, cache):
-    """Upstream: the key is the path and the config, so the old indices are used.
-
-    Nor is a cache taken for one of the new data that is made of the old, which are open still.
-    """
+    """Also one that is made of the old data, open still.  Upstream: the old indices are used."""
     old = random_docs(np.random.default_rng(5), most=40) * 3
     for docs, word in (([[1, 2, 3]] * 20, "documents"), (old[::-1], "the pair was")):
         corpus = mk(one, tmp_path / word, old)
@@ -3781,10 +3770,9 @@ def test_other_lengths_of_a_reader_of_ones_own_make_a_cache_stale(one, cache):
 
 
 def test_a_touched_pair_and_a_copy_find_the_cache(one, pair, wanted, cache, tmp_path, monkeypatch):
-    """Nodes with a copy each and one path_to_cache do not overwrite each other's files.
+    """Such a copy is looked at as a whole: no sample shows where a document ends.
 
-    A relative path_to_cache is that of the start: also for a pickle, in another folder.  Such a
-    copy is looked at as a whole: no sample shows where a document ends.
+    A relative path_to_cache is that of the start: also for a pickle, in another folder.
     """
     monkeypatch.chdir(tmp_path)
     ds = start(one, "pair", "cache")
@@ -3821,10 +3809,9 @@ def is_mapped(folder):
 def test_an_array_is_read_up_to_64_kib_and_checked_up_to_1_mib(
     one, tmp_path, cache, monkeypatch, size, n
 ):
-    """Of a larger one the ends are checked, as the last 4,096 bytes here.
+    """Of a larger one the ends are checked, and it is on the disk before it has its name.
 
-    It is on the disk before it has its name: no loss of power leaves holes in it.  Where the system
-    refuses to map it, it is read, as an .idx is; of a .bin the error says what to do.
+    One that the system refuses to map is read, as an .idx is; of a .bin the error says what to do.
     """
     corpus = mk(one, tmp_path / "p", np.ones((4000, 1), np.int32))
     synced = []
@@ -3859,10 +3846,9 @@ def test_an_array_is_read_up_to_64_kib_and_checked_up_to_1_mib(
 
 @linux
 def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache):
-    """Who unpickles it finds them, or builds and saves them.  Upstream: all travel to each worker.
+    """Who unpickles it finds them, or builds and saves them; one that a user has set travels.
 
-    An array that a user has set travels.  A dataset that nobody uses any more lets go of its files
-    at once.
+    Upstream: all travel to each worker.  A dataset that is gone lets go of its files at once.
     """
     corpus = mk(one, tmp_path / "p", [[1] * 8] * 3000)
     cfg = config(one, ([corpus, corpus], [1, 2]), path_to_cache=cache)
@@ -3908,8 +3894,7 @@ def before_rename(number, act):
 def test_a_job_that_dies_or_whose_disk_is_full_in_the_middle(one, pair, cache, number):
     """Nothing that it leaves is believed, nor the cache of other data that was there before.
 
-    Where the disk is full, or no folder can be made, as below a regular file, the arrays stay in
-    memory, and are pickled whole.
+    Where nothing can be written the arrays stay in memory, and are pickled whole.
     """
     start(one, pair, cache)
     mk(one, pair, [[1] * 20] * 7)
@@ -4383,10 +4368,7 @@ class Panic(BaseException):
 
 
 def an_error_on_one_rank_is_raised_on_all(job):
-    """Of several, that of the lowest rank.  What works on all ranks returns on each its value.
-
-    What ends a process is told to no other.
-    """
+    """Of several, that of the lowest rank.  What ends a process is told to no other."""
     mute = type("Mute", (Exception,), {"__str__": None})  # to ask for its words is an error
     for error, kind, words in (
         (ValueError("no \udcff"), ValueError, "no \udcff"),
