@@ -1098,7 +1098,7 @@ def test_a_wrong_stream_is_said(mm):
     """Upstream reads behind its arrays."""
     for wrong, error, word in (
         ({"sizes": np.array([4, 3, 6])}, TypeError, "sizes"),
-        ({"sizes": int32(4, 3, -6)}, ValueError, "size"),
+        ({"sizes": int32(8, -1, 6)}, ValueError, "size"),
         ({"document_indices": np.ones((3, 1), np.int32)}, ValueError, "document_indices"),
         ({"document_indices": int32(0, 3, 2)}, IndexError, r"document_indices\[1\] is 3 "),
         ({"document_indices": int32(0, -1, 2)}, IndexError, r"document_indices\[1\] is -1 "),
@@ -1414,29 +1414,25 @@ def test_a_subclass_may_have_other_orders(mm, tmp_path, monkeypatch, calls_super
 
 def test_a_subclass_keeps_its_own_method(mm, tmp_path):
     """Here the sample behind the one that is asked for; also in a blend with one that C reads."""
+
+    class Own(mm.GPTDataset):
+        def __getitem__(self, k):
+            return super().__getitem__(k + 1)
+
+    class OwnBlend(mm.BlendedDataset):
+        def __getitem__(self, k):
+            return super().__getitem__(k + 1)
+
     prefix = mk(mm, tmp_path / "p", [np.arange(90)] * 3)
     plain = gpt(mm, prefix)
-    for base, method in (
-        (mm.BlendedDataset, "__getitem__"),
-        (mm.GPTDataset, "__getitem__"),
-        (mm.GPTDataset, "_query_document_sample_shuffle_indices"),
-    ):
-        of_base = getattr(base, method)
-
-        def of_next_sample(self, k, of_base=of_base):
-            return of_base(self, k + 1)
-
-        own = type("Own", (base,), {method: of_next_sample})
-        if base is mm.BlendedDataset:
-            found = read_in_all_ways(own([plain], [1], 10, plain.config), range(5))
-        else:
-            ds = gpt(mm, prefix, cls=own)
-            blend = mm.BlendedDataset([ds, plain], [1, 1], 10, ds.config)
-            of_blend = read_in_all_ways(blend, range(10))
-            found = [*read_in_all_ways(ds, range(5)), *[samples[::2] for samples in of_blend]]
-        for samples in found:
-            for k, sample in enumerate(samples):
-                same(sample["tokens"], plain[k + 1]["tokens"])
+    own = gpt(mm, prefix, cls=Own)
+    blend = mm.BlendedDataset([own, plain], [1, 1], 10, plain.config)
+    found = [samples[::2] for samples in read_in_all_ways(blend, range(10))]
+    for data in (own, OwnBlend([plain], [1], 10, plain.config)):
+        found += read_in_all_ways(data, range(5))
+    for samples in found:
+        for k, sample in enumerate(samples):
+            same(sample["tokens"], plain[k + 1]["tokens"])
 
 
 def test_a_subclass_may_return_other_tokens_and_lengths(mm, tmp_path):
@@ -1501,9 +1497,11 @@ def test_blends_by_a_loop(mm):
         total = int(sizes.sum())
         of_weights = blend_by_a_loop([(size, weights.tolist())])
         of_sizes = blend_by_a_loop([(total, (sizes / max(total, 1)).tolist())], sizes.tolist())
+        of_limits = blend_by_a_loop([(total, weights.tolist())], sizes.tolist())
         for function, inputs, wanted in (
             (mm.build_blending_indices, (weights, n, size), of_weights),
             (mm.build_exhaustive_blending_indices, (sizes, n), of_sizes),
+            (mm._fill_blend, (weights, sizes.astype(float), total), of_limits),
         ):
             outputs = np.full(len(wanted) + 1, 77, np.int16), np.full(len(wanted) + 1, 77)
             function(*outputs, *inputs)
