@@ -2088,16 +2088,14 @@ class BlendedDataset(_Identified):
 
     def _build_arrays(self):
         """Build the arrays: return how many samples each dataset gives, and the two of them."""
-        dataset_index = np.zeros(len(self), np.int16)
-        dataset_sample_index = np.zeros(len(self), np.int64)
-        arrays = [dataset_index, dataset_sample_index]
+        arrays = [np.zeros(len(self), np.int16), np.zeros(len(self), np.int64)]
         if self.size is None:
             build_exhaustive_blending_indices(*arrays, self.weights, len(self.datasets))
         elif self.phases is not None:
             build_phase_indices(*arrays, self.phases)
         else:
             build_blending_indices(*arrays, self.weights, len(self.datasets), self.size)
-        return _count_datasets(dataset_index, len(self.datasets)), arrays
+        return _count_datasets(arrays[0], len(self.datasets)), arrays
 
     def samples_taken(self) -> np.ndarray:
         """Return how many samples the blend takes of each dataset, int64 (datasets,)."""
