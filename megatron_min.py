@@ -4824,7 +4824,7 @@ def _check_corpus(dataset):
         warnings.warn(
             f"{_name(dataset)}: none of {len(last_tokens)} documents looked at ends in eod, so "
             "resets and eod_mask_loss find nothing: tokenize with --append-eod?",
-            stacklevel=3,
+            stacklevel=2,
         )
 
 
