@@ -1207,10 +1207,9 @@ def build_sample_idx(
     tokens = operator.index(num_epochs) * operator.index(tokens_per_epoch)
     document_index = document_indices  # upstream's name means another array in section 1
     _check_stream(sizes, document_index, S, tokens)
-    _check_documents(sizes, document_index)
     N = count_samples(tokens, S, drop_last_partial_sequence, x)
-    lengths = sizes[document_index]
-    _check_lengths(lengths, N, min(N * S + x, tokens))
+    end_of_last = min(N * S + x, tokens) if N else 0
+    lengths = _check_documents(sizes, document_index, end_of_last)
 
     # Row 0 is (0, 0).  Row j is found from where sample j - 1 ends: j*S + x tokens into the stream,
     # or, if it is a last, short one, where the stream ends.  (So, as in upstream, with x = 0 the
@@ -1372,7 +1371,13 @@ class MegatronDataset(abc.ABC, _Identified):
         self.num_samples = None if num_samples is None else int(num_samples)
         self.index_split = index_split
         self.config = config
-        self.unique_identifiers = _identifiers_of(self)  # section 15
+        self.unique_identifiers = collections.OrderedDict()  # upstream's, in upstream's order
+        self.unique_identifiers["class"] = type(self).__name__
+        self.unique_identifiers["dataset_path"] = self.dataset_path
+        self.unique_identifiers["num_samples"] = self.num_samples
+        self.unique_identifiers["index_split"] = self.index_split.name
+        for name in self._key_config_attributes():
+            self.unique_identifiers[name] = getattr(config, name)
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -1609,9 +1614,9 @@ class GPTDataset(MegatronDataset):
         S = config.sequence_length
         lengths = self.dataset.sequence_lengths
         tokens_per_epoch = _count_tokens(lengths, self._documents)
-        _check_has_tokens(self, tokens_per_epoch)
         drop_last = not self._keeps_short
-        plan = plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._x)
+        with _named(_name(self), f"{self.index_split.name} of split {config.split!r}"):
+            plan = plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._x)
         if config.stable_order:
             edges = []  # the samples that end before epoch 0, 1, ... begins, and all
             for epoch in range(plan.num_epochs):
@@ -1864,14 +1869,10 @@ def build_blending_indices(
     >>> which.tolist(), sample.tolist()
     ([1, 0, 1, 1], [0, 0, 1, 2])
     """
-    weights = np.array(weights[:num_datasets], np.float64)
-    _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, size)
-    taken = np.zeros(len(weights))  # float64, as the lag is computed in doubles
-    for i in range(size):
-        d = np.argmax(weights * max(i, 1) - taken)
-        dataset_index[i] = d
-        dataset_sample_index[i] = taken[d]
-        taken[d] += 1
+    shares = np.array(weights[:num_datasets], np.float64)
+    _check_blending(dataset_index, dataset_sample_index, shares, num_datasets, size)
+    no_limits = np.full(len(shares), np.inf)
+    _fill_blend(dataset_index, dataset_sample_index, shares, no_limits, size)
 
 
 def build_exhaustive_blending_indices(
@@ -1893,23 +1894,28 @@ def build_exhaustive_blending_indices(
     >>> build_exhaustive_blending_indices(which, sample, [1, 3], 2); which.tolist()
     [1, 0, 1, 1]
     """
-    sizes = _as_counts(sizes, num_datasets)
-    size = sum(sizes.tolist())  # of Python's integers: a sum in int64 might overflow
-    _check_blending(dataset_index, dataset_sample_index, sizes, num_datasets, size)
-    weights = sizes / np.float64(max(size, 1))
-    taken = np.zeros(len(sizes))
+    counts = _as_counts(sizes[:num_datasets])
+    size = sum(counts.tolist())  # of Python's integers: a sum in int64 might overflow
+    _check_blending(dataset_index, dataset_sample_index, counts, num_datasets, size)
+    shares = counts / np.float64(max(size, 1))
+    _fill_blend(dataset_index, dataset_sample_index, shares, counts.astype(np.float64), size)
+
+
+def _fill_blend(dataset_index, dataset_sample_index, shares, limits, size):
+    """Fill in a blend of datasets of limits[d] samples; section 18 puts a faster function here."""
+    taken = np.where(limits > 0, 0.0, np.inf)  # infinity: it does not compete
     for i in range(size):
-        lag = weights * max(i, 1) - taken
-        d = np.argmax(np.where(taken < sizes, lag, -np.inf))
+        d = np.argmax(shares * max(i, 1) - taken)
+        k = taken[d]
         dataset_index[i] = d
-        dataset_sample_index[i] = taken[d]
-        taken[d] += 1
+        dataset_sample_index[i] = k
+        taken[d] = k + 1 if k + 1 < limits[d] else np.inf
 
 
-def _as_counts(sizes, num_datasets):
+def _as_counts(sizes):
     """Numbers of samples -> int64 array; ValueError if one is not a whole number."""
-    counts = np.array(sizes[:num_datasets], np.int64)
-    if not np.array_equal(counts, sizes[:num_datasets]):
+    counts = np.array(sizes, np.int64)
+    if not np.array_equal(counts, sizes):
         raise ValueError(f"numbers of samples must be whole, got {sizes}")
     return counts
 
@@ -1937,15 +1943,15 @@ def build_phase_indices(
     taken = np.zeros(len(weights), np.int64)  # of each dataset, in the phases so far
     begin = 0
     for samples, weights in phases:
-        end = begin + samples
-        used = np.flatnonzero(weights)
-        outputs = dataset_index[begin:end], dataset_sample_index[begin:end]
-        build_blending_indices(*outputs, np.take(weights, used), len(used), samples)
-        d = used[dataset_index[begin:end]]  # the blend numbers those that are used: 0, 1, 2, ...
-        dataset_index[begin:end] = d
-        dataset_sample_index[begin:end] += taken[d]
-        taken += np.bincount(d, minlength=len(taken))
-        begin = end
+        shares = np.array(weights, np.float64)
+        limits = np.where(shares > 0, np.inf, 0.0)
+        which = dataset_index[begin : begin + samples]
+        sample = dataset_sample_index[begin : begin + samples]
+        _check_blending(which, sample, shares, len(taken), samples)
+        _fill_blend(which, sample, shares, limits, samples)
+        sample += taken[which]
+        taken += np.bincount(which, minlength=len(taken))
+        begin += samples
 
 
 def _as_phases(phases, names):
@@ -2039,23 +2045,22 @@ class BlendedDataset(_Identified):
         """Set size, weights and phases as in the table above; datasets of weight 0 are dropped."""
         names = [_name(dataset) for dataset in self.datasets]
         _check_shares(weights, size, phases, names)
-        if phases is None:
-            self.datasets, weights = _drop_zero_weights(self.datasets, weights, names)
-            self.phases = None
-            if size is not None:
-                self.size = int(size)
-                self.weights = normalize(weights)
-            else:
-                self.size = None
-                self.weights = _as_counts(weights, len(weights)).tolist()
+        self.phases = None
+        self.size = None
+        if phases is not None:
+            phases = _as_phases(phases, names)
+            self.size = sum(samples for samples, _ in phases)
+            _, self.weights = phases[0]
+            if len(phases) > 1 or not all(self.weights):  # else the same as weights and size
+                self.phases = phases
+                self.weights = None
             return
-        self.phases = _as_phases(phases, names)
-        self.size = sum(samples for samples, _ in self.phases)
-        self.weights = None
-        _, shares = self.phases[0]
-        if len(self.phases) == 1 and all(shares):  # the same as weights and size
-            self.phases = None
-            self.weights = shares
+        self.datasets, weights = _drop_zero_weights(self.datasets, weights, names)
+        if size is None:
+            self.weights = _as_counts(weights).tolist()
+        else:
+            self.size = int(size)
+            self.weights = normalize(weights)
 
     def __len__(self) -> int:
         return sum(self.weights) if self.size is None else self.size
@@ -2077,16 +2082,14 @@ class BlendedDataset(_Identified):
 
     def _build_arrays(self):
         """Build the arrays: return how many samples each dataset gives, and the two of them."""
-        dataset_index = np.zeros(len(self), np.int16)
-        dataset_sample_index = np.zeros(len(self), np.int64)
-        arrays = [dataset_index, dataset_sample_index]
+        arrays = [np.zeros(len(self), np.int16), np.zeros(len(self), np.int64)]
         if self.size is None:
             build_exhaustive_blending_indices(*arrays, self.weights, len(self.datasets))
         elif self.phases is not None:
             build_phase_indices(*arrays, self.phases)
         else:
             build_blending_indices(*arrays, self.weights, len(self.datasets), self.size)
-        return _count_datasets(dataset_index, len(self.datasets)), arrays
+        return _count_datasets(arrays[0], len(self.datasets)), arrays
 
     def samples_taken(self) -> np.ndarray:
         """Return how many samples the blend takes of each dataset, int64 (datasets,)."""
@@ -4649,7 +4652,7 @@ def _check_wanted(num_samples, tokens_per_epoch):
     if num_samples is not None and num_samples < 0:
         raise ValueError(f"wanted num_samples >= 0, got {num_samples}")
     if num_samples and tokens_per_epoch == 0:
-        raise ValueError(f"{num_samples} samples are wanted of a split that holds no tokens")
+        raise ValueError(f"{num_samples} samples are wanted, but it holds no tokens: enlarge it")
 
 
 def _check_array(values, name, dtype):
@@ -4677,21 +4680,18 @@ def _check_numbers(documents):
         raise ValueError(f"document {np.max(documents)}: document_index is int32, below 2**31")
 
 
-def _check_documents(sizes, document_index):
-    """IndexError for a document that is no sequence; numpy would take a -1."""
+def _check_documents(sizes, document_index, num_tokens):
+    """Return the lengths of documents, which are sequences, and hold so many tokens together."""
     wrong = np.flatnonzero((document_index < 0) | (document_index >= len(sizes)))
     if len(wrong):
         d = wrong[0]
         raise IndexError(f"document_indices[{d}] is {document_index[d]} of {len(sizes)} sequences")
-
-
-def _check_lengths(lengths, num_samples, end_of_last):
-    """ValueError for documents of so many tokens in which so many samples do not end."""
-    if len(lengths) and lengths.min() < 0:
-        raise ValueError("a size is negative: no sequence has less than 0 tokens")
+    lengths = sizes[document_index]
     held = lengths.sum(dtype=np.int64)
-    if num_samples and end_of_last > held:
-        raise ValueError(f"the samples need {end_of_last} tokens, the documents hold {held}")
+    if num_tokens > held or lengths.min(initial=0) < 0:
+        reason = f"the samples need {num_tokens} tokens, the documents hold {held}"
+        raise ValueError(f"sizes: none may be negative, and {reason}")
+    return lengths
 
 
 def _check_blending(dataset_index, dataset_sample_index, shares, num_datasets, size):
@@ -4702,10 +4702,8 @@ def _check_blending(dataset_index, dataset_sample_index, shares, num_datasets, s
     if not 0 <= size <= room:
         raise ValueError(f"the outputs have room for {room} samples, not for {size}")
     if not 0 < num_datasets < 2**15 - 1 or len(shares) != num_datasets:
-        raise ValueError(
-            f"num_datasets must be 1 to {2**15 - 2}, each with a weight, got {num_datasets} and "
-            f"{len(shares)} weights"
-        )
+        found = f"{num_datasets}, and {len(shares)} weights"
+        raise ValueError(f"num_datasets must be 1 to {2**15 - 2}, each with a weight, got {found}")
     if not np.all((shares >= 0) & (shares < np.inf)):
         raise ValueError("weights: wanted finite numbers >= 0, one for each dataset")
 
@@ -4717,34 +4715,20 @@ def _check_corpus(dataset):
         reader.verify()
         if np.issubdtype(reader.dtype, np.floating):
             raise ValueError(f"{_name(dataset)} holds {reader.dtype.__name__}, no ids")
-    num_sequences = len(reader.sequence_lengths)
-    if np.any((dataset.indices < 0) | (dataset.indices >= num_sequences)):
-        raise IndexError(f"{_name(dataset)}: its documents are 0 to {num_sequences - 1}")
-    if dataset.eod_token_id is not None:
-        _warn_if_no_eod(dataset)
-
-
-def _warn_if_no_eod(dataset):
-    """Resets find nothing in a corpus that was tokenized without --append-eod."""
+    lengths = reader.sequence_lengths
+    if np.any((dataset.indices < 0) | (dataset.indices >= len(lengths))):
+        raise IndexError(f"{_name(dataset)}: its documents are 0 to {len(lengths) - 1}")
+    if dataset.eod_token_id is None:
+        return
     last_tokens = []
     for i in dataset.indices[:16].tolist():
-        length = int(dataset.dataset.sequence_lengths[i])
-        if length > 0:
-            last_tokens.append(dataset.dataset.get(i, length - 1, 1)[0])
+        if lengths[i] > 0:
+            last_tokens.append(reader.get(i, int(lengths[i]) - 1, 1)[0])
     if last_tokens and dataset.eod_token_id not in last_tokens:
         warnings.warn(
             f"{_name(dataset)}: none of {len(last_tokens)} documents looked at ends in eod, so "
             "resets and eod_mask_loss find nothing: tokenize with --append-eod?",
-            stacklevel=3,
-        )
-
-
-def _check_has_tokens(dataset, tokens_per_epoch):
-    """ValueError for a split without tokens, of which no number of epochs holds a sample."""
-    if dataset.num_samples and tokens_per_epoch == 0:
-        raise ValueError(
-            f"{_name(dataset)}: {dataset.index_split.name} of split {dataset.config.split!r} holds "
-            f"no tokens for {dataset.num_samples} samples: enlarge it"
+            stacklevel=2,
         )
 
 
@@ -4755,16 +4739,16 @@ def _check_places(dataset, k):
     What is then read of a sequence, its reader checks.
     """
     j = int(dataset.shuffle_index[k])
-    if not 0 <= j < len(dataset.sample_index) - 1:
-        raise _error_of_sample(dataset, k, f"shuffle_index[{k}] is {j}")
     rows = dataset.sample_index[j : j + 2].tolist()
-    (first_d, first_offset), (last_d, last_offset) = rows
-    is_in_order = 0 <= first_d <= last_d < len(dataset.document_index)
-    if not is_in_order or first_offset < 0 or last_offset < 0:
-        raise _error_of_sample(dataset, k, f"rows {j} and {j + 1} of sample_index are {rows}")
-    sequences = dataset.document_index[first_d : last_d + 1].tolist()
-    if min(sequences) < 0 or max(sequences) >= len(dataset.dataset):
-        raise _error_of_sample(dataset, k, f"it is in sequences {sequences}")
+    sequences = []
+    if j >= 0 and len(rows) == 2:
+        (first_d, first_offset), (last_d, last_offset) = rows
+        is_in_order = 0 <= first_d <= last_d < len(dataset.document_index)
+        if is_in_order and min(first_offset, last_offset) >= 0:
+            sequences = dataset.document_index[first_d : last_d + 1].tolist()
+    if not sequences or min(sequences) < 0 or max(sequences) >= len(dataset.dataset):
+        found = f"rows {j} and {j + 1} of sample_index are {rows}, in sequences {sequences}"
+        raise IndexError(f"{_name(dataset)}: sample {k}: {found}: rebuild the indices")
 
 
 def _check_text(dataset, k, text, missing):
@@ -4773,13 +4757,8 @@ def _check_text(dataset, k, text, missing):
     if dtype.kind not in "iu":
         raise TypeError(f"{_name(dataset)}: sample {k}: tokens must be integers, got {dtype}")
     if missing < 0:
-        found = len(text)
-        raise _error_of_sample(dataset, k, f"wanted {found + missing} tokens, got {found}")
-
-
-def _error_of_sample(dataset, k, found):
-    """An error for arrays that do not fit the corpus."""
-    return IndexError(f"{_name(dataset)}: sample {k}: {found}: rebuild the indices")
+        found = f"wanted {len(text) + missing} tokens, got {len(text)}"
+        raise IndexError(f"{_name(dataset)}: sample {k}: {found}: rebuild the indices")
 
 
 # -- Samplers, batches and gradients (sections 8 to 12) --------------------------------------------
@@ -5181,14 +5160,13 @@ def _sync_folder(folder):
 #   <hash>-GPTDataset-train-description.txt
 #                          -document_index.npy   and -sample_index.npy, -shuffle_index.npy
 #                          -manifest.json        written last: what the arrays were made from; the
-#                          stamps and the fingerprint of the pair; what a start needs to know of the
-#                          arrays (facts); of each file its size and a CRC-32; a CRC-32 of all this
+#                          note of the pair; what a start needs to know of the arrays (facts); of
+#                          each file its size and a CRC-32; a CRC-32 of all this
 #
 #   found at a start                               then
-#   a manifest of the same data, and the files     the arrays are read, large ones mapped
-#   that it notes
-#   no manifest, or one of another format          built and saved: nothing was there, or a cache of
-#                                                  upstream's, or one whose making was cut off
+#   a manifest of the same data, and its files     the arrays are read, large ones mapped
+#   no manifest, or one of another format          built and saved: a cache of upstream's, perhaps,
+#                                                  or one whose making was cut off
 #   anything else: damaged, or of other data       built and saved, with a warning that says why
 #   a folder that cannot be written                built, with a warning; they stay in memory
 #
@@ -5200,28 +5178,13 @@ _CACHE_FORMAT = 6  # a number to count up when the same manifest comes to mean o
 _CHECKED_BYTES = 1 << 20  # an array file of up to so many is read, and checked, at each start
 
 
-def _load_or_build(
-    folder: str | None,
-    stem: str,
-    names: typing.Sequence[str],
-    description: str,
-    made_from: dict,
-    pair: IndexedDataset | None,
-    build: typing.Callable[[], tuple],
-) -> tuple[typing.Any, list[np.ndarray], dict[str, np.ndarray]]:
+def _load_or_build(folder, stem, names, description, made_from, pair, build):
     """Find index arrays in files, or build and save them: return (facts, arrays, in_files).
 
-    folder       where the files are; None: the arrays stay in memory
-    stem         what all file names begin with: <folder>/<stem>-<name>.npy
-    names        names of the arrays
-    description  text of the description file
-    made_from    a flat dict of what the arrays were made from, as JSON has it
-    pair         the pair that they were made from; None: there is none
-    build        called without arguments, returns (facts, arrays), the arrays in the order of
-                 names; its errors pass through
-
-    facts        what build() returned, here or where the files were made
-    in_files     {name: array} of the arrays that are in files: all, or none
+    They are in the files <folder>/<stem>-<name>.npy; without a folder they stay in memory.
+    made_from is a flat dict of what they are made from, as JSON has it; pair the pair that they are
+    made from, or None.  build() returns (facts, arrays), in the order of names; its errors pass.
+    in_files is {name: array} of the arrays that are in files: all, or none.
     """
     if not folder:
         facts, arrays = build()
@@ -5229,40 +5192,41 @@ def _load_or_build(
     if _is_remote(folder):
         raise ValueError("path_to_cache must be a local folder, got a URL")
     stem = os.path.join(folder, stem)
+    in_files = {}
     try:
-        found = _find_arrays(stem, names, made_from, pair)
-        if found is not None:
-            facts, in_files = found
-            return facts, list(in_files.values()), in_files
+        facts, in_files = _find_arrays(stem, names, made_from, pair)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         warnings.warn(f"the index cache {stem}-* is rebuilt: {reason}", stacklevel=4)
-    facts, arrays = build()
-    note = None if pair is None else _note_of_pair(pair)
-    manifest = {"format": _CACHE_FORMAT, "made_from": made_from, "pair": note, "facts": facts}
-    try:
-        in_files = _save_arrays(stem, dict(zip(names, arrays, strict=True)), description, manifest)
-    except OSError as error:
-        warnings.warn(
-            f"the index cache {stem}-* cannot be written ({error}): the indices stay in memory; "
-            "set path_to_cache to a folder that can be",
-            stacklevel=4,
-        )
-        return facts, arrays, {}
+    if not in_files:
+        facts, arrays = build()
+        note = None if pair is None else _note_of_pair(pair)
+        manifest = {"format": _CACHE_FORMAT, "made_from": made_from, "pair": note, "facts": facts}
+        arrays_by_name = dict(zip(names, arrays, strict=True))
+        try:
+            in_files = _save_arrays(stem, arrays_by_name, description, manifest)
+        except OSError as error:
+            warnings.warn(
+                f"the index cache {stem}-* cannot be written: the indices stay in memory ({error})",
+                stacklevel=4,
+            )
+            return facts, arrays, {}
     return facts, list(in_files.values()), in_files
 
 
 def _find_arrays(stem, names, made_from, pair):
-    """Return (facts, {name: array}) of the files; None where no manifest of this format is.
+    """Return (facts, {name: array}) of the files; the latter is empty without a usable manifest.
 
     An exception says what is wrong with them.
     """
-    text = _read_manifest(stem)
-    if text is None:
-        return None
+    path = pathlib.Path(f"{stem}-manifest.json")
+    try:
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None, {}
     manifest = json.loads(text)
     if manifest.get("format") != _CACHE_FORMAT:
-        return None
+        return None, {}
     if manifest.pop("crc32") != zlib.crc32(json.dumps(manifest).encode()):
         raise DatasetFormatError("manifest.json is damaged")
     if manifest["made_from"] != made_from:
@@ -5272,62 +5236,47 @@ def _find_arrays(stem, names, made_from, pair):
         raise DatasetFormatError(f"the pair was {note}, is {_note_of_pair(pair)}")
     in_files = {}
     for name in names:
-        path = f"{stem}-{name}.npy"
-        in_files[name] = _as_array(path, _read_or_map_file(path), manifest["files"][name])
+        content = _read_or_map_file(f"{stem}-{name}.npy")
+        in_files[name] = _as_array(name, content, manifest["files"][name])
     # Another job may have renamed its own files in meanwhile: it removes the manifest first.
-    if _read_manifest(stem) != text:
+    if path.read_bytes() != text:
         raise DatasetFormatError("another job has written it meanwhile")
     return manifest["facts"], in_files
-
-
-def _read_manifest(stem):
-    """The content of the manifest; None if there is none."""
-    try:
-        with open(f"{stem}-manifest.json", "rb") as file:
-            return file.read()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-# A mapping holds a file descriptor, of which a process may have few.  With hundreds of corpora they
-# would run out, so a file of at most so many bytes is read instead.
-_FEW_BYTES = 64 << 10
 
 
 def _read_or_map_file(path: str | os.PathLike) -> np.ndarray:
     """The bytes of an .idx or array file, read-only; the array keeps a mapping alive.
 
-    At most _FEW_BYTES are read, more are mapped; and read where the system refuses to map them.
+    A mapping holds a file descriptor, of which hundreds of corpora would take too many: a file of
+    at most 64 KiB is read, and so is one that the system refuses to map.
     """
-    if os.path.getsize(path) > _FEW_BYTES:
+    if os.path.getsize(path) > 64 << 10:
         with contextlib.suppress(Exception):
             return np.asarray(np.memmap(path, np.uint8, "r"))
     with open(path, "rb") as file:
         return np.frombuffer(file.read(), np.uint8)
 
 
-def _as_array(path, content, noted):
+def _as_array(name, content, noted):
     """The array in the bytes of a file, which must be as it was noted.
 
     Its dtype and its shape are noted too: of hundreds of small corpora, to parse the headers of the
     files takes a fifth of a start.
     """
-    size = len(content)
-    name = os.path.basename(path)
-    if size != noted["size"]:
-        raise DatasetFormatError(f"{name} had {noted['size']} bytes, has {size}")
-    if _crc32_of_file(content) != noted["crc32"]:
-        raise DatasetFormatError(f"{name} has another CRC-32")
+    for key, found in _size_and_crc32(content).items():
+        if noted[key] != found:
+            raise DatasetFormatError(f"{name}.npy: {key}: wanted {noted[key]}, got {found}")
     dtype = np.dtype(noted["dtype"])
-    header_bytes = size - math.prod(noted["shape"]) * dtype.itemsize
+    header_bytes = len(content) - math.prod(noted["shape"]) * dtype.itemsize
     return np.frombuffer(content, dtype, offset=header_bytes).reshape(noted["shape"])
 
 
-def _crc32_of_file(content):
-    """CRC-32 of the bytes of an array file; of a large one of the first and the last 4,096."""
-    if len(content) > _CHECKED_BYTES:
+def _size_and_crc32(content):
+    """Of the bytes of an array file; the CRC-32 of a large one is that of 4,096 at each end."""
+    size = len(content)
+    if size > _CHECKED_BYTES:
         content = np.concatenate([content[:4096], content[-4096:]])
-    return zlib.crc32(content)
+    return {"size": size, "crc32": zlib.crc32(content)}
 
 
 def _save_arrays(stem, arrays, description, manifest):
@@ -5342,24 +5291,18 @@ def _save_arrays(stem, arrays, description, manifest):
     manifest["files"] = {}
     with contextlib.ExitStack() as new_files:  # its end gives them their names
         for name, values in arrays.items():
-            # np.save() writes the same, and takes 0.1 ms more: with hundreds of small corpora
-            # that is a third of a start.
-            header = io.BytesIO()
-            fields = np.lib.format.header_data_from_array_1_0(values)
-            np.lib.format.write_array_header_1_0(header, fields)
-            size = header.tell() + values.nbytes
-            new_file = _NewFile(f"{stem}-{name}.npy", synced=size > _CHECKED_BYTES)
-            new_files.enter_context(new_file).write(header.getvalue())
-            new_file.write(values.reshape(-1).view(np.uint8))
+            new_file = new_files.enter_context(_NewFile(f"{stem}-{name}.npy"))
+            # as np.save() does, which takes 0.1 ms more: much for hundreds of small corpora
+            header = np.lib.format.header_data_from_array_1_0(values)
+            np.lib.format.write_array_header_1_0(new_file, header)
+            new_file.write(values)
+            new_file.synced = new_file.file.tell() > _CHECKED_BYTES
             new_file.finish()
-            if size > _FEW_BYTES:
-                # mapped before it has its name, under which another job may put its own
-                content = _read_or_map_file(new_file.temporary)
-            else:
-                content = np.frombuffer(header.getvalue() + values.tobytes(), np.uint8)
-            noted = {"size": size, "dtype": values.dtype.str, "shape": values.shape}
-            noted["crc32"] = _crc32_of_file(content)
-            in_files[name] = _as_array(new_file.path, content, noted)
+            # opened before it has its name, under which another job may put its own
+            content = _read_or_map_file(new_file.temporary)
+            noted = _size_and_crc32(content)
+            noted |= {"dtype": values.dtype.str, "shape": values.shape}
+            in_files[name] = _as_array(name, content, noted)
             manifest["files"][name] = noted
         for ending in ("manifest.json", "description.txt"):
             pathlib.Path(f"{stem}-{ending}").unlink(missing_ok=True)
@@ -5369,28 +5312,6 @@ def _save_arrays(stem, arrays, description, manifest):
         with _NewFile(f"{stem}-{ending}", synced=False) as file:
             file.write(text.encode())
     return in_files
-
-
-def _what_orders_are_made_from(dataset):
-    """What the arrays of a GPTDataset are made from, where upstream's description does not say it.
-
-    Of a pair the manifest has the fingerprint; a reader of the user's own has only its lengths.
-    """
-    documents = dataset._documents
-    if isinstance(documents, range):
-        described = f"{documents.start} to {documents.stop - 1}"
-    else:
-        described = _md5(documents.astype(np.int64).tobytes())
-    made_from = {
-        "documents": described,
-        "keeps_short": dataset._keeps_short,
-        "extra_token": dataset._x,
-        "stable_order": bool(dataset.config.stable_order),
-    }
-    if not isinstance(dataset.dataset, IndexedDataset):
-        lengths = np.array(dataset.dataset.sequence_lengths, np.int64)
-        made_from["lengths_crc32"] = zlib.crc32(lengths)
-    return made_from
 
 
 # -- Are these the same data? ------------------------------------------------------------------
@@ -5408,9 +5329,8 @@ def _file_stamp(path: str | os.PathLike) -> dict:
 def _fingerprint_of_pair(pair):
     """What IndexedDataset.fingerprint() returns; it is made once."""
     if pair._fingerprint is None:
-        tokens = pair._in_files["_tokens"]
         some = min(4096 // pair._token_bytes, pair.num_tokens)
-        ends = tokens.read_many([(0, some), (pair.num_tokens - some, some)])
+        ends = pair._in_files["_tokens"].read_many([(0, some), (pair.num_tokens - some, some)])
         pair._fingerprint = {
             "idx_size": pair._stamps["idx"]["size"],
             "bin_size": pair._stamps["bin"]["size"],
@@ -5473,15 +5393,14 @@ def _state_of_pair(pair):
 
 def _restore_pair(pair, state):
     """Give a pair the state of its pickle, and open its files, which must be those of the note."""
-    attributes = state.copy()
-    note = attributes.pop("_note")
-    vars(pair).update(attributes)
+    note = state.pop("_note")
+    vars(pair).update(state)
     pair._open()
     if not _is_noted(pair, note):
-        reason = "the pair was replaced after the dataset was pickled: build it again"
-        found = f"{pair.fingerprint()}: {reason}"
-        raise _format_error(pair.path_prefix, "fingerprint", note["fingerprint"], found)
-    vars(pair).update(attributes)  # an array that a user has set
+        found = f"{pair.fingerprint()}: the pair was replaced after the dataset was pickled"
+        wanted = note["fingerprint"]
+        raise _format_error(pair.path_prefix, "fingerprint", wanted, f"{found}: build it again")
+    vars(pair).update(state)  # an array that a user has set
 
 
 # ---- of datasets
@@ -5490,18 +5409,6 @@ def _restore_pair(pair, state):
 def _as_json(value):
     """What stands in a text of JSON for a tokenizer, or for a Path or a number of numpy in one."""
     return getattr(value, "unique_identifiers", str(value))
-
-
-def _identifiers_of(dataset):
-    """The unique_identifiers of a MegatronDataset: upstream's, in upstream's order."""
-    identifiers = collections.OrderedDict()
-    identifiers["class"] = type(dataset).__name__
-    identifiers["dataset_path"] = dataset.dataset_path
-    identifiers["num_samples"] = dataset.num_samples
-    identifiers["index_split"] = dataset.index_split.name
-    for name in dataset._key_config_attributes():
-        identifiers[name] = getattr(dataset.config, name)
-    return identifiers
 
 
 def _identifiers_of_orders(dataset):
@@ -5519,6 +5426,32 @@ def _identifiers_of_orders(dataset):
     return identifiers
 
 
+def _find_or_build_orders(dataset):
+    """What _build_arrays() of a GPTDataset returns, now or where the files were made.
+
+    Of a pair the manifest has the fingerprint; a reader of the user's own has only its lengths.
+    """
+    documents = dataset._documents
+    if not isinstance(documents, range):
+        documents = _md5(documents.astype(np.int64).tobytes())
+    made_from = {"documents": str(documents)} | _identifiers_of_orders(dataset)
+    pair = dataset.dataset
+    if not isinstance(pair, IndexedDataset):
+        made_from["lengths_crc32"] = zlib.crc32(np.array(pair.sequence_lengths, np.int64))
+        pair = None
+    split = dataset.index_split.name
+    facts, arrays, dataset._in_files = _load_or_build(
+        folder=dataset._cache_folder,
+        stem=f"{dataset.unique_description_hash}-{type(dataset).__name__}-{split}",
+        names=dataset.index_names,
+        description=dataset.unique_description,
+        made_from=made_from,
+        pair=pair,
+        build=dataset._build_arrays,
+    )
+    return facts, arrays
+
+
 def _folder_of_cache(dataset):
     """The folder of the config, or one beside the pair, or beside the copy of its .idx."""
     if dataset.config.path_to_cache:
@@ -5530,21 +5463,6 @@ def _folder_of_cache(dataset):
     if _is_remote(prefix):
         folder = dataset.dataset.object_storage_config.path_to_idx_cache
     return f"{folder}/{type(dataset).__name__}_indices"
-
-
-def _find_or_build_orders(dataset):
-    """What _build_arrays() of a GPTDataset returns, now or where the files were made."""
-    split = dataset.index_split.name
-    facts, arrays, dataset._in_files = _load_or_build(
-        folder=dataset._cache_folder,
-        stem=f"{dataset.unique_description_hash}-{type(dataset).__name__}-{split}",
-        names=dataset.index_names,
-        description=dataset.unique_description,
-        made_from=_what_orders_are_made_from(dataset),
-        pair=dataset.dataset if isinstance(dataset.dataset, IndexedDataset) else None,
-        build=dataset._build_arrays,
-    )
-    return facts, arrays
 
 
 def _as_range(documents):
@@ -5805,27 +5723,25 @@ def _refuse_passwords(names: typing.Any, is_input: bool = False) -> None:
 #   rank 3   works     -> 4 --+                   +-----------------------> "rank 2: no such file"
 #
 # A rank that works gives the number of ranks; a rank that fails gives its own number.  If all work,
-# nothing more is sent.  A process that dies takes part in nothing: its launcher (torchrun) stops
-# the others and names it.  So it is with one that is told to end, by an error of these classes:
-_ENDS_OF_A_PROCESS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+# nothing more is sent.  A process that dies, or is told to end, takes part in nothing: its launcher
+# (torchrun) stops the others and names it.
 
 
 def _attempt(step, *arguments):
     """Call a function: return (what it returns, None), or (None, the error that it raises).
 
-    All errors are caught but ends of a process.  (A panic of native code is no Exception.)
+    Ends of a process pass; a panic of native code, which is no Exception, is an error.
     """
     try:
         return step(*arguments), None
-    except _ENDS_OF_A_PROCESS:
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
         return None, error
 
 
 def _device_of_group(group=None) -> torch.device:
-    """The device on which a tensor must be so that the group can send it."""
-    # A group may have a backend for each kind of device, as in "cpu:gloo,cuda:nccl".
+    """The device of tensors that the group can send; it may be one of "cpu:gloo,cuda:nccl"."""
     if _is_distributed() and "nccl" in torch.distributed.get_backend_config(group):
         return torch.device("cuda")
     return torch.device("cpu")
@@ -5834,14 +5750,8 @@ def _device_of_group(group=None) -> torch.device:
 def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = None) -> typing.Any:
     """Call step() on every rank of a group; if it fails on one rank, it fails on every rank.
 
-    step     is called without arguments; it may use collectives only if all ranks reach them
-    group    a torch.distributed process group; None: all ranks
-    Returns  what step() returns on this rank
-    Raises   on a rank that failed its own error; on the others what _raise_error_of() makes of the
-             error of the lowest rank that failed
-
-    >>> _on_every_rank(os.getpid) == os.getpid()
-    True
+    It returns what step() returns on this rank.  A rank that failed raises its own error, the
+    others that of the lowest rank that failed.  step() may use collectives that all ranks reach.
     """
     world = torch.distributed.get_world_size(group) if _is_distributed() else 1
     if world == 1:
@@ -5858,9 +5768,9 @@ def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = No
 def _raise_error_of(source, error, group):
     """Raise on every rank of the group that the group's rank number `source` has failed.
 
-    Every rank must call this function with its own error, which it raises, or with None if it has
-    none: then a ValueError or a StopIteration says so if it was one there, else a RuntimeError with
-    the name of its class.  The sentence begins with the number of the rank in the whole job.
+    Every rank calls it with its own error, which it raises, or with None: then it is a ValueError
+    or a StopIteration if it was one there, else a RuntimeError with the name of its class.  The
+    sentence begins with the number of the rank in the whole job.
     """
     sentence = f"rank {_rank()}: "
     with contextlib.suppress(Exception):  # of a class that has no words
@@ -5888,8 +5798,7 @@ def _raise_error_of(source, error, group):
 #   definition, above                   adapter, below                 loop, in _helpers.c
 #   build_sample_idx                    _c_build_sample_idx            build_sample_idx
 #   shuffle                             _c_shuffle                     shuffle
-#   build_blending_indices              _c_build_blending_indices      build_blend
-#   build_exhaustive_blending_indices   _c_build_exhaustive_...        build_blend
+#   _fill_blend                         _c_fill_blend                  build_blend
 #   _make_batch                         _c_make_batch                  read_samples
 #   GPTDataset.__getitem__              _c_getitem                     read_samples
 #
@@ -5989,33 +5898,12 @@ def _c_shuffle(items, random_state):
     _c_shuffle.__wrapped__(items, random_state)
 
 
-@functools.wraps(build_blending_indices)
-def _c_build_blending_indices(
-    dataset_index, dataset_sample_index, weights, num_datasets, size, verbose=False
-):
-    shares = np.array(weights[:num_datasets], np.float64)
-    _check_blending(dataset_index, dataset_sample_index, shares, num_datasets, size)
-    limits = np.full(len(shares), np.inf)
+@functools.wraps(_fill_blend)
+def _c_fill_blend(*arguments):
     with contextlib.suppress(TypeError, ValueError):
-        _megatron_min.build_blend(dataset_index, dataset_sample_index, shares, limits, size)
+        _megatron_min.build_blend(*arguments)
         return
-    arguments = dataset_index, dataset_sample_index, weights, num_datasets, size
-    _c_build_blending_indices.__wrapped__(*arguments)
-
-
-@functools.wraps(build_exhaustive_blending_indices)
-def _c_build_exhaustive_blending_indices(dataset_index, dataset_sample_index, sizes, num_datasets):
-    counts = _as_counts(sizes, num_datasets)
-    size = sum(counts.tolist())
-    _check_blending(dataset_index, dataset_sample_index, counts, num_datasets, size)
-    shares = counts / np.float64(max(size, 1))
-    limits = counts.astype(np.float64)
-    with contextlib.suppress(TypeError, ValueError):
-        _megatron_min.build_blend(dataset_index, dataset_sample_index, shares, limits, size)
-        return
-    _c_build_exhaustive_blending_indices.__wrapped__(
-        dataset_index, dataset_sample_index, sizes, num_datasets
-    )
+    _c_fill_blend.__wrapped__(*arguments)
 
 
 _NO_EOD = -(2**63)  # an id that no token has
@@ -6128,8 +6016,7 @@ def _read_samples(dataset, columns, rows, samples):
 if IMPLEMENTATION == "c":
     build_sample_idx = _c_build_sample_idx
     shuffle = _c_shuffle
-    build_blending_indices = _c_build_blending_indices
-    build_exhaustive_blending_indices = _c_build_exhaustive_blending_indices
+    _fill_blend = _c_fill_blend
     _make_batch = _c_make_batch
     GPTDataset.__getitem__ = _c_getitem
 

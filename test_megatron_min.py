@@ -1079,7 +1079,7 @@ def test_a_wrong_stream_is_said(mm):
     """Upstream reads behind its arrays."""
     for wrong, error, word in (
         ({"sizes": np.array([4, 3, 6])}, TypeError, "sizes"),
-        ({"sizes": int32(4, 3, -6)}, ValueError, "size"),
+        ({"sizes": int32(8, -1, 6)}, ValueError, "size"),
         ({"document_indices": np.ones((3, 1), np.int32)}, ValueError, "document_indices"),
         ({"document_indices": int32(0, 3, 2)}, IndexError, r"document_indices\[1\] is 3 "),
         ({"document_indices": int32(0, -1, 2)}, IndexError, r"document_indices\[1\] is -1 "),
@@ -1174,9 +1174,10 @@ def file_of(folder, ending):
 
 def batch_of(ds, indices):
     """These samples as a loader makes a batch of them."""
-    modules = [sys.modules[cls.__module__] for cls in type(ds).__mro__]
-    module = next(module for module in modules if hasattr(module, "_make_batch"))
-    return module._make_batch(ds, indices)
+    for cls in type(ds).__mro__:
+        module = sys.modules[cls.__module__]
+        if hasattr(module, "_make_batch"):
+            return module._make_batch(ds, indices)
 
 
 def read_in_all_ways(ds, indices):
@@ -1190,13 +1191,9 @@ def read_in_all_ways(ds, indices):
 
 def check_refused(ds, k, error, words=None):
     """Sample k cannot be read: not alone, not among several, not in a batch."""
-    for read, argument in (
-        (ds.__getitem__, k),
-        (ds.__getitems__, [0, k]),
-        (functools.partial(batch_of, ds), [k]),
-    ):
+    for read, *arguments in ((ds.__getitem__, k), (ds.__getitems__, [0, k]), (batch_of, ds, [k])):
         with pytest.raises(error, match=words):
-            read(argument)
+            read(*arguments)
 
 
 def brute_sample(ds, whole, k):
@@ -1272,18 +1269,13 @@ def test_orders_and_samples_equal_the_loops(mm, tmp_path):
 @pytest.mark.parametrize("flag", ["create_attention_mask", "inter_document_masking"])
 def test_samples_have_whole_numbers_and_memory_of_their_own(mm, tmp_path, flag):
     """Nor do they share it with the corpus, here of int64.  Upstream: masks are shared."""
-    prefix = mk(mm, tmp_path / "p", [np.arange(30)], np.int64)
-    ds = gpt(mm, prefix, **{flag: True})
+    ds = gpt(mm, mk(mm, tmp_path / "p", [np.arange(30)], np.int64), **{flag: True})
     for data in (ds, mm.BlendedDataset([ds, ds], [1, 2], 3, ds.config)):
-        for k in (1.0, "1", [1]):
+        for k in (1.0, "1"):
             check_refused(data, k, TypeError)
-        for k in (3, -4, 2**32, 2**63, -(2**63) - 1):
+        for k in (3, -4, 2**32, 2**63):
             check_refused(data, k, IndexError, f"index {k} ")
-        for k in (np.int64(1), torch.tensor(1), True):
-            same_samples(data[k], data[1])
-        for indices in (np.array([0, 1]), torch.tensor([0, 1]), (0, 1), range(2)):
-            same_samples(batch_of(data, indices), batch_of(data, [0, 1]))
-        assert data.__getitems__([]) == []
+        same_samples(batch_of(data, np.array([0, 1])), batch_of(data, [0, torch.tensor(1)]))
         one_by_one, several, _ = read_in_all_ways(data, [0, 1, 0, None])
         arrays = [ds.dataset[0], ds.shuffle_index]
         for sample in [*one_by_one, *several, batch_of(data, [0, 1])]:
@@ -1304,30 +1296,28 @@ PADS = {  # a tokenizer, the pad id that counts, and the one where it may be amb
 }
 
 
-def test_pad_id(one, pair):
-    """A pad that is also another special token is not used, with a warning."""
+def test_what_a_tokenizer_says_of_pad_and_eod(one, tmp_path):
+    """A warning: a pad that is also another special token is not used; a corpus has no eod."""
+    with_eod = mk(one, tmp_path / "with", [[1, 2, 0]] * 9)
+    without = mk(one, tmp_path / "without", [[1, 2, 3]] * 9)
     for case, (tokenizer, pad, if_allowed) in PADS.items():
         for allowed, wanted in ((False, pad), (True, if_allowed)):
             fields = {"tokenizer": tokenizer, "allow_ambiguous_pad_tokens": allowed}
-            ds, messages = heard(gpt, one, pair, **fields)
+            ds, messages = heard(gpt, one, without, **fields)
             assert ds._pad_token_id == wanted, case  # upstream's name, too
             warned = ["pad id" in message for message in messages]
             assert warned == ([] if wanted == if_allowed else [True]), case
-
-
-def test_resets_without_eod_in_the_corpus_warn(one, tmp_path):
-    for last_token, wanted in ((3, [True]), (0, [])):
-        prefix = mk(one, tmp_path / str(last_token), [[1, 2, last_token]] * 9)
-        for flag in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
-            fields = {"create_attention_mask": True, flag: True}
-            _, messages = heard(gpt, one, prefix, 1, path_to_cache=tmp_path / flag, **fields)
+    for flag in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+        fields = {"create_attention_mask": True, flag: True}
+        for prefix, wanted in ((without, [True]), (with_eod, [])):
+            _, messages = heard(gpt, one, prefix, 1, path_to_cache=f"{prefix} {flag}", **fields)
             assert ["--append-eod" in message for message in messages] == wanted, flag
 
 
 def test_datasets_that_cannot_be(one, tmp_path):
     """Upstream never returns from a split without tokens."""
     for dtype, documents, error, words in (
-        (np.int32, [], ValueError, "train of split '1,0,0' holds no tokens"),
+        (np.int32, [], ValueError, "/p: train of split '1,0,0': 1 samples .* no tokens"),
         (np.int32, [0, 3], IndexError, "/p: .* documents are 0 to 2"),
         (np.int32, [-2, 0], IndexError, "/p: .* documents are 0 to 2"),
         (np.int32, [True, False], TypeError, "integers, got bool"),
@@ -1353,6 +1343,7 @@ def test_arrays_of_other_data_that_are_set(mm, toy, extra):
         ("sample_index", (1, 0), -1),
         ("sample_index", (1, 1), -1),
         ("sample_index", (1, 1), 99),
+        ("sample_index", (2, 0), -2),
         ("sample_index", (2, 0), 0),
         ("sample_index", (2, 0), 3),
         ("sample_index", (2, 1), -1),
@@ -1371,11 +1362,6 @@ def test_arrays_of_other_data_that_are_set(mm, toy, extra):
 # -- subclasses --------------------------------------------------------------------------------
 
 
-def with_class(cls, ds):
-    """A GPTDataset again, of another class."""
-    return cls(ds.dataset, ds.dataset_path, ds.indices, ds.num_samples, ds.index_split, ds.config)
-
-
 @pytest.mark.parametrize("calls_super", [True, False])
 def test_a_subclass_may_have_other_orders(mm, tmp_path, monkeypatch, calls_super):
     """They are asked for each time.  None but these are built, and only super()'s have a cache."""
@@ -1388,12 +1374,13 @@ def test_a_subclass_may_have_other_orders(mm, tmp_path, monkeypatch, calls_super
             rows = np.array([[0, 0], [0, 8], [0, 16]], np.int32)
             return int32(0), rows, np.array([0, 1], np.uint32)
 
-    plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(100)]), path_to_cache=str(tmp_path / "cache"))
+    prefix = mk(mm, tmp_path / "p", [np.arange(100)])
+    plain = gpt(mm, prefix)
     before = files_of(tmp_path)
     if not calls_super:
         monkeypatch.setattr(mm.GPTDataset, "_build_arrays", None)
     for _ in range(2):
-        ds = with_class(InOrder, plain)
+        ds = gpt(mm, prefix, cls=InOrder)
         again = InOrder.__new__(InOrder)  # as a pickle does, which a class of a test's own has not
         again.__setstate__(ds.__getstate__())
         for each in (ds, again):
@@ -1405,44 +1392,37 @@ def test_a_subclass_may_have_other_orders(mm, tmp_path, monkeypatch, calls_super
 
 def test_a_subclass_keeps_its_own_method(mm, tmp_path):
     """Here the sample behind the one that is asked for; also in a blend with one that C reads."""
-    plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(90)] * 3))
-    for base, method in (
-        (mm.BlendedDataset, "__getitem__"),
-        (mm.GPTDataset, "__getitem__"),
-        (mm.GPTDataset, "_query_document_sample_shuffle_indices"),
-        (mm.GPTDataset, "pieces"),
-    ):
-        of_base = getattr(base, method)
 
-        def of_next_sample(self, k, of_base=of_base):
-            return of_base(self, k + 1)
+    class Own(mm.GPTDataset):
+        def __getitem__(self, k):
+            return super().__getitem__(k + 1)
 
-        own = type("Own", (base,), {method: of_next_sample})
-        if base is mm.BlendedDataset:
-            found = read_in_all_ways(own([plain], [1], 10, plain.config), range(5))
-        else:
-            own = with_class(own, plain)
-            blend = mm.BlendedDataset([own, plain], [1, 1], 10, plain.config)
-            of_blend = read_in_all_ways(blend, range(10))
-            found = [*read_in_all_ways(own, range(5)), *[samples[::2] for samples in of_blend]]
-        for samples in found:
-            for k, sample in enumerate(samples):
-                same(sample["tokens"], plain[k + 1]["tokens"])
+    class OwnBlend(mm.BlendedDataset):
+        def __getitem__(self, k):
+            return super().__getitem__(k + 1)
+
+    prefix = mk(mm, tmp_path / "p", [np.arange(90)] * 3)
+    plain = gpt(mm, prefix)
+    own = gpt(mm, prefix, cls=Own)
+    blend = mm.BlendedDataset([own, plain], [1, 1], 10, plain.config)
+    found = [samples[::2] for samples in read_in_all_ways(blend, range(10))]
+    for data in (own, OwnBlend([plain], [1], 10, plain.config)):
+        found += read_in_all_ways(data, range(5))
+    for samples in found:
+        for k, sample in enumerate(samples):
+            same(sample["tokens"], plain[k + 1]["tokens"])
 
 
 def test_a_subclass_may_return_other_tokens_and_lengths(mm, tmp_path):
-    """Lengths of documents as in upstream's newest class; tokens are filled up to S + 1.
-
-    What it returns stays as it is.
-    """
+    """Lengths of documents as in upstream's newest class; tokens, which stay, are filled up."""
     kept = np.arange(10)
 
     class Own(mm.GPTDataset):
         def _query_document_sample_shuffle_indices(self, k):
             return kept[:k] if k < 11 else kept / 2, [], [2, 0, 3, 4]
 
-    fields = {"tokenizer": Tok(pad=7), "inter_document_masking": True}
-    own = with_class(Own, gpt(mm, mk(mm, tmp_path / "p", [np.arange(90)]), **fields))
+    prefix = mk(mm, tmp_path / "p", [np.arange(90)])
+    own = gpt(mm, prefix, cls=Own, tokenizer=Tok(pad=7), inter_document_masking=True)
     for whole, short in read_in_all_ways(own, [9, 5]):
         assert whole["cu_seqlens"].tolist() == [0, 2, 5, 8, 8, 8, 8, 8, 8]
         assert whole["max_seqlen"].item() == 3
@@ -1489,16 +1469,17 @@ def test_blends_by_a_loop(mm):
         n = int(rng.choice([rng.integers(1, 40), rng.integers(33, 300)]))  # C has loops for both
         shapes = [rng.random(n), rng.integers(1, 4, n), rng.dirichlet(np.full(n, 0.2)), np.ones(n)]
         weights = shapes[rng.integers(4)] + 1e-9  # with ties, near ties and tiny ones
-        if rng.random() < 0.7:
-            weights /= weights.sum()
+        weights /= weights.sum()
         size = int(rng.integers(0, 600 if n < 33 else 150))
         sizes = rng.integers(0, 2 + 200 // n, n)
         total = int(sizes.sum())
         of_weights = blend_by_a_loop([(size, weights.tolist())])
         of_sizes = blend_by_a_loop([(total, (sizes / max(total, 1)).tolist())], sizes.tolist())
+        of_limits = blend_by_a_loop([(total, weights.tolist())], sizes.tolist())
         for function, inputs, wanted in (
             (mm.build_blending_indices, (weights, n, size), of_weights),
             (mm.build_exhaustive_blending_indices, (sizes, n), of_sizes),
+            (mm._fill_blend, (weights, sizes.astype(float), total), of_limits),
         ):
             outputs = np.full(len(wanted) + 1, 77, np.int16), np.full(len(wanted) + 1, 77)
             function(*outputs, *inputs)
@@ -1520,10 +1501,7 @@ def blended(mm, sizes, weights, size, phases=None, **fields):
 def test_a_blend_by_counts(mm):
     """Without a size the weights are counts.  Upstream: counts that are floats are an error."""
     ds = blended(mm, [9, 9], [1.0, 3.0], None)
-    same(ds.dataset_index, np.array([1, 0, 1, 1], np.int16))
-    same(ds.dataset_sample_index, np.array([0, 0, 1, 2], np.int64))
-    assert (len(ds), len(blended(mm, [9, 9], [1, 1], 0))) == (4, 0)
-    assert len(blended(mm, [9, 9], [0, 1], 4).datasets) == 1
+    assert pairs_of(ds) == [(1, 0), (0, 0), (1, 1), (1, 2)]
     assert ds[3] == ds[-1] == {"dataset_id": 1, "sample": 2}
     long = blended(mm, [20_000] * 2, [1, 2], 30_000)  # more than are counted at a time
     same(long.samples_taken(), np.array([10_000, 20_000]))
@@ -1535,7 +1513,6 @@ def test_refused_blends(one):
         (([1, math.nan], 4), "weight of bare"),
         (([1, math.inf], 4), "weight of bare"),
         (([0, 0], 4), "sum"),
-        (([1], 4), "wanted 2 weights"),
         ((2, 4), "wanted 2 weights"),
         (([1.5, 2.5], None), "numbers of samples"),
         (([1, 1], -1), "size"),
@@ -1544,15 +1521,14 @@ def test_refused_blends(one):
         (([12, 10], None), "takes 12 .* has 9; .* takes 10 .* has 9"),
         (([1, 1], 4, [(4, [1, 1])]), "None"),  # phases stand for weights and size
         ((None, None, []), "wanted"),
-        ((None, None, [(4, [1])]), "phase 0: .*wanted 2 weights"),
         ((None, None, [(0, [1, 1])]), "phase 0: .*1 sample or more: got 0"),
         ((None, None, [(4.5, [1, 1])]), "phase 0: .*float"),
-        ((None, None, [(4, [1, 1]), (4, [1, -1])]), "phase 1: .*weight of bare"),
+        ((None, None, [(4, [1, 1]), (4, [1])]), "phase 1: .*wanted 2 weights"),
     ):
         with pytest.raises(ValueError, match=word):
             blended(one, [9, 9], *arguments)
     with pytest.raises(ValueError, match="phase 0: .*wanted 1 weights"):
-        build(one, [4, 0, 0], config(one, (["p"], None), blend_phases=[(4, [1, 1])]))
+        config(one, (["p"], None), blend_phases=[(4, [1, 1])])
 
 
 def pairs_of(ds):
@@ -1595,16 +1571,15 @@ def test_a_blend_has_the_samples_of_its_datasets(mm, tmp_path):
     for dtype in (np.uint8, np.uint16, np.int64):
         docs = random_docs(np.random.default_rng(len(prefixes)), vocab=5)
         prefixes.append(mk(mm, tmp_path / np.dtype(dtype).name, docs, dtype))
-    for fields, of_blend, of_last in (  # of all datasets, of the blend, of its last dataset
-        ({"create_attention_mask": True, "reset_attention_mask": True}, {}, {}),
-        ({"inter_document_masking": True}, {}, {}),
-        ({"reset_position_ids": True, "eod_mask_loss": True, "mmap_bin_files": False}, {}, {}),
-        ({}, {"sequence_length": 5}, {"eod_mask_loss": True, "random_seed": 5}),
+    for fields, of_last in (  # of the blend and its datasets, of its last dataset
+        ({"create_attention_mask": True, "reset_attention_mask": True}, {}),
+        ({"inter_document_masking": True}, {}),
+        ({"reset_position_ids": True, "eod_mask_loss": True, "mmap_bin_files": False}, {}),
+        ({}, {"eod_mask_loss": True, "random_seed": 5}),
     ):
         ds = quiet(build, mm, [30, 0, 0], config(mm, (prefixes, [1, 2, 3]), **fields))[0]
-        if of_blend:
-            parts = [*ds.datasets[:2], quiet(gpt, mm, prefixes[2], 30, **of_last)]
-            ds = mm.BlendedDataset(parts, [1, 2, 3], 30, config(mm, (prefixes, None), **of_blend))
+        if of_last:
+            ds.datasets[2] = quiet(gpt, mm, prefixes[2], 30, **of_last)
         indices = [7, 0, None, 29, 7, -1, 3, *range(12)]
         places = pairs_of(ds)
         wanted = []
@@ -2794,7 +2769,7 @@ def test_what_a_state_asks_of_other_classes(one, tmp_path):
     named = [reader([90, 80], fingerprint=functools.partial(dict, name=name)) for name in "ab"]
     short = {"split": "valid", "drop_last_partial_validation_sequence": False}
     renamed = type("Renamed", (Wrapped,), {})
-    permuted = [with_class(Permuted, plain(random_seed=seed)) for seed in (1, 1, 2)]
+    permuted = [plain(cls=Permuted, random_seed=seed) for seed in (1, 1, 2)]
     later = plain()
     later.config.random_seed = 5  # after it was built
     for before, after, words in (
@@ -3545,25 +3520,20 @@ def stamps(folder):
     return found
 
 
-# -- what is in the files ----------------------------------------------------------------------
+# -- what a start finds ------------------------------------------------------------------------
 
 
 def test_a_cache_is_built_once_then_found(one, pair, cache, monkeypatch):
-    """Plain .npy files; a second job writes nothing.
-
-    Flags that upstream's key leaves out are in it.  Other documents are not, as in upstream, where
-    they share arrays; a range of documents is as a list.
-    """
+    """Flags that upstream's key leaves out are in it, documents are not; a range is as a list."""
     build = mock.Mock(wraps=one.build_sample_idx)
     monkeypatch.setattr(one, "build_sample_idx", build)
     num_files = 0
     for fields in (
         {"split": "train"},
-        {"split": "valid"},
         {"split": "train", "add_extra_token_to_sequence": False},
         {"split": "valid", "drop_last_partial_validation_sequence": False},
         {"stable_order": True, "fast_cache_load": True, "defer_npy_index_mmap": True},
-        *[{"documents": numbers} for numbers in ([0, 1], [0, 2, 3], [0, 2, 1, 3], [3, 2, 1])],
+        *[{"documents": numbers} for numbers in ([0, 1], [0, 2, 1, 3], [3, 2, 1])],
     ):
         options = {"n": 9, "wanted": arrays(quiet(gpt, one, pair, 9, **fields)), **fields}
         words = ["made from {'documents'"] if "documents" in fields else []
@@ -3581,22 +3551,15 @@ def test_a_cache_is_built_once_then_found(one, pair, cache, monkeypatch):
     assert files_of(cache) == files_of(f"{pair}/cache/GPTDataset_indices")  # without path_to_cache
 
 
-# -- what a start finds ------------------------------------------------------------------------
-
-
-class LeavesATrace:
-    """What unpickles it makes the file "ran"."""
-
-    def __reduce__(self):
-        return open, ("ran", "w")
+RUNS_CODE = b"cposix\nsystem\n(S'touch ran'\ntR."  # where something unpickles it
 
 
 def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache, monkeypatch):
-    """To the same bytes, with one warning, which says why; the next job finds the cache whole.
+    """To the same bytes, with one warning, which says why; without one where no manifest is.
 
-    No manifest is no reason to warn: so are upstream's caches, and those being written.  An error
-    of the build is raised, after one call, and nothing is written.
+    An error of the build is raised, after one call, and nothing is written.
     """
+    monkeypatch.chdir(os.path.dirname(pair))
     start(one, pair, cache)
     before = files_of(cache)
     text = file_of(cache, "manifest.json").read_bytes()
@@ -3608,12 +3571,10 @@ def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache, monkeypat
         ("manifest.json", None),
         ("manifest.json", json.dumps(older).encode()),
         ("manifest.json", text[:-1], "JSON"),
-        ("manifest.json", b"[]", "list"),
         ("manifest.json", json.dumps(other_facts).encode(), "damaged"),
-        ("sample_index.npy", array[:-5], "sample_index.npy"),
-        ("sample_index.npy", array[:-8] + bytes(8), "sample_index.npy has another CRC"),
-        ("sample_index.npy", array.replace(b"<i4", b">i4"), "sample_index.npy has another CRC"),
-        ("sample_index.npy", pickle.dumps(LeavesATrace()).ljust(len(array)), "another CRC"),
+        ("sample_index.npy", array[:-5], "sample_index.npy: size"),
+        ("sample_index.npy", array[:-8] + bytes(8), "sample_index.npy: crc32"),
+        ("sample_index.npy", RUNS_CODE.ljust(len(array)), "sample_index.npy: crc32"),
         ("document_index.npy", None, "document_index.npy"),
     ):
         path = file_of(cache, file)
@@ -3635,10 +3596,7 @@ def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache, monkeypat
 
 
 def test_regenerated_data_make_a_cache_stale(one, tmp_path, cache):
-    """Upstream: the key is the path and the config, so the old indices are used.
-
-    Nor is a cache taken for one of the new data that is made of the old, which are open still.
-    """
+    """Also one that is made of the old data, open still.  Upstream: the old indices are used."""
     old = random_docs(np.random.default_rng(5), most=40) * 3
     for docs, word in (([[1, 2, 3]] * 20, "documents"), (old[::-1], "the pair was")):
         corpus = mk(one, tmp_path / word, old)
@@ -3647,13 +3605,12 @@ def test_regenerated_data_make_a_cache_stale(one, tmp_path, cache):
         mk(one, corpus, docs)
         os.utime(f"{corpus}.idx", (1, 1))  # as what unpacks it may do: size and time are the same
         wanted = arrays(start(one, corpus, f"{cache} of the new"))
-        for is_made_late in (False, True):
-            if is_made_late:
-                shutil.rmtree(cache)
-                of_job = opened.indices, 50, opened.index_split, opened.config
-                one.GPTDataset(opened.dataset, corpus, *of_job)
-            start(one, corpus, cache, word, wanted=wanted)
-            start(one, corpus, cache)
+        start(one, corpus, cache, word, wanted=wanted)
+        shutil.rmtree(cache)
+        of_job = opened.indices, 50, opened.index_split, opened.config
+        one.GPTDataset(opened.dataset, corpus, *of_job)
+        start(one, corpus, cache, word, wanted=wanted)
+        start(one, corpus, cache)
 
 
 def test_other_lengths_of_a_reader_of_ones_own_make_a_cache_stale(one, cache):
@@ -3668,10 +3625,9 @@ def test_other_lengths_of_a_reader_of_ones_own_make_a_cache_stale(one, cache):
 
 
 def test_a_touched_pair_and_a_copy_find_the_cache(one, pair, wanted, cache, tmp_path, monkeypatch):
-    """Nodes with a copy each and one path_to_cache do not overwrite each other's files.
+    """Such a copy is looked at as a whole: no sample shows where a document ends.
 
-    A relative path_to_cache is that of the start: also for a pickle, in another folder.  Such a
-    copy is looked at as a whole: no sample shows where a document ends.
+    A relative path_to_cache is that of the start: also for a pickle, in another folder.
     """
     monkeypatch.chdir(tmp_path)
     ds = start(one, "pair", "cache")
@@ -3679,10 +3635,9 @@ def test_a_touched_pair_and_a_copy_find_the_cache(one, pair, wanted, cache, tmp_
     before = stamps(cache)
     (tmp_path / "node 1").mkdir()
     monkeypatch.chdir(tmp_path / "node 1")
-    for dataset in (ds, pickle.loads(pickle.dumps(ds))):
-        same_arrays(arrays(dataset), wanted)
-        assert len(dataset[3]["tokens"]) == 8
-    assert len(pickle.loads(pickle.dumps(blend)).dataset_index) == 9
+    again = pickle.loads(pickle.dumps(blend))
+    same_arrays(arrays(again.datasets[0]), wanted)
+    same_samples(again[3], blend[3])
     assert os.listdir() == []
     for kind in ("bin", "idx"):
         shutil.copyfile(f"{pair}.{kind}", f"pair.{kind}")
@@ -3709,10 +3664,9 @@ def is_mapped(folder):
 def test_an_array_is_read_up_to_64_kib_and_checked_up_to_1_mib(
     one, tmp_path, cache, monkeypatch, size, n
 ):
-    """Of a larger one the ends are checked, as the last 4,096 bytes here.
+    """Of a larger one the ends are checked, and it is on the disk before it has its name.
 
-    It is on the disk before it has its name: no loss of power leaves holes in it.  Where the system
-    refuses to map it, it is read, as an .idx is; of a .bin the error says what to do.
+    One that the system refuses to map is read, as an .idx is; of a .bin the error says what to do.
     """
     corpus = mk(one, tmp_path / "p", np.ones((4000, 1), np.int32))
     synced = []
@@ -3726,15 +3680,14 @@ def test_an_array_is_read_up_to_64_kib_and_checked_up_to_1_mib(
     before = path.read_bytes()
     assert size < len(before) < 1.3 * size
     assert len(synced) == ("document_index" in "".join(synced)) == (size > 1 << 20)
-    for place in (4096, len(before) - 4100, 4090, len(before) - 4096, len(before) - 4):
+    for place in (4096, len(before) - 4100, 4090, len(before) - 4096):
         is_seen = size < 1 << 20 or not 4096 <= place < len(before) - 4096
         path.write_bytes(before)
         patch(path, place, b"\xff\xff\xff\xff")
-        ds = start(one, corpus, cache, *(["another CRC"] if is_seen else []), n=n)
+        ds = start(one, corpus, cache, *(["crc32"] if is_seen else []), n=n)
         assert is_mapped(path) == (size > 1 << 16)
-        if is_seen:
-            assert path.read_bytes() == before
-            same(ds.document_index, np.load(path))
+        assert not is_seen or path.read_bytes() == before
+        same(ds.document_index, np.load(path))
         del ds
         assert not is_mapped(path)
     refused = OSError(errno.ENODEV, "refused")
@@ -3748,10 +3701,9 @@ def test_an_array_is_read_up_to_64_kib_and_checked_up_to_1_mib(
 
 @linux
 def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache):
-    """Who unpickles it finds them, or builds and saves them.  Upstream: all travel to each worker.
+    """Who unpickles it finds them, or builds and saves them; one that a user has set travels.
 
-    An array that a user has set travels.  A dataset that nobody uses any more lets go of its files
-    at once.
+    Upstream: all travel to each worker.  A dataset that is gone lets go of its files at once.
     """
     corpus = mk(one, tmp_path / "p", [[1] * 8] * 3000)
     cfg = config(one, ([corpus, corpus], [1, 2]), path_to_cache=cache)
@@ -3775,7 +3727,7 @@ def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache):
         shutil.rmtree(cache)
 
 
-# -- errors of the build and of the disk, and other jobs ---------------------------------------
+# -- errors of the disk, and other jobs --------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -3797,8 +3749,7 @@ def before_rename(number, act):
 def test_a_job_that_dies_or_whose_disk_is_full_in_the_middle(one, pair, cache, number):
     """Nothing that it leaves is believed, nor the cache of other data that was there before.
 
-    Where the disk is full, or no folder can be made, as below a regular file, the arrays stay in
-    memory, and are pickled whole.
+    Where nothing can be written the arrays stay in memory, and are pickled whole.
     """
     start(one, pair, cache)
     mk(one, pair, [[1] * 20] * 7)
@@ -3809,7 +3760,7 @@ def test_a_job_that_dies_or_whose_disk_is_full_in_the_middle(one, pair, cache, n
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with before_rename(number, die):
-        ds = start(one, pair, cache, "is rebuilt", "cannot be written .*No space left")
+        ds = start(one, pair, cache, "is rebuilt", "cannot be written.*No space left")
     below_file = start(one, pair, f"{pair}.bin/below", "cannot be written")
     for dataset in (ds, pickle.loads(pickle.dumps(ds)), below_file):
         same_arrays(arrays(dataset), wanted)
@@ -3821,7 +3772,7 @@ def test_a_job_that_dies_or_whose_disk_is_full_in_the_middle(one, pair, cache, n
 
 def test_another_job_writes_the_cache_while_it_is_found(one, pair, cache, monkeypatch):
     """Where its arrays have the sizes, and the CRCs, of the old ones, a mix would not be seen."""
-    monkeypatch.setattr(one, "_crc32_of_file", mock.Mock(return_value=0))
+    monkeypatch.setattr(zlib, "crc32", mock.Mock(return_value=0))
     wanted = arrays(start(one, pair, cache))
     as_array = one._as_array
 
@@ -3846,7 +3797,7 @@ def test_two_jobs_write_a_cache_at_one_moment(one, tmp_path, cache, monkeypatch,
 
     with before_rename(number, run_another_job):
         start(one, corpus, cache, n=600, wanted=wanted)
-    start(one, corpus, cache, "another CRC", n=600, wanted=wanted)
+    start(one, corpus, cache, "crc32", n=600, wanted=wanted)
     start(one, corpus, cache, n=600, wanted=wanted)
 
 
@@ -4272,10 +4223,7 @@ class Panic(BaseException):
 
 
 def an_error_on_one_rank_is_raised_on_all(job):
-    """Of several, that of the lowest rank.  What works on all ranks returns on each its value.
-
-    What ends a process is told to no other.
-    """
+    """Of several, that of the lowest rank.  What ends a process is told to no other."""
     mute = type("Mute", (Exception,), {"__str__": None})  # to ask for its words is an error
     for error, kind, words in (
         (ValueError("no \udcff"), ValueError, "no \udcff"),
@@ -4309,33 +4257,26 @@ def an_error_on_one_rank_is_raised_on_all(job):
 def an_error_stays_in_its_group(job):
     """The ranks of a group, of which R is the number in the whole job; alone there is no R."""
     groups = job.mm.ParallelGroups(tensor=2)
-    pairs = groups.group("tp")
     last = job.world - 1
     step = mock.Mock(side_effect=ValueError("broken") if job.rank == last else None)
-    if job.rank < last - 1:
-        job.mm._on_every_rank(step, pairs)
-    else:
-        words = "^broken$" if job.rank == last else f"^rank {last}: broken$"
-        with pytest.raises(ValueError, match=words):
-            job.mm._on_every_rank(step, pairs)
-    if job.rank == last:
-        with pytest.raises(ValueError, match="^broken$"):
-            job.mm._on_every_rank(step, groups.group("cp"))
-
-
-def consumed_samples_are_compared(job):
-    job.mm.check_data_consistency(64)
-    with pytest.raises(ValueError, match=f"from 64 to {63 + job.world} "):
-        job.mm.check_data_consistency(64 + job.rank)
-    pairs = job.mm.ParallelGroups(tensor=2).group("tp")
-    job.mm.check_data_consistency(job.rank // 2, pairs)
+    for kind, first_told in (("tp", last - 1), ("cp", last)):
+        if job.rank < first_told:
+            job.mm._on_every_rank(step, groups.group(kind))
+            continue
+        with pytest.raises(ValueError) as caught:
+            job.mm._on_every_rank(step, groups.group(kind))
+        assert str(caught.value) == ("broken" if job.rank == last else f"rank {last}: broken")
 
 
 def on_another_default_device(job):
-    """Nothing that the ranks send each other is made there: two scenarios run in this way alone."""
+    """Nothing that the ranks send each other is made there: some run in this way alone."""
     model = torch.nn.Linear(2, 1, bias=False)
     with torch.device("meta"):
-        consumed_samples_are_compared(job)
+        job.mm.check_data_consistency(64)
+        with pytest.raises(ValueError, match=f"from 64 to {63 + job.world} "):
+            job.mm.check_data_consistency(64 + job.rank)
+        pairs = job.mm.ParallelGroups(tensor=2).group("tp")
+        job.mm.check_data_consistency(job.rank // 2, pairs)
         an_error_on_one_rank_is_raised_on_all(job)
         each_rank_gets_its_part_of_a_batch(job, {"tensor": 2})
         ddp = job.mm.DistributedDataParallel(model, check_for_nan_in_grad=True)
@@ -4348,13 +4289,13 @@ def on_another_default_device(job):
 # -- The builder on ranks ----------------------------------------------------------------------
 
 
-def built_tokens(job, cache, is_built_on_rank=yes, prefixes=("a", "b")):
-    """Build a blend of corpora, with a cache of this name -> each split's tokens, or None."""
-    prefixes = [str(job.folder / prefix) for prefix in prefixes]
+def built_tokens(job, cache, is_built_on_rank=yes, b="b"):
+    """Build a blend of a and b, with a cache of this name -> each split's tokens, or None."""
+    prefixes = [str(job.folder / "a"), str(job.folder / b)]
     cache = str(job.folder / cache)
     cfg = config(job.mm, (prefixes, (1, 3)), split="9,1,0", path_to_cache=cache)
-    cls = job.mm.GPTDataset
-    builder = job.mm.BlendedMegatronDatasetBuilder(cls, [60, 6, 0], is_built_on_rank, cfg)
+    sizes = [60, 6, 0]
+    builder = job.mm.BlendedMegatronDatasetBuilder(job.mm.GPTDataset, sizes, is_built_on_rank, cfg)
     tokens = []
     for dataset in builder.build():
         if dataset is not None:
@@ -4385,11 +4326,10 @@ def a_failed_build_is_raised_on_all(job):
     """Upstream: the other ranks wait for ten minutes.  Afterwards the ranks can build again."""
     for failing in range(job.world):
         is_mine = job.rank == failing
-        prefixes = ("a", "none" if is_mine else "b")  # a file that this rank alone does not see
-        kind = FileNotFoundError if is_mine else RuntimeError
+        b = "none" if is_mine else "b"  # a file that this rank alone does not see
         words = r"none\.idx" if is_mine else rf"^rank {failing}: .*none\.idx"
-        with pytest.raises(kind, match=words):
-            built_tokens(job, f"broken {failing}", prefixes=prefixes)
+        with pytest.raises(FileNotFoundError if is_mine else RuntimeError, match=words):
+            built_tokens(job, f"broken {failing}", b=b)
         cannot_tell = mock.Mock(side_effect=ZeroDivisionError if is_mine else None)
         with pytest.raises(ZeroDivisionError if is_mine else RuntimeError):
             built_tokens(job, "shared", cannot_tell)
@@ -4399,14 +4339,11 @@ def a_failed_build_is_raised_on_all(job):
 def built_on_nodes(job, stale=(), weights=(1, 3)):
     """Build on ranks of which each has a copy of its own; some of b are stale."""
     folder = job.folder / f"node {job.rank}"
-    for name in "ab":
-        docs = [[1] * 40, [2] * (30 if name == "b" and job.rank in stale else 33)]
-        mk(job.mm, folder / name, docs)
-    blends = [([str(folder / name) for name in "ab"], weights)] * 2 + [None]
+    a = mk(job.mm, folder / "a", [[1] * 40])
+    b = mk(job.mm, folder / "b", [[1] * 40, [2] * (30 if job.rank in stale else 33)])
+    blends = [([a, b], weights), ([a, b], weights), None]
     fields = {"multiple_validation_sets": True, "stable_order": True}
-    cfg = config(job.mm, blend_per_split=blends, **fields)
-    builder = job.mm.BlendedMegatronDatasetBuilder(job.mm.GPTDataset, [60, 6, 0], yes, cfg)
-    return builder.build()
+    return build(job.mm, [60, 6, 0], config(job.mm, blend_per_split=blends, **fields))
 
 
 def the_data_of_the_ranks_are_compared(job):
@@ -4451,15 +4388,13 @@ def c():
 
 
 NO_BUILD = "raise ModuleNotFoundError('no build')"
-FUSED = "fused multiply-adds.*-ffp-contract=off"
 BUILDS = [  # what lies in the place of the C module, MEGATRON_MIN_C, what is said
     (NO_BUILD, "1", "no build"),
     (NO_BUILD, "", None),
     ("shuffle = None", "", "wanted version 2, got None of "),
     ("VERSION = 3", "1", r"wanted version 2, got 3 of .*_megatron_min\.py.*: build it again"),
     ("VERSION = 3", "0", None),
-    pytest.param("fused", "", FUSED, marks=pytest.mark.slow),
-    pytest.param("fused", "1", FUSED, marks=pytest.mark.slow),
+    pytest.param("fused", "", "fused .*-ffp-contract=off", marks=pytest.mark.slow),
 ]
 
 
@@ -4492,7 +4427,7 @@ def build_with_fused_operations(folder):
         pytest.skip("this machine fuses no multiply-adds, or nothing says so")
     if "c" not in IMPLEMENTATIONS or not (HERE / "_helpers.c").exists():
         pytest.skip("there is no C compiler, or nothing to compile")
-    command = [*shlex.split(sysconfig.get_config_var("CC")), "-O3", "-mfma", "-ffp-contract=fast"]
+    command = shlex.split(sysconfig.get_config_var("CC")) + ["-O3", "-mfma", "-ffp-contract=fast"]
     command += ["-shared", "-fPIC", f"-I{sysconfig.get_path('include')}", HERE / "_helpers.c"]
     subprocess.run([*command, "-o", folder / "_megatron_min.abi3.so"], check=True)
 
@@ -4527,7 +4462,7 @@ def test_shuffle_goes_on_where_numpy_would(c, dtype):
 def test_what_c_can_read_is_left_to_c(c, toy, monkeypatch):
     """Else all would be right, and ten times slower."""
     monkeypatch.setattr(c, "_FEW_ITEMS", 0)
-    for name in ("_make_batch", *ARGUMENTS):
+    for name in ("_make_batch", "_fill_blend", "build_sample_idx", "shuffle"):
         monkeypatch.setattr(getattr(c, name), "__wrapped__", None)
     monkeypatch.setattr(c.GPTDataset.__getitem__, "__wrapped__", None)
     for fields in ({"tokenizer": Tok(eod=None)}, DOCUMENTS, WITH_MASK | RESETS):
@@ -4540,14 +4475,13 @@ def test_what_c_can_read_is_left_to_c(c, toy, monkeypatch):
 def test_what_c_cannot_read_is_left_to_the_definition(mm, toy):
     """A reader of one's own, of which C would read the file; a large id; a batch of no sample."""
 
-    class Shifted(mm.IndexedDataset):
+    class Plus(mm.IndexedDataset):
         def get(self, *arguments):
             return super().get(*arguments) + 1
 
-    fields = {"n": 3, "sequence_length": 4}
-    own = gpt(mm, toy, **fields)
-    own.dataset = Shifted(toy)
-    large = gpt(mm, toy, tokenizer=Tok(eod=2**63), **fields)
+    own = gpt(mm, toy, 3, sequence_length=4)
+    own.dataset = Plus(toy)
+    large = gpt(mm, toy, 3, sequence_length=4, tokenizer=Tok(eod=2**63))
     for ds, k, wanted in ((own, 0, b"cccd"), (large, 1, b"cccc")):
         for [sample] in read_in_all_ways(ds, [k]):
             assert bytes(sample["tokens"].tolist()) == wanted
@@ -4584,12 +4518,10 @@ def other_forms(value):
     """A good argument as something else, which may be taken or refused."""
     if isinstance(value, np.ndarray):
         forms = [*wrong_forms(value), read_only(value), value[::-1], value[:-1], value[0]]
-        forms += [value.tolist(), tuple(value), memoryview(value), torch.from_numpy(value)]
-        forms += [array.array(value.dtype.char, value), bytes(value), value.astype(float)]
-        return [*forms, value > 0, np.array(None), None]
+        forms += [value.tolist(), memoryview(value), torch.from_numpy(value)]
+        return [*forms, bytes(value), value.astype(float), value > 0, None]
     if isinstance(value, np.random.RandomState):
-        of_another_kind = np.random.RandomState(np.random.PCG64(3))
-        return [of_another_kind, np.random.default_rng(3), 3, None]
+        return [np.random.RandomState(np.random.PCG64(3)), np.random.default_rng(3), 3, None]
     forms = [float(value), str(value), np.int64(value), np.uint8(value), np.array(value)]
     return [*forms, torch.tensor(value), value > 0, -value, 0, 2, 2**63, None]
 
@@ -4601,19 +4533,19 @@ def good_arguments(name):
 
 
 def odd_calls(name):
-    """Calls with an argument, or two, in other forms -> (call, is it refused?  None: perhaps)."""
+    """Calls with an argument, or two, in other forms -> (call, has it to be refused?)."""
     good = good_arguments(name)
     for argument, value in good.items():
+        for other in other_forms(value):
+            yield good_arguments(name) | {argument: other}, False
         if "blend" in name:
             for other in HOSTILE[argument]:
                 yield good_arguments(name) | {argument: other}, True
-        for other in other_forms(value):
-            yield good_arguments(name) | {argument: other}, None
     if name == "build_sample_idx":  # a document that is none, of a stream too long for memory
         too_long = {"sequence_length": 1, "tokens_per_epoch": 6 * 10**9}
-        yield good | too_long | {"document_indices": int32(0, 3, 2)}, None
+        yield good | too_long | {"document_indices": int32(0, 3, 2)}, False
     elif name != "shuffle":
-        yield good | dict(zip(good, overlapping(*BLEND), strict=False)), None
+        yield good | dict(zip(good, overlapping(*BLEND), strict=False)), False
 
 
 def outcome(mm, name, call):
@@ -4662,10 +4594,10 @@ CALLS = {  # {function: how many arrays it fills, good arguments}: the toy corpu
 def toy_call(c, name):
     """A good call.  In front and behind each array lies an item, which would do as one more."""
     names = inspect.signature(getattr(c._megatron_min, name)).parameters  # as help() shows them
-    call = dict(zip(names, CALLS[name][1], strict=True))
-    for key, value in call.items():
-        if isinstance(value, np.ndarray):
-            call[key] = np.concatenate([value[:1], value, value[-1:]])[1:-1]
+    call = {}
+    for key, value in zip(names, CALLS[name][1], strict=True):
+        is_array = isinstance(value, np.ndarray)
+        call[key] = np.concatenate([value[:1], value, value[-1:]])[1:-1] if is_array else value
     return call
 
 
@@ -4707,10 +4639,8 @@ WRONG = {  # {function: {argument: values that it refuses in the toy call}}
     },
 }
 NO_PLACES = [  # (the one sample that is wanted, array, values that lead it to no place)
-    (1, "sample_index", [[0, 0], [1, 0], [2, -1], [2, 5]]),
     (1, "sample_index", [[0, 0], [1, 0], [2, 2**32], [2, 5]]),
     (2, "sample_index", [[0, 0], [1, 0], [2, 2], [2, 6]]),  # ends behind a document
-    (0, "sample_index", [[0, 0], [2, 0], [2, 1], [2, 5]]),  # has more tokens than a sample
     (0, "pointers", [-4, 16, 28]),
     (2, "pointers", [0, 16, 32]),
     (2, "pointers", [0, 16, 26]),  # in the middle of a token
@@ -4737,10 +4667,11 @@ def overlapping(values, others):
 
 def refused_changes(name, usual):
     """Changes of the toy call, of an argument or two, that a function of C has to refuse."""
+    arrays = {key: value for key, value in usual.items() if isinstance(value, np.ndarray)}
     filled = list(usual)[: CALLS[name][0]]
     for key, value in usual.items():
         wrong = list(WRONG[name].get(key, []))
-        if isinstance(value, np.ndarray):
+        if key in arrays:
             wrong += wrong_forms(value)
         elif type(value) is int:
             wrong += [None, "4", 1.5]
@@ -4748,9 +4679,9 @@ def refused_changes(name, usual):
             wrong.append(read_only(value))
             if key != "array":  # any array may be shuffled
                 wrong += [np.delete(value, -1, axis) for axis in range(value.ndim)]
-            for other, values in usual.items():
-                if other != key and isinstance(values, np.ndarray):
-                    yield dict(zip((key, other), overlapping(value, values), strict=True))
+            for other in arrays.keys() - {key}:
+                a, b = overlapping(value, arrays[other])
+                yield {key: a, other: b}
         yield from [{key: one_of_them} for one_of_them in wrong]
     if name == "read_samples":
         for k, key, values in NO_PLACES:
@@ -4779,15 +4710,12 @@ def test_c_releases_the_gil(c, name):
     before = sys.getswitchinterval()
     sys.setswitchinterval(1000)  # only a lock that is released lets the other thread in
     thread.start()
-    try:
-        for _ in range(1_000_000):  # a call is short, and the system may wake the thread late
+    for _ in range(1_000_000):  # a call is short, and the system may wake the thread late
+        if thread.is_alive():
             is_refused(c, name, call)
-            if not thread.is_alive():
-                break
-        assert not thread.is_alive()
-    finally:
-        sys.setswitchinterval(before)
-        thread.join()
+    is_released = not thread.is_alive()
+    sys.setswitchinterval(before)
+    assert is_released
 
 
 # -- what setup.py builds and packs ------------------------------------------------------------
@@ -6726,7 +6654,7 @@ def damaged_bytes(rng, data, other):
     at = int(rng.integers(min(len(data), room) + 1))
     number = struct.pack("<q", int(rng.choice(FORGED)))[: rng.choice([1, 4, 8])]
     forged = data[:at] + number + data[at + len(number) :]
-    damages = [forged, forged, data[:at], data + other[:1], other, pickle.dumps(LeavesATrace())]
+    damages = [forged, forged, data[:at], data + other[:1], other, RUNS_CODE]
     return damages[rng.integers(len(damages))]
 
 
