@@ -2900,11 +2900,15 @@ def _layout_of_stage(groups, shape, create_attention_mask, mtp, packed):
     return layout
 
 
-def _read_batch(data_iterator, layout, create_attention_mask):
-    """Read the next batch, and return the tensors of the layout."""
+def _read_batch(data_iterator, layout, create_attention_mask, views=None):
+    """Return the tensors of the next batch that a layout has; they are copied into views, too."""
     batch = next(data_iterator)
     _refuse_batch(batch, layout, create_attention_mask)
-    return {key: batch[key].to("cpu", dtype) for key, (_, dtype) in layout.items()}
+    tensors = {key: batch[key].to("cpu", dtype) for key, (_, dtype) in layout.items()}
+    if views is not None:
+        for key, tensor in tensors.items():
+            views[key].copy_(tensor)
+    return tensors
 
 
 def _share_batch(data_iterator, layout, create_attention_mask, groups, device):
@@ -2921,10 +2925,7 @@ def _share_batch(data_iterator, layout, create_attention_mask, groups, device):
     error = None
     if groups.rank("tp") == 0:
         # Section 17: every error but KeyboardInterrupt, SystemExit and GeneratorExit.
-        tensors, error = _attempt(_read_batch, data_iterator, layout, create_attention_mask)
-        if error is None:
-            for key, tensor in tensors.items():
-                views[key].copy_(tensor)
+        _, error = _attempt(_read_batch, data_iterator, layout, create_attention_mask, views)
         views["failed"].fill_(error is not None)
     torch.distributed.broadcast(buffer, group=groups.batch_group, group_src=0)
     if views["failed"]:
@@ -2986,20 +2987,22 @@ def get_batch_on_this_cp_rank(
         if length % (2 * cp_size):
             wanted = f"cp_size {cp_size} wants a multiple of {2 * cp_size}"
             raise ValueError(f"a row of {length} tokens cannot be cut: {wanted}")
-        documents_of_rows = [[(0, length)]]  # the same in all rows
+        [places] = _places_of_cp_rank(torch.tensor([[0, length]]), cp_rank, cp_size)  # of all rows
     else:
-        documents_of_rows = []
-        for starts in cu_seqlens.tolist():
-            pairs = itertools.pairwise([0, *starts, length])  # at its end cu_seqlens repeats S
-            documents_of_rows.append([(begin, end) for begin, end in pairs if begin != end])
-        _refuse_uneven_documents(documents_of_rows, cp_size)
-    chunks_of_rows = [_chunks_of_row(row, cp_rank, cp_size) for row in documents_of_rows]
+        bounds = torch.nn.functional.pad(cu_seqlens.to("cpu", torch.int64), (1, 0))
+        bounds = torch.nn.functional.pad(bounds, (0, 1), value=length)
+        _refuse_uneven_documents(bounds, cp_size)
+        places = _places_of_cp_rank(bounds, cp_rank, cp_size)
     for key, value in batch.items():
-        if key == "cu_seqlens" or not isinstance(value, torch.Tensor):
-            continue
         dim = 2 if key == "attention_mask" else 1
-        if value.ndim > dim and value.shape[dim] == length:
-            part[key] = _take_chunks(value, dim, chunks_of_rows)
+        if key != "cu_seqlens" and isinstance(value, torch.Tensor):
+            if value.shape[dim : dim + 1] == (length,):
+                part[key] = _take_places(value, dim, places.to(value.device))
+            elif key in _BATCH_KEYS:
+                raise ValueError(
+                    f"batch[{key!r}]: wanted {length} tokens along dim {dim}, "
+                    f"got shape {tuple(value.shape)}"
+                )
     return part
 
 
@@ -3013,28 +3016,30 @@ def _length_of_rows(batch):
     return None
 
 
-def _chunks_of_row(documents, cp_rank, cp_size):
-    """What a cp rank keeps of a row: [(begin, length), ...].
+def _places_of_cp_rank(bounds, cp_rank, cp_size):
+    """Where in its row each token lies that a cp rank keeps: int64 (rows, S / cp_size).
 
-    Of each document, cut into 2 * cp_size chunks, these are number cp_rank from the front and
+    bounds   int64 (rows, n): of each row 0, where each next document begins, and S
+
+    Of each document, cut into 2 * cp_size chunks, the rank keeps number cp_rank from the front and
     number cp_rank from the back.
     """
-    chunks = []
-    for begin, end in documents:
-        size = (end - begin) // (2 * cp_size)
-        front = begin + cp_rank * size
-        back = end - (cp_rank + 1) * size
-        chunks += [(front, size), (back, size)]
-    return chunks
+    rows = len(bounds)
+    lengths = bounds.diff(dim=1).flatten()
+    length_of_document = lengths.repeat_interleave(lengths)  # of each token's
+    start_of_document = bounds[:, :-1].flatten().repeat_interleave(lengths)
+    places = torch.arange(len(length_of_document) // rows).repeat(rows)
+    chunks = (places - start_of_document) * (2 * cp_size) // length_of_document
+    is_kept = (chunks == cp_rank) | (chunks == 2 * cp_size - 1 - cp_rank)
+    return places[is_kept].view(rows, -1)
 
 
-def _take_chunks(tensor, dim, chunks_of_rows):
-    """The chunks of a tensor along an axis, joined; a single row's are those of all rows."""
-    if len(chunks_of_rows) > 1:
-        rows = zip(tensor.split(1), chunks_of_rows, strict=True)
-        return torch.cat([_take_chunks(row, dim, [chunks]) for row, chunks in rows])
-    pieces = [tensor.narrow(dim, begin, size) for begin, size in chunks_of_rows[0]]
-    return torch.cat(pieces, dim)
+def _take_places(tensor, dim, places):
+    """The places along an axis of a tensor: of all rows the same (1-D), or of each its own."""
+    if places.ndim == 1:
+        return tensor.index_select(dim, places)
+    rows = zip(tensor, places, strict=True)
+    return torch.stack([row.index_select(dim - 1, kept) for row, kept in rows])
 
 
 # ==============================================================================
@@ -3882,13 +3887,15 @@ def forward_backward_no_pipelining(
     """
     if isinstance(model, (list, tuple)):
         [model] = model  # without pipelining there is one
+    # Also inside of what wraps it, such as torch.compile().
+    parts = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
     reports = []
     token_counts = []
     for number in range(num_microbatches):
-        sync = contextlib.nullcontext()
-        if number < num_microbatches - 1 and isinstance(model, DistributedDataParallel):
-            sync = model.no_sync()
-        with sync:
+        with contextlib.ExitStack() as stack:
+            if number < num_microbatches - 1:
+                for part in parts:
+                    stack.enter_context(part.no_sync())
             output, loss_func = forward_step_func(data_iterator, model)
             result = loss_func(output)
             if len(result) == 3:
@@ -3907,8 +3914,8 @@ def forward_backward_no_pipelining(
     num_tokens = None
     if token_counts:
         num_tokens = sum(token_counts)
-    if isinstance(model, DistributedDataParallel):
-        finalize_model_grads([model], num_tokens)
+    if parts:
+        finalize_model_grads(parts, num_tokens)
     elif num_tokens:  # neither None nor 0
         for param in model.parameters():
             if param.grad is not None:
@@ -4847,17 +4854,19 @@ def _refuse_batch(batch, layout, create_attention_mask):
             )
 
 
-def _refuse_uneven_documents(documents_of_rows, cp_size):
-    """ValueError unless each (begin, end) of each row can be cut into 2 * cp_size chunks."""
-    for row, documents in enumerate(documents_of_rows):
-        for number, (begin, end) in enumerate(documents):
-            tokens = end - begin
-            if tokens < 0 or tokens % (2 * cp_size):
-                raise ValueError(
-                    f"cu_seqlens: document {number} of row {row} has {tokens} tokens ({begin} to "
-                    f"{end}): cp_size {cp_size} wants a multiple of {2 * cp_size} in every "
-                    "document; use_per_sequence_balancing=True cuts the whole row instead"
-                )
+def _refuse_uneven_documents(bounds, cp_size):
+    """ValueError unless each document, from bound to bound, can be cut into 2 * cp_size chunks."""
+    lengths = bounds.diff(dim=1)
+    wrong = ((lengths < 0) | (lengths % (2 * cp_size) != 0)).nonzero()
+    if len(wrong):
+        row, at = wrong[0].tolist()
+        begin, end = bounds[row, at : at + 2].tolist()
+        number = int((lengths[row, :at] > 0).sum())
+        raise ValueError(
+            f"cu_seqlens: document {number} of row {row} has {end - begin} tokens ({begin} to "
+            f"{end}): cp_size {cp_size} wants a multiple of {2 * cp_size} in every document; "
+            "use_per_sequence_balancing=True cuts the whole row instead"
+        )
 
 
 def _check_loader(sampler, arguments):
@@ -4966,14 +4975,20 @@ def _refuse_new_parameters(ddp):
 
 def _refuse_sums_of_one_rank(model):
     """ValueError where torch averages a model's gradients over ranks, before they are divided."""
+    if _num_processes() == 1:
+        return
     # Told by name: torch.distributed.fsdp is slow to import, and most jobs do without it.
-    names = {kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("torch.")}
-    averaging = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
-    if _num_processes() > 1 and names & averaging:
+    names = set()
+    for part in model.modules():
+        kinds = type(part).__mro__
+        names.update(kind.__name__ for kind in kinds if kind.__module__.startswith("torch."))
+    found = names & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+    if found:
         raise ValueError(
-            f"the model is a {type(model).__name__} of torch, which averages over the ranks, and "
-            "the loss is a sum, which the tokens of this rank alone would divide: have loss_func "
-            "return a mean, (loss, report), or take this module's DistributedDataParallel"
+            f"the model is, or has in it, a {found.pop()} of torch, which averages over the ranks, "
+            "and the loss is a sum, which the tokens of this rank alone would divide: have "
+            "loss_func return a mean, (loss, report), or take this module's "
+            "DistributedDataParallel"
         )
 
 

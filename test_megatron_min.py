@@ -2096,14 +2096,20 @@ def test_what_cannot_be_cut_is_refused(one):
         ([[0, 4, *7 * [8]]], False, None),
     ):
         part = dict.fromkeys(FIVE) | {"cu_seqlens": torch.tensor(cu_seqlens)}
-        for tokens in (None, torch.zeros(2, len(cu_seqlens[0]) - 1)):
+        for tokens in (None, torch.zeros(len(cu_seqlens), len(cu_seqlens[0]) - 1)):
             with refusal(words):
                 one.get_batch_on_this_cp_rank(
                     part | {"tokens": tokens}, 1, 2, use_per_sequence_balancing=by_row
                 )
-    for rank, words in ((1, "a row of 10 tokens"), (2, "cp_rank")):
+    for batch, rank, words in (
+        ({"tokens": torch.zeros(2, 10)}, 1, "a row of 10 tokens"),
+        ({"tokens": torch.zeros(2, 8)}, 2, "cp_rank"),
+        ({"tokens": torch.zeros(8)}, 1, r"tokens'\]: wanted 8 tokens along dim 1.*\(8,\)"),
+        ({"tokens": torch.zeros(1, 8), "labels": torch.zeros(1, 9)}, 1, "labels.*wanted 8"),
+        ({"tokens": torch.zeros(2, 8), "cu_seqlens": torch.tensor([[0, 8]])}, 1, "shorter|longer"),
+    ):
         with refusal(words):
-            one.get_batch_on_this_cp_rank({"tokens": torch.zeros(2, 10)}, rank, 2)
+            one.get_batch_on_this_cp_rank(batch, rank, 2)
     assert one.get_batch_on_this_cp_rank(dict.fromkeys(FIVE), 1, 2) == dict.fromkeys(FIVE)
 
 
@@ -3025,6 +3031,15 @@ def test_a_step_has_the_gradients_of_the_mean_over_its_micro_batches(one, means)
         assert not any(gradient.any() for gradient in gradients(net).values())
 
 
+def test_gradients_of_a_wrapper_are_sent_once_and_finished(one):
+    """As of what torch.compile() returns."""
+    net = Net()
+    options = {"overlap_grad_reduce": True, "grad_reduce_in_fp32": True}
+    model = torch.nn.Sequential(one.DistributedDataParallel(net, **options))
+    run_step(one, [step_data(seed) for seed in range(3)], model)
+    close(gradients(net), gradients_of_one(range(3)))
+
+
 @pytest.mark.parametrize("kind", ["Own", pytest.param("FSDPEmbedding", marks=pytest.mark.slow)])
 def test_sums_over_the_tokens_of_one_rank_are_refused(one, group, monkeypatch, kind):
     """Where torch averages over several ranks, the tokens of one would divide what is of all."""
@@ -3032,6 +3047,7 @@ def test_sums_over_the_tokens_of_one_rank_are_refused(one, group, monkeypatch, k
     model = torch.nn.Embedding(50, 50)
     if kind == "Own":  # a class of a user's own
         model = type(kind, (torch.nn.parallel.DistributedDataParallel,), {})(model)
+        model = torch.nn.Sequential(model)  # as torch.compile() wraps it, too
     else:  # to import it takes 3 s
         fsdp = importlib.import_module("torch.distributed.fsdp")
         fsdp.fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
@@ -3040,7 +3056,7 @@ def test_sums_over_the_tokens_of_one_rank_are_refused(one, group, monkeypatch, k
     run_step(one, data, model, means=True)
     run_step(one, data, model, forward_only=True)
     run_step(one, data, Net())  # what a plain model needs, its user knows
-    with pytest.raises(ValueError, match=f"is a {kind} of torch.*tokens of this rank"):
+    with pytest.raises(ValueError, match="a (Distr.*Parallel|FSDPModule) of .*tokens of this rank"):
         run_step(one, data, model)
 
 
