@@ -7262,7 +7262,8 @@ def _common_tokenizer(records):
             tokenizer = found
         # Which package reads a tokenizer.json makes no other tokenizer.
         if found | {"package": None} != tokenizer | {"package": None}:
-            raise ValueError(f"the tokenizer of {name} is {found}, and that of {first} {tokenizer}")
+            made = f"{name} was made with the tokenizer {found}"
+            raise ValueError(f"{made}, and that of {first} is {tokenizer}")
     return tokenizer
 
 

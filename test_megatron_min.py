@@ -5401,7 +5401,7 @@ def test_another_tokenizer_than_that_of_the_pair(one, tmp_path):
         job = {"output_prefix": tmp_path / name, "tokenizer": tokenizer}
         prefixes[name] = one.preprocess(texts=["1 2 3 4 5 6 7 8 9"] * 2, **job)["text"]
     merged = str(tmp_path / "merged")
-    words = "tokenizer of .*/file_text_document is .*HuggingFace.*/tok_text_document .*'Tok'"
+    words = "/file_text_document was made .*HuggingFace.*/tok_text_document is .*'Tok'"
     with pytest.raises(ValueError, match=words):
         one.merge([prefixes[name] for name in ("tok", "tok", "bare", "file")], merged)
     assert not os.path.exists(f"{merged}.idx")
@@ -5414,7 +5414,9 @@ def test_another_tokenizer_than_that_of_the_pair(one, tmp_path):
         for _ in range(2):  # the second finds a cache
             _, messages = heard(build, one, [1, 1, 0], cfg)
             for corpus, message in zip(corpora, messages, strict=True):
-                assert re.search(rf"/{corpus}\S* is .*'eod': 0.* of the config .*'eod': 5", message)
+                assert re.search(
+                    rf"/{corpus}\S* was made .*'eod': 0.* config is .*'eod': 5", message
+                )
 
 
 # -- Inputs ------------------------------------------------------------------------------------
