@@ -660,8 +660,7 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #
 # A line that is not blank is a document.  It becomes one sequence, or, if the text is a list of
 # sentences, one sequence for each sentence that has tokens.  A document without tokens becomes no
-# sequence, but it has its entry in document_indices, where the number of sequences is repeated.
-# Upstream does the same.
+# sequence, but document_indices repeats the number of sequences for it, as upstream's does.
 #
 # The end-of-document token, eod, tells a model where one text stops and an unrelated one begins.
 # It is added only with append_eod=True, which is not the default.  Without it, reset_position_ids,
@@ -684,8 +683,7 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 class ByteTokenizer:
     """The UTF-8 bytes of a text are its tokens, 0 to 255; eod is 256.
 
-    Needs no files and loses nothing, but makes about four times as many tokens of English text as a
-    trained tokenizer.
+    It needs no files, and makes about four times as many tokens as a trained tokenizer.
 
     >>> tokenizer = ByteTokenizer()
     >>> tokenizer.tokenize("aaaa")
@@ -724,8 +722,6 @@ def encode_document(
     [[98, 98, 98, 256]]
     >>> encode_document(["aa", "", "b"], ByteTokenizer(), append_eod=True)
     [[97, 97], [98, 256]]
-    >>> encode_document("", ByteTokenizer(), append_eod=True)
-    []
     """
     sequences = []
     for sentence in _sentences(text):  # section 13, and so _as_ids()
@@ -751,11 +747,9 @@ def encode_jsonl(
     tokenizer     an object as described above; default ByteTokenizer()
     json_key      the text of a document is found in its object under this key
     append_eod    put tokenizer.eod after each document that has tokens
-    Raises        ValueError, KeyError or TypeError at a line that holds no such object; no pair
-                  appears then
+    Raises        ValueError, KeyError or TypeError at a line that has none; no pair appears then
 
-    This is the definition of preprocess() in section 20, which writes the same bytes, on all cores,
-    and names the file and the line of an error.
+    Section 20's preprocess() writes the same bytes, on all cores, and names the line of an error.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = pathlib.Path(folder, "corpus.jsonl")
@@ -4480,8 +4474,7 @@ def _refuse_misfits(ids, tokens):
 def _sentences(text):
     """The sentences of a document: a str is one, a list has several; ValueError for all else."""
     sentences = [text] if isinstance(text, str) else text
-    is_list = isinstance(sentences, list)
-    if not is_list or not all(isinstance(sentence, str) for sentence in sentences):
+    if not isinstance(sentences, list) or not all(isinstance(each, str) for each in sentences):
         raise ValueError(f"wanted a text, or a list of sentences, got {text!r:.60}")
     return sentences
 
@@ -4490,10 +4483,8 @@ def _as_ids(tokenizer, found):
     """What tokenize() has returned, as an array of ids; ValueError if it is none."""
     ids = np.asarray(found)
     if ids.ndim != 1 or (len(ids) > 0 and ids.dtype.kind not in "iu"):
-        raise ValueError(
-            f"wanted a tokenizer, got {type(tokenizer).__name__}, whose tokenize() makes "
-            f"{found!r:.60}, and no list of ids"
-        )
+        name = type(tokenizer).__name__
+        raise ValueError(f"wanted a list of ids from tokenize() of {name}, got {found!r:.60}")
     return ids
 
 
@@ -6752,7 +6743,6 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
     num_bytes = 0
     num_bad = 0
     first_bad = []
-    without_tokens = dict.fromkeys(prefixes, (b"", [], [0]))  # a document of each pair
     with contextlib.ExitStack() as stack:
         bar = None
         if verbose:
@@ -6776,7 +6766,7 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
                     num_bad += 1
                     if num_bad <= 5:
                         first_bad.append(f"{source.name}: line {number}: {documents}")
-                    documents = without_tokens
+                    documents = dict.fromkeys(prefixes, (b"", [], [0]))  # without tokens
                 for key, (content, lengths, ends) in documents.items():
                     begin = len(builders[key].sequence_lengths)
                     builders[key].add_sequences(content, lengths)
@@ -6818,27 +6808,22 @@ class _Input:
 
 
 def _find_inputs(paths):
-    """Return an _Input of each file that is meant."""
+    """Return an _Input of each file that one path, or several, mean."""
+    if isinstance(paths, (str, os.PathLike)):
+        paths = [paths]
+    paths = [os.fspath(path) for path in paths]
+    _refuse_passwords(paths, is_input=True)
     inputs = []
-    for path in _as_paths(paths, is_input=True):
+    for path in paths:
         with _reading(path):
             found = _find_sizes(path)
         if len(found) == 0:
             name = _name_of_input(path)
             raise FileNotFoundError(f"{name}: no such file, and as a pattern it matches none")
         inputs.extend(_Input(name, size) for name, size in found)
-    return inputs
-
-
-def _as_paths(paths, is_input=False):
-    """One path, or several -> a list of str; ValueError if there is none, or for a password."""
-    if isinstance(paths, (str, os.PathLike)):
-        paths = [paths]
-    paths = [os.fspath(path) for path in paths]
-    if len(paths) == 0:
+    if len(inputs) == 0:
         raise ValueError("wanted at least one input, got none")
-    _refuse_passwords(paths, is_input)
-    return paths
+    return inputs
 
 
 def _find_sizes(path):
@@ -7095,8 +7080,8 @@ def _encode_blocks(encoder, blocks, workers):
                     pipe.send(block[1])
             except (EOFError, ConnectionError):  # the worker has closed its end
                 process.join()
-                code = f"exit code {process.exitcode} (below 0: the number of a signal)"
-                raise ChildProcessError(f"a worker process ended with {code}") from None
+                code = process.exitcode  # below 0: the number of a signal
+                raise ChildProcessError(f"a worker process ended, exit code {code}") from None
             if isinstance(answer, Exception):
                 raise answer
             if done is not None:
@@ -7159,7 +7144,9 @@ def merge(
     >>> IndexedDataset(prefix + "2").document_indices.tolist()
     [0, 1, 2, 3, 4, 5, 6]
     """
-    prefixes = _as_paths(prefixes)
+    prefixes = [os.fspath(prefix) for prefix in prefixes]
+    if len(prefixes) == 0:
+        raise ValueError("wanted at least one pair, got none")
     records = {prefix: _record_of(IndexedDataset(prefix)) for prefix in prefixes}
     _check_shards(prefixes, records)
     tokenizer = _common_tokenizer(records)
@@ -7180,7 +7167,6 @@ def _check_shards(prefixes, records):
     wanted = []  # the names of the shards of a job that must come next, in order
     jobs = set()  # what the records of these shards say of their job
     for prefix in [*prefixes, "the end"]:
-        record = records.get(prefix, {})
         name = os.path.basename(prefix)  # each machine may have a folder of its own
         shard = re.fullmatch(r"(.*)_\d{5}_of_(\d{5})", name)
         if shard is not None and len(wanted) == 0:
@@ -7189,8 +7175,8 @@ def _check_shards(prefixes, records):
         next_name = wanted.pop(0) if len(wanted) > 0 else name
         if name != next_name:
             raise ValueError(f"wanted {next_name} in the place of {prefix}: merge all shards")
-        if shard is not None and record != {}:
-            jobs.add(record.get("job"))
+        if shard is not None and records[prefix] != {}:
+            jobs.add(records[prefix].get("job"))
         if len(jobs) > 1:
             raise ValueError(f"{prefix}: not of the inputs, or append_eod, of the shards before it")
 
@@ -7251,20 +7237,15 @@ def _identity_of_tokenizer(tokenizer):
 
 def _common_tokenizer(records):
     """The tokenizer that {name: record} name, or None; ValueError if they name several."""
-    first = None
-    tokenizer = None
-    for name, record in records.items():
-        found = record.get("tokenizer")
-        if found is None:
-            continue
-        if first is None:
-            first = name
-            tokenizer = found
+    found = {name: record.get("tokenizer") for name, record in records.items()}
+    named = {name: identity for name, identity in found.items() if identity is not None}
+    first = next(iter(named), None)
+    for name, identity in named.items():
         # Which package reads a tokenizer.json makes no other tokenizer.
-        if found | {"package": None} != tokenizer | {"package": None}:
-            made = f"{name} was made with the tokenizer {found}"
-            raise ValueError(f"{made}, and that of {first} is {tokenizer}")
-    return tokenizer
+        if identity | {"package": None} != named[first] | {"package": None}:
+            made = f"{name} was made with the tokenizer {identity}"
+            raise ValueError(f"{made}, and that of {first} is {named[first]}")
+    return named.get(first)
 
 
 def _check_tokenizers(opened, tokenizer):
