@@ -7087,11 +7087,10 @@ def _encode_blocks(encoder, blocks, workers):
             if done is not None:
                 yield done, answer  # it is written while the worker has a block already
     finally:
-        for process, pipe, _ in turns:
+        for process, _, _ in turns:
             if process.is_alive():
                 process.kill()
                 process.join()
-            pipe.close()
 
 
 def _run_worker(pipe, encoder):
