@@ -7096,10 +7096,8 @@ def _encode_blocks(encoder, blocks, workers):
 def _run_worker(pipe, encoder):
     """Encode the lines that come through a pipe: this is all that a worker process does."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # A terminal sends these to all processes, but the parent alone answers: it ends its workers.
-    for name in ("SIGINT", "SIGHUP"):
-        if hasattr(signal, name):  # Windows has no SIGHUP
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    # A terminal sends Ctrl-C to all processes, but the parent alone answers: it ends its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The processes keep all cores busy already: threads of the tokenizers library would compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)  # a fork leaves those of torch behind, and it would wait for them
@@ -7249,16 +7247,15 @@ def _common_tokenizer(records):
 
 def _check_tokenizers(opened, tokenizer):
     """ValueError if {prefix: corpus} are of several tokenizers; a warning if not of a config's."""
+    of_config = {"the config": {"tokenizer": _identity_of_tokenizer(tokenizer)}}
     records = {}
     for prefix, pair in opened.items():
         if isinstance(pair, IndexedDataset):
             records[prefix] = _record_of(pair)
+            _, difference = _attempt(_common_tokenizer, of_config | {prefix: records[prefix]})
+            if difference is not None:
+                warnings.warn(str(difference), stacklevel=3)
     _common_tokenizer(records)
-    of_config = {"the config": {"tokenizer": _identity_of_tokenizer(tokenizer)}}
-    for prefix, record in records.items():
-        _, difference = _attempt(_common_tokenizer, of_config | {prefix: record})
-        if difference is not None:
-            warnings.warn(str(difference), stacklevel=3)
 
 
 # ==============================================================================
