@@ -6851,7 +6851,7 @@ def _reading(path):
     except OSError as error:
         if name == path:
             raise
-        raise OSError(re.sub(r"\?\S*", "", _one_line(error).replace(path, name))) from None
+        raise OSError(re.sub(r"\?\S*", "", _one_line(error))) from None
 
 
 def _find_compression(name):

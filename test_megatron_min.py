@@ -5316,7 +5316,8 @@ def test_shards_are_of_the_same_inputs(one, tmp_path, monkeypatch):
     with refused:
         one.merge([first, second], "merged")
     path.unlink()
-    one.merge([first, second, first, second], "merged")
+    others = [quiet(one.preprocess, "a.jsonl", "p", shard=(k, 2))["text"] for k in range(2)]
+    one.merge([first, second, *others, first, second], "merged")
 
 
 # -- Records -----------------------------------------------------------------------------------
@@ -5704,6 +5705,7 @@ def test_bad_lines_anywhere_are_named_or_skipped(one, tmp_path, monkeypatch):
             one.preprocess(**job)
         said = str(refusal.value).replace("\N{REPLACEMENT CHARACTER}", r"\ufffd")
         assert "a.jsonl: line 12: " in said and words in said and len(said) < 600, said
+        assert "column" not in said, "json counts lines, too"
     assert not list(tmp_path.glob("o*"))
     path.write_bytes(first + b"".join(bad))
     made, (skipped, empty) = heard(one.preprocess, on_error="skip", workers=3, **job)
