@@ -4495,8 +4495,9 @@ def _check_config(config):
     for blend in filter(None, blends):
         with _named("a blend", "wanted ([prefix, ...], [weight, ...] or None)"):
             prefixes, weights = blend
-            if isinstance(prefixes, str) or len(prefixes) == 0:
-                raise ValueError(f"got {prefixes!r}")
+            is_list = isinstance(prefixes, collections.abc.Sequence)
+            if not is_list or isinstance(prefixes, str) or len(prefixes) == 0:
+                raise ValueError(f"got prefixes of {type(prefixes).__name__}")
             if weights is not None:
                 _check_weights(weights, prefixes)
     if config.blend_phases is not None:
@@ -5464,9 +5465,11 @@ def _folder_of_cache(dataset):
         return _absolute(dataset.config.path_to_cache)
     if dataset.dataset_path is None:
         return None
-    prefix = getattr(dataset.dataset, "path_prefix", dataset.dataset_path)
-    folder = os.path.abspath(f"{prefix}/cache")
+    prefix = getattr(dataset.dataset, "absolute_prefix", dataset.dataset_path)
+    folder = f"{_absolute(prefix)}/cache"
     if _is_remote(prefix):
+        if not isinstance(dataset.dataset, IndexedDataset):
+            return None
         folder = dataset.dataset.object_storage_config.path_to_idx_cache
     return f"{folder}/{type(dataset).__name__}_indices"
 
@@ -6378,6 +6381,7 @@ def preprocess(
         job = _md5(json.dumps([sizes, bool(append_eod)]))  # what all shards have in common
         inputs = _take_shard(inputs, index, count)
     prefixes = {key: f"{os.fspath(output_prefix)}_{key}{suffix}" for key in json_keys}
+    identity = _identity_of_tokenizer(tokenizer)
 
     started = time.perf_counter()
     encoder = _Encoder(tokenizer, json_keys, append_eod, split_sentences)
@@ -6386,7 +6390,7 @@ def preprocess(
     )
     counts = [[each.name, each.documents] for each in inputs]
     for prefix in prefixes.values():
-        _write_record(prefix, _identity_of_tokenizer(tokenizer), counts, job)
+        _write_record(prefix, identity, counts, job)
     if verbose:
         documents = sum(each.documents for each in inputs)
         rate = num_bytes / 1e6 / (time.perf_counter() - started)
@@ -6441,11 +6445,12 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
         # Closed even where an exception ends the loop, so that workers never outlive the job.
         stack.enter_context(contextlib.closing(encoded_blocks))
         for (source, lines), encoded in encoded_blocks:
-            for number, documents in enumerate(encoded, source.lines_read + 1):
+            for num_lines, documents in encoded:
+                source.lines_read += num_lines
                 if isinstance(documents, str):  # why a line is bad
                     num_bad += 1
                     if num_bad <= 5:
-                        first_bad.append(f"{source.name}: line {number}: {documents}")
+                        first_bad.append(f"{source.name}: line {source.lines_read}: {documents}")
                     documents = dict.fromkeys(prefixes, (b"", [], [0]))  # without tokens
                 for key, (content, lengths, ends) in documents.items():
                     begin = len(builders[key].sequence_lengths)
@@ -6454,7 +6459,6 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
                 source.documents += len(ends)  # of each key as many
             if num_bad > 0 and on_error == "stop":
                 raise ValueError(f'{first_bad[0]} (on_error="skip", --on-error skip, goes on)')
-            source.lines_read += len(lines)
             num_bytes += sum(map(len, lines))
             if bar is not None:
                 bar.update(num_bytes - bar.n)
@@ -6512,7 +6516,10 @@ def _find_sizes(path):
         return _RemoteFile(path, is_input=True).find()
     if path == "-":
         return [(path, None)]
-    paths = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
+    paths = [path]
+    if not os.path.exists(path):
+        found = glob.glob(path, recursive=True)
+        paths = sorted(name for name in found if not os.path.isdir(name))
     return [(name, os.path.getsize(name) if os.path.isfile(name) else None) for name in paths]
 
 
@@ -6680,15 +6687,16 @@ class _Encoder:
         self.eod = np.frombuffer(_encode_tokens(eod, self.dtype), f"u{self.dtype.itemsize}")
 
     def encode_block(self, lines):
-        """Return [what encode() makes of the lines], or of each; a str says why a line is bad."""
+        """Return [(number of lines, what encode() makes of them)], or why the one line is bad."""
         documents, error = _attempt(self.encode, lines)
         if error is None:
-            return [documents]
+            return [(len(lines), documents)]
         if isinstance(error, (MemoryError, OSError)):  # not for what the lines are
             raise error
         if len(lines) == 1:
-            return [_one_line(error)]
-        return [self.encode_block([line])[0] for line in lines]
+            return [(1, _one_line(error))]
+        half = len(lines) // 2
+        return self.encode_block(lines[:half]) + self.encode_block(lines[half:])
 
     def encode(self, lines):
         """Return {key: (content, lengths, ends)}: section 2's loop, for many lines."""

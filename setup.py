@@ -43,7 +43,8 @@ class BuildWithOrWithout(build_ext):
 
     def run(self):
         outputs = [Path(path) for path in self.get_outputs()]
-        for path in outputs:  # an older one must not pass for this one
+        in_place = [Path(self.get_ext_fullpath(each.name)) for each in self.extensions]
+        for path in [*outputs, *in_place]:  # an older one must not pass for this one
             path.unlink(missing_ok=True)
         super().run()
         if not all(path.exists() for path in outputs):
