@@ -776,7 +776,7 @@ static void look_again(const Batch *b, char *const row[])
 static int read_batch(const Batch *b)
 {
     const Py_buffer *array = b->array, *shuffle = &array[SHUFFLE];
-    const int64_t length = b->length, samples = shuffle->shape[0];
+    const int64_t length = b->length, samples = array[ROWS].shape[0] - 1;
     char *row[PLACES] = {NULL};
 
     for (int64_t r = 0; r < array[WANTED].shape[0]; r++) {
@@ -784,7 +784,7 @@ static int read_batch(const Batch *b)
         const int64_t k = wanted < 0 ? wanted + samples : wanted;   /* as Python counts */
         int64_t j, size;
 
-        if (place < 0 || place >= b->batch || k < 0 || k >= samples)
+        if (place < 0 || place >= b->batch || k < 0 || k >= samples || k >= shuffle->shape[0])
             return -1;
         for (int a = 0; a < PLACES; a++)
             if (array[a].obj)

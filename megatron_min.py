@@ -1470,7 +1470,7 @@ class GPTDataset(MegatronDataset):
         )
         self._x = int(config.add_extra_token_to_sequence)
         self._keeps_short = (
-            index_split is Split.valid and not config.drop_last_partial_validation_sequence
+            index_split.name == "valid" and not config.drop_last_partial_validation_sequence
         )
         self._pad_token_id = _find_pad_token_id(config)  # upstream's name
         self.eod_token_id = None  # unless a setting looks for it
@@ -2038,7 +2038,7 @@ class BlendedDataset(_Identified):
     def _set_shares(self, weights, size, phases):
         """Set size, weights and phases as in the table above; datasets of weight 0 are dropped."""
         names = [_name(dataset) for dataset in self.datasets]
-        _check_shares(weights, size, phases, names)
+        _check_shares(self.datasets, weights, size, phases, names)
         self.phases = None
         self.size = None
         if phases is not None:
@@ -4532,8 +4532,11 @@ def _check_phases(phases, names):
             _check_weights(weights, names)
 
 
-def _check_shares(weights, size, phases, names):
-    """ValueError for what a BlendedDataset of these names cannot be made with."""
+def _check_shares(datasets, weights, size, phases, names):
+    """ValueError for what a BlendedDataset cannot be made with."""
+    splits = {dataset.index_split.name for dataset in datasets}
+    if len(splits) > 1:
+        raise ValueError(f"wanted datasets of one split, got {sorted(splits)}")
     if phases is None:
         _check_weights(weights, names)
         if size is not None and (size < 0 or size % 1):
@@ -4737,6 +4740,7 @@ def _check_places(dataset, k):
     Those of other data may lead elsewhere, or to a number below 0, which numpy counts from the end.
     What is then read of a sequence, its reader checks.
     """
+    num_sequences = len(dataset.dataset.sequence_lengths)
     j = int(dataset.shuffle_index[k])
     rows = dataset.sample_index[j : j + 2].tolist()
     sequences = []
@@ -4745,7 +4749,7 @@ def _check_places(dataset, k):
         is_in_order = 0 <= first_d <= last_d < len(dataset.document_index)
         if is_in_order and min(first_offset, last_offset) >= 0:
             sequences = dataset.document_index[first_d : last_d + 1].tolist()
-    if not sequences or min(sequences) < 0 or max(sequences) >= len(dataset.dataset):
+    if not sequences or min(sequences) < 0 or max(sequences) >= num_sequences:
         found = f"rows {j} and {j + 1} of sample_index are {rows}, in sequences {sequences}"
         raise IndexError(f"{_name(dataset)}: sample {k}: {found}: rebuild the indices")
 
@@ -6012,7 +6016,7 @@ def _read_samples(dataset, columns, rows, samples):
             dataset.document_index,
             dataset.sample_index,
             dataset.shuffle_index,
-            int(config.add_extra_token_to_sequence),
+            dataset._x,
             dataset._pad_token_id,
             _NO_EOD if dataset.eod_token_id is None else dataset.eod_token_id,
             config.reset_position_ids,

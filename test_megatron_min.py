@@ -1357,6 +1357,10 @@ def test_arrays_of_other_data_that_are_set(mm, toy, extra):
         setattr(ds, name, np.array(getattr(ds, name)))
         getattr(ds, name)[place] = value
         check_refused(ds, k, IndexError, re.escape(toy))
+    for length, k in ((2, 2), (6, len(good)), (6, -len(good) - 1)):
+        ds = copy.copy(good)
+        ds.shuffle_index = np.resize(good.shuffle_index, length)
+        check_refused(ds, k, IndexError)
 
 
 # -- subclasses --------------------------------------------------------------------------------
@@ -1527,6 +1531,9 @@ def test_refused_blends(one):
     ):
         with pytest.raises(ValueError, match=word):
             blended(one, [9, 9], *arguments)
+    parts = [Bare(9, one.Split[name]) for name in ("valid", "train")]
+    with pytest.raises(ValueError, match=r"of one split, got \['train', 'valid'\]"):
+        one.BlendedDataset(parts, [1, 1], 4, config(one))
     with pytest.raises(ValueError, match="phase 0: .*wanted 1 weights"):
         config(one, (["p"], None), blend_phases=[(4, [1, 1])])
 
@@ -4496,11 +4503,17 @@ def test_what_c_cannot_read_is_left_to_the_definition(mm, toy):
             return super().get(*arguments) + 1
 
     own = gpt(mm, toy, 3, sequence_length=4)
+    own.config.add_extra_token_to_sequence = False  # it was built with the other setting
     own.dataset = Plus(toy)
+    pair = mm.IndexedDataset(toy)
+    least = types.SimpleNamespace(sequence_lengths=pair.sequence_lengths, get=Plus(toy).get)
     large = gpt(mm, toy, 3, sequence_length=4, tokenizer=Tok(eod=2**63))
     for ds, k, wanted in ((own, 0, b"cccd"), (large, 1, b"cccc")):
         for [sample] in read_in_all_ways(ds, [k]):
             assert bytes(sample["tokens"].tolist()) == wanted
+    for own.dataset, wanted in ((least, b"ccdd"), (pair, b"bbcc")):  # no roll of tokens
+        for [sample] in read_in_all_ways(own, [0]):
+            assert bytes(sample["labels"].tolist()) == wanted
     with pytest.raises(IndexError):
         batch_of(own, [])
 
