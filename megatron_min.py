@@ -5164,19 +5164,18 @@ def _refuse_ramp(ramp, global_batch_size, samples_per_round):
 # X, or, where corpus.bin.X.tmp is gone, in corpus.bin and corpus.idx.X.tmp.  Rename them by hand,
 # the .bin first.  An OSError names them.
 #
-# Other temporary files are removed, at the latest when the process ends, but for those of a kill:
-# delete them.  (The steps of two jobs that write one pair at the same moment may mix.)
+# Other temporary files are removed, at the latest when the process ends; delete those of a kill.
 
 
 class _NewFile:
     """A binary file that appears as path, whole, at the end of a with block.
 
     path       made absolute: the process may change its folder meanwhile
-    synced     have the disk hold the file before it gets its name; False for what can be made again
+    synced     the disk holds the file before it gets its name; False for what can be made again
     digits     a part of the temporary name, random by default; an .idx has those of its .bin
 
-    It is removed if a write fails, if an exception ends the block, or, by the process that began it
-    and by no other, when this object goes.  An OSError, as of a full disk, names the file.
+    It is removed when a write fails, an exception ends the block, or this object goes, by the
+    process that began it and by no other.  An OSError, as of a full disk, names the file.
     """
 
     def __init__(self, path: str | os.PathLike, synced: bool = True, digits: str = "") -> None:
@@ -5753,9 +5752,8 @@ class _FileTokens:
 class _RemoteFile:
     """An object on object storage, of tokens of a dtype; is_input: of text, and no file of a pair.
 
-    A request is made again after growing pauses, unless its error is one that stays.  The error
-    names the object.  A _RemoteFile can be pickled, and used by threads and by forked processes:
-    fsspec keeps one connection for each process.
+    A request is made again after growing pauses, unless its error stays; the error names the
+    object.  Threads, forked processes and pickles may use it: fsspec has a connection for each.
     """
 
     _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
@@ -5810,8 +5808,6 @@ class _RemoteFile:
     def stamp(self):
         """Return {"size": bytes, "changed": ...}, which tell the object from a later one."""
         found = self._request(self._look)
-        if found["size"] is None:
-            raise OSError(f"{self.url}: the storage tells no size, so it has no ranges")
         changed = [str(found[name]) for name in self._CHANGED if name in found]
         return {"size": found["size"], "changed": " ".join(changed)}
 
@@ -5860,8 +5856,8 @@ class _RemoteFile:
 def _fetch_index(url, stamp, config):
     """Return the path of a local copy of an .idx file, which is made where there is none.
 
-    Its name says which object it is of, and which state of it; where the storage tells no state, it
-    is copied each time.  Processes may copy it at the same time: each copy appears whole.
+    Its name says which object it is of, and which state of it; one without a state is copied each
+    time.  Processes may copy it at the same time: each copy appears whole.
     """
     name = _md5(f"{url} {stamp['size']} {stamp['changed']}")
     copied = os.path.join(config.path_to_idx_cache, f"{name}.idx")
