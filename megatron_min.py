@@ -265,8 +265,8 @@ def get_bin_path(path_prefix: str | os.PathLike) -> str:
 class _MappedTokens:
     """The tokens of a .bin file that is mapped into memory.
 
-    A read is a view: nothing is copied, and the view keeps the mapping alive.  The two other places
-    that tokens come from have the same two methods: _FileTokens and _RemoteFile, in section 16.
+    A read is a view: nothing is copied, and the view keeps the mapping alive.  _FileTokens and
+    _RemoteFile, in section 16, have the same two methods.
     """
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
@@ -4168,10 +4168,7 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 
 
 class DatasetFormatError(ValueError):
-    """A file does not hold what its format promises.
-
-    The message names the file, the field, what was wanted and what was found.
-    """
+    """A file does not hold what its format promises: the message names file, field and values."""
 
 
 # -- Small tools of all sections -------------------------------------------------------------------
@@ -4278,11 +4275,10 @@ def _check_idx_header(path, content, multimodal):
     if (magic, version) != (_MAGIC, _VERSION) or not 1 <= code <= 8 or m < 1:
         wanted = f"{_MAGIC}, {_VERSION}, 1 to 8, n, and m >= 1"
         raise _format_error(path, "magic, version, dtype code, n, m", wanted, header)
-    sizes = [34 + 12 * n + 8 * m + n]
-    if not multimodal:
-        sizes.append(34 + 12 * n + 8 * m)
-    if found not in sizes:
-        raise _format_error(path, "file size", f"{sizes} (the first with modes)", found)
+    size = 34 + 12 * n + 8 * m
+    if found != size + n and (multimodal or found != size):
+        wanted = f"{size} bytes, or {size + n} with modes"
+        raise _format_error(path, "file size", wanted, found)
     return code, n, m
 
 
@@ -5167,7 +5163,7 @@ def _refuse_ramp(ramp, global_batch_size, samples_per_round):
 # Other temporary files are removed, at the latest when the process ends; delete those of a kill.
 
 
-class _NewFile:
+class _NewFile(contextlib.AbstractContextManager):
     """A binary file that appears as path, whole, at the end of a with block.
 
     path       made absolute: the process may change its folder meanwhile
@@ -5218,9 +5214,6 @@ class _NewFile:
         with contextlib.suppress(OSError):
             self.file.raw.close()  # without what is not yet written
         self._remove()
-
-    def __enter__(self) -> "_NewFile":
-        return self
 
     def __exit__(self, kind, error, traceback):
         try:
