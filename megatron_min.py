@@ -4351,8 +4351,8 @@ def _check_new_lengths(builder, content, lengths, modes):
         found = f"lengths {lengths!s:.60}, modes {modes!s:.60}"
         raise ValueError(f"{path}: {found}: {error}") from None
     num_tokens = len(content) // builder._token_dtype.itemsize
-    is_short = builder.multimodal and len(modes) != len(lengths)
-    if sum(lengths) != num_tokens or (lengths and min(lengths) < 0) or is_short:
+    has_other_modes = builder.multimodal and len(modes) != len(lengths)
+    if sum(lengths) != num_tokens or (lengths and min(lengths) < 0) or has_other_modes:
         raise ValueError(
             f"{path}: wanted lengths >= 0 of {num_tokens} tokens, and a mode for each, got lengths "
             f"{lengths.tolist()!s:.60} that sum to {sum(lengths)}, modes {modes!s:.60}"

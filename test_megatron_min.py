@@ -4207,7 +4207,7 @@ def test_ranges_are_exact_and_only_what_failed_is_asked_for_again(one, web, some
 
 
 def test_only_what_may_pass_is_tried_again(one, web, some_pair, no_pauses):
-    """After pauses that grow.  The error names it and the object; fsspec says "not found" of all."""
+    """After pauses that grow.  The error names it and the object; fsspec tells of none but 404."""
     prefix = web.put(some_pair[0])
     ds = one.IndexedDataset(prefix)
 
