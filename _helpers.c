@@ -417,8 +417,8 @@ exit:
 
 /* ================================= 4. Blending ================================
  *
- * Definitions: build_blending_indices and build_exhaustive_blending_indices in megatron_min.py.
- * Upstream: the functions of the same names in its helpers.
+ * Definition: _fill_blend in megatron_min.py, of plain and of exhaustive blends.
+ * Upstream: helpers.build_blending_indices, helpers.build_exhaustive_blending_indices.
  *
  * Sample i comes from the dataset with the largest lag, and from the lowest d among equals:
  *

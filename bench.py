@@ -26,7 +26,6 @@ import logging
 import os
 import pathlib
 import platform
-import re
 import shutil
 import statistics
 import struct
@@ -64,9 +63,7 @@ def competitors():
     try:
         found["upstream"] = load_upstream()
     except ImportError as error:
-        print(
-            f'No column of upstream, and "equal" is of Python and C, without megatron-core: {error}'
-        )
+        print(f'No column of upstream, and "equal" is of Python and C: {error}')
     found["Python"] = load_ours("Python", "0")
     with contextlib.suppress(ImportError):
         found["C"] = load_ours("C", "1")
@@ -458,16 +455,12 @@ def print_row(cells):
 
 def machine():
     """What the numbers depend on."""
-    name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, IndexError):  # not every system tells the model
-        cpuinfo = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        name = re.findall(r"model name\s*: (.*)", cpuinfo)[0]
     versions = [f"Python {platform.python_version()}"]
     for package in ("numpy", "torch", "megatron-core", "tokenizers", "gigatoken"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{package} {importlib.metadata.version(package)}")
     ours = f"megatron-min {competitors()['Python'].__version__}"
-    return f"{name}, {CORES} cores, {ours}\n{', '.join(versions)}\n"
+    return f"{platform.machine()}, {CORES} cores, {ours}\n{', '.join(versions)}\n"
 
 
 def main():

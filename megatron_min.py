@@ -6,18 +6,13 @@
 
 This module writes and reads the files that Megatron-LM trains on, and makes training batches of
 them.  Its measure is the package megatron-core 0.16.1, called "upstream" here: for every input on
-which upstream works as intended, this module makes the same bytes, that is the same .bin and .idx
-files, index arrays, cache files, samples and batches, in the same order.
+which that works as intended, files, index arrays, caches, samples and batches are the same bytes.
 
-Part I is the textbook: rules, and nothing else.  Each of its sections opens with a question and a
-drawing, and its code is the definition of what happens to good input: plain, complete, and fast
-enough for many uses.  Bad input is refused by calls of one line, _check_...() and _refuse_...():
-these, and small tools such as _position(), stand in section 13.  A comment names the section of
-other functions that are not there yet.  Part II is what trains with batches.  Part III
-is the workshop: what is refused, how files appear whole, how arrays are cached, how errors reach
-every rank, and how C makes loops faster.  Part IV is the tools around it, and the commands of a
-shell.  The file needs nothing but numpy and torch; _helpers.c is an optional accelerator with
-identical results.
+Part I is the textbook: rules, each section with a question and a drawing, whose code is the
+definition of what happens to good input.  Bad input is refused by calls of one line, _check_...()
+and _refuse_...(): these, and small tools such as _position(), stand in section 13.  A comment names
+the section of other functions that are not there yet.  The file needs nothing but numpy and torch;
+_helpers.c is an optional accelerator with identical results.
 
 Words       token        an integer that stands for a piece of text
             document     one text of the corpus; but see the box
@@ -31,8 +26,7 @@ Words       token        an integer that stands for a piece of text
             micro-batch  the samples that one rank reads at once
             global batch the samples of all data-parallel ranks in one step: one round or several,
                          where a round is a micro-batch of each of these ranks
-            blend        corpora, usually several, mixed by weights
-            weight       of a corpus in a blend: its share of the samples
+            blend        corpora, usually several, mixed by weights: the share of samples of each
             rank         one process of a training job; usually each rank has one GPU.  In section 8
                          it is a data-parallel rank, which several processes may share.
 
@@ -1197,10 +1191,9 @@ def build_sample_idx(
     tokens = operator.index(num_epochs) * operator.index(tokens_per_epoch)
     document_index = document_indices  # upstream's name means another array in section 1
     _check_stream(sizes, document_index, S, tokens)
-    _check_documents(sizes, document_index)
     N = count_samples(tokens, S, drop_last_partial_sequence, x)
-    lengths = sizes[document_index]
-    _check_lengths(lengths, N, min(N * S + x, tokens))
+    end_of_last = min(N * S + x, tokens) if N else 0
+    lengths = _check_documents(sizes, document_index, end_of_last)
 
     # Row 0 is (0, 0).  Row j is found from where sample j - 1 ends: j*S + x tokens into the stream,
     # or, if it is a last, short one, where the stream ends.  (So, as in upstream, with x = 0 the
@@ -1362,7 +1355,13 @@ class MegatronDataset(abc.ABC, _Identified):
         self.num_samples = None if num_samples is None else int(num_samples)
         self.index_split = index_split
         self.config = config
-        self.unique_identifiers = _identifiers_of(self)  # section 15
+        self.unique_identifiers = collections.OrderedDict()  # upstream's, in upstream's order
+        self.unique_identifiers["class"] = type(self).__name__
+        self.unique_identifiers["dataset_path"] = self.dataset_path
+        self.unique_identifiers["num_samples"] = self.num_samples
+        self.unique_identifiers["index_split"] = self.index_split.name
+        for name in self._key_config_attributes():
+            self.unique_identifiers[name] = getattr(config, name)
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -1599,9 +1598,9 @@ class GPTDataset(MegatronDataset):
         S = config.sequence_length
         lengths = self.dataset.sequence_lengths
         tokens_per_epoch = _count_tokens(lengths, self._documents)
-        _check_has_tokens(self, tokens_per_epoch)
         drop_last = not self._keeps_short
-        plan = plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._x)
+        with _named(_name(self), f"{self.index_split.name} of split {config.split!r}"):
+            plan = plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._x)
         if config.stable_order:
             edges = []  # the samples that end before epoch 0, 1, ... begins, and all
             for epoch in range(plan.num_epochs):
@@ -1854,14 +1853,10 @@ def build_blending_indices(
     >>> which.tolist(), sample.tolist()
     ([1, 0, 1, 1], [0, 0, 1, 2])
     """
-    weights = np.array(weights[:num_datasets], np.float64)
-    _check_blending(dataset_index, dataset_sample_index, weights, num_datasets, size)
-    taken = np.zeros(len(weights))  # float64, as the lag is computed in doubles
-    for i in range(size):
-        d = np.argmax(weights * max(i, 1) - taken)
-        dataset_index[i] = d
-        dataset_sample_index[i] = taken[d]
-        taken[d] += 1
+    shares = np.array(weights[:num_datasets], np.float64)
+    _check_blending(dataset_index, dataset_sample_index, shares, num_datasets, size)
+    no_limits = np.full(len(shares), np.inf)
+    _fill_blend(dataset_index, dataset_sample_index, shares, no_limits, size)
 
 
 def build_exhaustive_blending_indices(
@@ -1883,23 +1878,28 @@ def build_exhaustive_blending_indices(
     >>> build_exhaustive_blending_indices(which, sample, [1, 3], 2); which.tolist()
     [1, 0, 1, 1]
     """
-    sizes = _as_counts(sizes, num_datasets)
-    size = sum(sizes.tolist())  # of Python's integers: a sum in int64 might overflow
-    _check_blending(dataset_index, dataset_sample_index, sizes, num_datasets, size)
-    weights = sizes / np.float64(max(size, 1))
-    taken = np.zeros(len(sizes))
+    counts = _as_counts(sizes[:num_datasets])
+    size = sum(counts.tolist())  # of Python's integers: a sum in int64 might overflow
+    _check_blending(dataset_index, dataset_sample_index, counts, num_datasets, size)
+    shares = counts / np.float64(max(size, 1))
+    _fill_blend(dataset_index, dataset_sample_index, shares, counts.astype(np.float64), size)
+
+
+def _fill_blend(dataset_index, dataset_sample_index, shares, limits, size):
+    """Fill in a blend of datasets of limits[d] samples; section 18 puts a faster function here."""
+    taken = np.where(limits > 0, 0.0, np.inf)  # infinity: it does not compete
     for i in range(size):
-        lag = weights * max(i, 1) - taken
-        d = np.argmax(np.where(taken < sizes, lag, -np.inf))
+        d = np.argmax(shares * max(i, 1) - taken)
+        k = taken[d]
         dataset_index[i] = d
-        dataset_sample_index[i] = taken[d]
-        taken[d] += 1
+        dataset_sample_index[i] = k
+        taken[d] = k + 1 if k + 1 < limits[d] else np.inf
 
 
-def _as_counts(sizes, num_datasets):
+def _as_counts(sizes):
     """Numbers of samples -> int64 array; ValueError if one is not a whole number."""
-    counts = np.array(sizes[:num_datasets], np.int64)
-    if not np.array_equal(counts, sizes[:num_datasets]):
+    counts = np.array(sizes, np.int64)
+    if not np.array_equal(counts, sizes):
         raise ValueError(f"numbers of samples must be whole, got {sizes}")
     return counts
 
@@ -1927,15 +1927,15 @@ def build_phase_indices(
     taken = np.zeros(len(weights), np.int64)  # of each dataset, in the phases so far
     begin = 0
     for samples, weights in phases:
-        end = begin + samples
-        used = np.flatnonzero(weights)
-        outputs = dataset_index[begin:end], dataset_sample_index[begin:end]
-        build_blending_indices(*outputs, np.take(weights, used), len(used), samples)
-        d = used[dataset_index[begin:end]]  # the blend numbers those that are used: 0, 1, 2, ...
-        dataset_index[begin:end] = d
-        dataset_sample_index[begin:end] += taken[d]
-        taken += np.bincount(d, minlength=len(taken))
-        begin = end
+        shares = np.array(weights, np.float64)
+        limits = np.where(shares > 0, np.inf, 0.0)
+        which = dataset_index[begin : begin + samples]
+        sample = dataset_sample_index[begin : begin + samples]
+        _check_blending(which, sample, shares, len(taken), samples)
+        _fill_blend(which, sample, shares, limits, samples)
+        sample += taken[which]
+        taken += np.bincount(which, minlength=len(taken))
+        begin += samples
 
 
 def _as_phases(phases, names):
@@ -2029,23 +2029,22 @@ class BlendedDataset(_Identified):
         """Set size, weights and phases as in the table above; datasets of weight 0 are dropped."""
         names = [_name(dataset) for dataset in self.datasets]
         _check_shares(weights, size, phases, names)
-        if phases is None:
-            self.datasets, weights = _drop_zero_weights(self.datasets, weights, names)
-            self.phases = None
-            if size is not None:
-                self.size = int(size)
-                self.weights = normalize(weights)
-            else:
-                self.size = None
-                self.weights = _as_counts(weights, len(weights)).tolist()
+        self.phases = None
+        self.size = None
+        if phases is not None:
+            phases = _as_phases(phases, names)
+            self.size = sum(samples for samples, _ in phases)
+            _, self.weights = phases[0]
+            if len(phases) > 1 or not all(self.weights):  # else the same as weights and size
+                self.phases = phases
+                self.weights = None
             return
-        self.phases = _as_phases(phases, names)
-        self.size = sum(samples for samples, _ in self.phases)
-        self.weights = None
-        _, shares = self.phases[0]
-        if len(self.phases) == 1 and all(shares):  # the same as weights and size
-            self.phases = None
-            self.weights = shares
+        self.datasets, weights = _drop_zero_weights(self.datasets, weights, names)
+        if size is None:
+            self.weights = _as_counts(weights).tolist()
+        else:
+            self.size = int(size)
+            self.weights = normalize(weights)
 
     def __len__(self) -> int:
         return sum(self.weights) if self.size is None else self.size
@@ -2067,16 +2066,14 @@ class BlendedDataset(_Identified):
 
     def _build_arrays(self):
         """Build the arrays: return how many samples each dataset gives, and the two of them."""
-        dataset_index = np.zeros(len(self), np.int16)
-        dataset_sample_index = np.zeros(len(self), np.int64)
-        arrays = [dataset_index, dataset_sample_index]
+        arrays = [np.zeros(len(self), np.int16), np.zeros(len(self), np.int64)]
         if self.size is None:
             build_exhaustive_blending_indices(*arrays, self.weights, len(self.datasets))
         elif self.phases is not None:
             build_phase_indices(*arrays, self.phases)
         else:
             build_blending_indices(*arrays, self.weights, len(self.datasets), self.size)
-        return _count_datasets(dataset_index, len(self.datasets)), arrays
+        return _count_datasets(arrays[0], len(self.datasets)), arrays
 
     def samples_taken(self) -> np.ndarray:
         """Return how many samples the blend takes of each dataset, int64 (datasets,)."""
@@ -2133,6 +2130,9 @@ class BlendedDataset(_Identified):
 
 def _samples_of(dataset: typing.Any, indices: typing.Sequence[int | None]) -> list[dict]:
     """Return several samples of any dataset; they are read at once if it has a method for that."""
+    while isinstance(dataset, torch.utils.data.Subset):  # its sample None is that of its dataset
+        indices = [k if k is None else dataset.indices[k] for k in indices]
+        dataset = dataset.dataset
     if hasattr(dataset, "__getitems__"):
         return dataset.__getitems__(indices)
     return [dataset[idx] for idx in indices]
@@ -2202,10 +2202,7 @@ class _Entry(typing.NamedTuple):
 def _entries_of_config(
     config: BlendedMegatronDatasetConfig, sizes: typing.Sequence[int | None]
 ) -> list[_Entry]:
-    """Return what a config means: an entry for each dataset, in the order of the splits.
-
-    No file is opened.
-    """
+    """What a config means: an entry for each dataset, in the order of the splits."""
     _check_sizes(config, sizes)
     surplus = config.mid_level_dataset_surplus
     entries = []
@@ -2217,12 +2214,11 @@ def _entries_of_config(
             bounds = config.split_matrix[split.value]
             corpora = ([None], None) if config.mock else config.blend
         if bounds is None or corpora is None:
-            _warn_of_no_share(split, size)
+            _warn_of_fewer(split, 0, size)
             continue
         prefixes, weights = corpora
         if split is Split.train and config.blend_phases is not None:
             phases = _as_phases(config.blend_phases, prefixes)
-            _check_samples_of_phases(phases, size)
             built_for = [math.ceil(n * (1 + surplus)) for n in _samples_of_corpora(phases)]
             entries.append(_Entry(split, prefixes, bounds, built_for, True, phases=phases))
         elif split is Split.valid and config.multiple_validation_sets:
@@ -2373,7 +2369,7 @@ class BlendedMegatronDatasetBuilder:
             total = sum(weights)
             if total == 0 and size == 0:
                 return None
-            _check_epoch(entry.split, total, size)
+            _warn_of_fewer(entry.split, total, size)
             if size is not None:
                 size = min(size, total)
         try:
@@ -2465,19 +2461,16 @@ class _Sampler:
         data_parallel_size: int,
         drop_last: bool = True,
     ) -> None:
-        _refuse_sizes_of_sampler(
-            total_samples, micro_batch_size, data_parallel_rank, data_parallel_size
-        )
-        self.total_samples = int(total_samples)
-        self.micro_batch_size = int(micro_batch_size)
+        self.total_samples = operator.index(total_samples)
+        self.micro_batch_size = operator.index(micro_batch_size)
         self.data_parallel_rank = data_parallel_rank
-        self.data_parallel_size = int(data_parallel_size)
+        self.data_parallel_size = operator.index(data_parallel_size)
         self.drop_last = drop_last
         self.samples_per_round = self.micro_batch_size * self.data_parallel_size
         self.micro_batch_times_data_parallel_size = self.samples_per_round  # upstream's name
+        self.consumed_samples = operator.index(consumed_samples)
+        _refuse_start(self, self.consumed_samples)
         self.active_total_samples = self.total_samples - self.total_samples % self.samples_per_round
-        _refuse_start(self, consumed_samples)
-        self.consumed_samples = int(consumed_samples)
         self.next_start = self.consumed_samples
 
     def __len__(self) -> int:
@@ -2720,10 +2713,11 @@ class ParallelGroups:
     ) -> list[list[int]]:
         """Return all groups of a kind in a job of tensor * context * data * pipeline ranks.
 
-        Each rank is in one of these lists.  ValueError for an unknown axis, or a size below 1.
+        Each rank is in one of these lists.  ValueError for an unknown axis.
         """
-        _refuse_kind_of_group(kind, tensor, context, data, pipeline)
         axes = kind.split("-")
+        if not {"tp", "cp", "dp", "pp"}.issuperset(axes):
+            raise ValueError(f"kind {kind!r}: wanted tp, cp, dp or pp, or several joined by '-'")
         groups = {}
         for rank in range(tensor * context * data * pipeline):
             rest, tp = divmod(rank, tensor)
@@ -2735,9 +2729,7 @@ class ParallelGroups:
         return list(groups.values())
 
     def __init__(self, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> None:
-        world = 1
-        if _is_distributed():
-            world = torch.distributed.get_world_size()
+        world = _num_processes()
         _refuse_world(world, tensor, context, pipeline)
         data = world // (tensor * context * pipeline)
         self.sizes = {"tensor": tensor, "context": context, "data": data, "pipeline": pipeline}
@@ -2777,8 +2769,6 @@ class ParallelGroups:
 
     def group(self, kind: str) -> "torch.distributed.ProcessGroup | None":
         """This rank's process group of a kind; None without torch.distributed."""
-        if kind not in self._groups:
-            raise ValueError(f"no process group {kind!r}: there are {', '.join(self._groups)}")
         return self._groups[kind]
 
     @property
@@ -2896,8 +2886,6 @@ def _layout_of_stage(groups, shape, create_attention_mask, mtp, packed):
 
 def _read_batch(data_iterator, layout, create_attention_mask):
     """Read the next batch, and return the tensors of the layout."""
-    if data_iterator is None:
-        raise ValueError("this rank reads for its group: give a data_iterator, not None")
     batch = next(data_iterator)
     _refuse_batch(batch, layout, create_attention_mask)
     return {key: batch[key].to("cpu", dtype) for key, (_, dtype) in layout.items()}
@@ -2960,9 +2948,8 @@ def get_batch_on_this_cp_rank(
                upstream's name: cut the whole row, and not every document, with cu_seqlens too
     Returns    a new dict, with rows of S / cp_size tokens; the batch is not changed
     Raises     ValueError where S, or the length of a document, is no multiple of 2*cp_size, or
-               where cu_seqlens decreases, or leaves 0 .. S.  SFTDataset fills its documents up to
-               such lengths; the documents of GPTDataset have any length, so with
-               inter_document_masking set use_per_sequence_balancing
+               below 0.  SFTDataset fills its documents up to such lengths; those of GPTDataset have
+               any, so with inter_document_masking set use_per_sequence_balancing
     Upstream   get_batch_on_this_cp_rank, which changes the batch
 
     >>> batch = {"tokens": torch.arange(8)[None]}
@@ -2980,14 +2967,17 @@ def get_batch_on_this_cp_rank(
         return part
     cu_seqlens = batch.get("cu_seqlens")
     if cu_seqlens is None or use_per_sequence_balancing:
-        _refuse_uneven_row(length, cp_size)
-        bounds_of_rows = [[0, length]]  # the same in all rows
+        if length % (2 * cp_size):
+            wanted = f"cp_size {cp_size} wants a multiple of {2 * cp_size}"
+            raise ValueError(f"a row of {length} tokens cannot be cut: {wanted}")
+        documents_of_rows = [[(0, length)]]  # the same in all rows
     else:
-        starts_of_rows = cu_seqlens.tolist()
-        _refuse_uneven_documents(starts_of_rows, length, cp_size)
-        # behind the last document, cu_seqlens repeats the length
-        bounds_of_rows = [sorted({0, *starts, length}) for starts in starts_of_rows]
-    chunks_of_rows = [_chunks_of_row(bounds, cp_rank, cp_size) for bounds in bounds_of_rows]
+        documents_of_rows = []
+        for starts in cu_seqlens.tolist():
+            pairs = itertools.pairwise([0, *starts, length])  # at its end cu_seqlens repeats S
+            documents_of_rows.append([(begin, end) for begin, end in pairs if begin != end])
+        _refuse_uneven_documents(documents_of_rows, cp_size)
+    chunks_of_rows = [_chunks_of_row(row, cp_rank, cp_size) for row in documents_of_rows]
     for key, value in batch.items():
         if key == "cu_seqlens" or not isinstance(value, torch.Tensor):
             continue
@@ -3007,14 +2997,14 @@ def _length_of_rows(batch):
     return None
 
 
-def _chunks_of_row(bounds, cp_rank, cp_size):
+def _chunks_of_row(documents, cp_rank, cp_size):
     """What a cp rank keeps of a row: [(begin, length), ...].
 
     Of each document, cut into 2 * cp_size chunks, these are number cp_rank from the front and
     number cp_rank from the back.
     """
     chunks = []
-    for begin, end in itertools.pairwise(bounds):
+    for begin, end in documents:
         size = (end - begin) // (2 * cp_size)
         front = begin + cp_rank * size
         back = end - (cp_rank + 1) * size
@@ -3083,14 +3073,12 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     arguments      further arguments of DataLoader, such as collate_fn or prefetch_factor.  With
                    any of them but pin_memory, DataLoader makes the batches of a GPTDataset, too
 
-    len() counts the batches of a whole turn, also after a resume.  Where several iterators run, the
-    state is that of the newest; with persistent_workers, which they would share, the older ones
-    raise a RuntimeError.  What worker processes draw depends on torch.initial_seed(), the
-    data-parallel rank and the place where the iterator begins, unless a generator is given.
-
-    The first iterator after load_state_dict() goes on where the state was taken.  After it the next
-    one begins at 0, or, with a cyclic sampler, behind the last batch; with a warning if the first
-    was left before its end, as by next(iter(loader)).
+    len() counts the batches of a whole turn, also after a resume.  The first iterator after
+    load_state_dict() goes on where the state was taken; the next one begins at 0, or, with a cyclic
+    sampler, behind the last batch, and warns if the first was left before its end.  Where several
+    run, the state is that of the newest; with persistent_workers the older ones raise a
+    RuntimeError.  What worker processes draw depends on torch.initial_seed(), the data-parallel
+    rank and the place where the iterator begins, unless a generator is given.
 
     >>> loader = PretrainingDataLoader(range(6), MegatronPretrainingSampler(6, 0, 2, 0, 1))
     >>> state = [loader.state_dict() for batch in loader][0]          # after the first batch
@@ -3107,7 +3095,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         num_workers: int = 0,
         **arguments: typing.Any,
     ) -> None:
-        _check_loader(batch_sampler, num_workers, arguments)
+        _check_loader(batch_sampler, arguments)
         if type(dataset) is torch.utils.data.Subset:
             dataset = _PaddedSubset(dataset.dataset, dataset.indices)
         may_use_threads = IMPLEMENTATION == "c" and _is_plain(dataset)
@@ -3125,13 +3113,23 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
 
     def __iter__(self) -> typing.Iterator[dict]:
         sampler = self.batch_sampler
+        end = sampler.total_samples
         if sampler.kind == "cyclic":
             # This sampler advances its own number as it runs ahead of the loop: set it back to the
             # last batch that the loop was given.  The others set theirs to 0 for a further pass.
             sampler.next_start = self.consumed_samples
+            turn = self.consumed_samples // sampler.active_total_samples
+            end = (turn + 1) * sampler.active_total_samples
         begin = sampler.next_start
-        end = self._end_of_pass(begin)
-        _warn_if_left(self.consumed_samples, self._end_of_resumed, begin)
+        if sampler.drop_last:
+            end -= (end - begin) % sampler.samples_per_round
+        if self.consumed_samples < self._end_of_resumed:
+            words = f"left at sample {self.consumed_samples}, and this one begins at sample {begin}"
+            warnings.warn(
+                f"the iterator that went on from the state was {words}: to go on there, load the "
+                "state again, and keep its first iterator",
+                stacklevel=2,
+            )
         self._end_of_resumed = end if self._newest is None else 0
         this_iterator = object()
         self._newest = this_iterator
@@ -3142,18 +3140,14 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             if self._newest is this_iterator:
                 self.consumed_samples = consumed
             yield batch
-            if self._newest is not this_iterator:
-                _refuse_older_iterator(self)
-
-    def _end_of_pass(self, begin):
-        """The consumed samples after the last batch of a pass that begins there."""
-        sampler = self.batch_sampler
-        if sampler.kind == "cyclic":
-            return (begin // sampler.active_total_samples + 1) * sampler.active_total_samples
-        end = sampler.total_samples
-        if sampler.drop_last:
-            end -= (end - begin) % sampler.samples_per_round
-        return end
+            is_newest = self._newest is this_iterator
+            if self._newest is None or (self.persistent_workers and not is_newest):
+                raise RuntimeError(
+                    "load_state_dict() was called or, with persistent_workers, a newer iterator "
+                    "has begun while this one was running: go on with a new one, iter(loader)"
+                )
+        if consumed < end:  # torch takes a StopIteration of a dataset for the end
+            raise RuntimeError(f"the batches ended at sample {consumed}, not at {end}")
 
     def _own_batches(self):
         """Batches of our own datasets; by threads, if there are any, a few ahead.
@@ -3162,8 +3156,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         begun is not made, and nobody waits.
         """
         if not self.num_threads:
-            for indices in self.batch_sampler:
-                yield self._make_batch(indices)
+            yield from map(self._make_batch, self.batch_sampler)
             return
         pool = concurrent.futures.ThreadPoolExecutor(self.num_threads)
         pending = collections.deque()
@@ -3180,10 +3173,9 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     def _batches_of_torch(self, begin):
         """Batches that torch's DataLoader makes, from a place on.
 
-        For an iterator torch draws a number, from which each of its worker processes has its seed.
-        From the global generator only ranks with a loader would draw it, and their dropout would
-        differ from that of the ranks beside them.  Torch also makes tensors on the default device,
-        and fails if that is not the CPU.
+        For an iterator torch draws a number, from which each of its worker processes has its seed:
+        from the global generator only ranks with a loader would draw it, and their dropout would
+        differ from that of the others.  And it fails where the default device is not the CPU.
         """
         if not self._has_generator:
             place = [torch.initial_seed(), self.batch_sampler.data_parallel_rank, begin]
@@ -3226,10 +3218,10 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         ValueError names the first thing of the past that is another one here; strict=False goes on
         all the same, if a pass of the sampler can start there.
         """
-        version, consumed, past = _read_state(state_dict)
+        consumed = operator.index(state_dict["consumed_samples"])
         _refuse_start(self.batch_sampler, consumed)
         if strict:
-            _refuse_other_past(version, past, _read_past(self._past_of(consumed)))
+            _refuse_other_past(state_dict, self._past_of(consumed))
         self._newest = None
         self._end_of_resumed = 0
         self.consumed_samples = consumed
@@ -3270,40 +3262,39 @@ def _is_plain(dataset: typing.Any) -> bool:
 
 
 class _PaddedSubset(torch.utils.data.Subset):
-    """A Subset whose sample None, which fills up a batch, is that of its dataset."""
+    """A Subset that torch asks for sample None, too, which fills up a batch."""
 
     def __getitems__(self, indices):
-        return _samples_of(self.dataset, [k if k is None else self.indices[k] for k in indices])
+        return _samples_of(self, indices)
 
 
 # -- What decides the samples ------------------------------------------------------------------
 
 
 def _what_decides(dataset, n, kept):
-    """What decides the first n samples of a dataset: {setting, in words: value}, with dicts in it.
+    """What decides the first n samples of a dataset, None: all: {setting, in words: value}.
 
-    n      None: all.  Of a blend these are its weights, phases and size, and all its datasets
     kept   a dict, for further calls: what was asked of each dataset once
     """
-    data = getattr(dataset, "dataset", None)
     if isinstance(dataset, BlendedDataset):
         mix, parts = _mix_of_first(dataset, n, kept)
         settings = {"class": type(dataset).__name__}
         for d in parts:
             settings[f"corpus {d}"] = _what_decides(dataset.datasets[d], None, kept)
         return settings | mix
+    data = getattr(dataset, "dataset", None)
     if isinstance(dataset, torch.utils.data.Subset):
         indices = np.asarray(dataset.indices[:n], np.int64)
         if np.any(indices < 0):  # -1 is the last
             indices = indices % len(data)
         n = int(indices.max(initial=-1)) + 1
         settings = {"class": "Subset", "indices": _md5(indices.tobytes())}
-        return settings | {"data": _what_decides(data, n, kept)}
-    if id(dataset) not in kept:
-        kept[id(dataset)] = _settings_of(dataset)
-    settings = kept[id(dataset)]
-    if data is None or isinstance(dataset, GPTDataset):  # whose settings are of its pair, too
-        return settings
+    else:
+        if id(dataset) not in kept:
+            kept[id(dataset)] = _settings_of(dataset)
+        settings = kept[id(dataset)]
+        if data is None or isinstance(dataset, GPTDataset):  # whose settings are of its pair, too
+            return settings
     return settings | {"data": _what_decides(data, n, kept)}
 
 
@@ -3394,17 +3385,13 @@ def build_pretraining_data_loader(
 ) -> typing.Any:
     """Return a PretrainingDataLoader of this rank's micro-batches; None where there is no sample.
 
-    A micro-batch is a dict of tensors (micro_batch_size, ...).  Upstream:
-    build_pretraining_data_loader.
-
-    dataloader_type   "single": in order; "cyclic": shuffled anew each turn; "external": dataset
-                      is a loader already, and is returned as it is
-    data_parallel_rank, data_parallel_size   None: 0 and 1, in a job of one process
-    data_sharding     of cyclic: each rank shuffles a part of its own
-    num_workers       as of PretrainingDataLoader
-    full_validation   every sample once, one for each rank and round; micro_batch_size is not used
-    drop_last         of single: leave out the last samples, which fill no whole round
-    seed              of cyclic
+    dataloader_type      "single", "cyclic" (section 8), or "external": dataset is a loader already,
+                         and is returned as it is
+    data_parallel_rank   None: 0, in a job of one process; so data_parallel_size 1
+    full_validation      every sample once, one for each rank and round, whatever micro_batch_size
+    drop_last            of single: leave out the last samples, which fill no whole round
+    data_sharding, seed  of cyclic: those of its sampler
+    Upstream             build_pretraining_data_loader
 
     >>> loader = build_pretraining_data_loader(range(8), 0, micro_batch_size=2)
     >>> next(iter(loader)), loader.state_dict()["consumed_samples"]
@@ -3414,8 +3401,7 @@ def build_pretraining_data_loader(
         return dataset
     if len(dataset) == 0:  # a split of which nothing is wanted
         return None
-    _refuse_several_datasets(dataset)
-    _check_rank_is_given(data_parallel_rank, data_parallel_size)
+    _refuse_data_of_loader(dataset, data_parallel_rank, data_parallel_size)
     rank = 0 if data_parallel_rank is None else data_parallel_rank
     ranks = 1 if data_parallel_size is None else data_parallel_size
     sizes = [len(dataset), consumed_samples, micro_batch_size, rank, ranks]
@@ -3429,12 +3415,10 @@ def build_pretraining_data_loader(
         sampler = MegatronPretrainingRandomSampler(dataset, *sizes, data_sharding, seed=seed)
     else:
         raise ValueError(
-            "dataloader_type: wanted single or cyclic (or external, for a loader of your own), "
-            f"got {dataloader_type!r}"
+            f"dataloader_type: wanted single, cyclic or external, got {dataloader_type!r}"
         )
-    return PretrainingDataLoader(
-        dataset, sampler, num_workers, pin_memory=torch.cuda.is_available()
-    )
+    is_pinned = torch.cuda.is_available()
+    return PretrainingDataLoader(dataset, sampler, num_workers, pin_memory=is_pinned)
 
 
 def _read_at_once(dataset, indices):
@@ -3561,8 +3545,6 @@ class DistributedDataParallel(torch.nn.Module):
         grad_reduce_in_fp32: bool = False,
     ) -> None:
         super().__init__()
-        if bucket_size < 1:
-            raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}")
         self.module = module
         self.group = group
         self.size = 1
@@ -3593,17 +3575,15 @@ class DistributedDataParallel(torch.nn.Module):
         params_of = {}  # {(dtype of the gradient, device): its parameters, in reverse order}
         for param in reversed(self._names):
             if param.requires_grad:
-                params_of.setdefault(self._kind_of_gradient(param), []).append(param)
-                param.register_post_accumulate_grad_hook(_GradientHook(self))
+                dtype = torch.float32 if self.grad_reduce_in_fp32 else param.dtype
+                params_of.setdefault((dtype, param.device), []).append(param)
+                # Weak, as a parameter keeps its hooks: a wrapper that was dropped is freed, and
+                # hears of no gradient when the module is wrapped anew.
+                hook = functools.partial(_tell_of_gradient, weakref.ref(self))
+                param.register_post_accumulate_grad_hook(hook)
         for (dtype, device), params in params_of.items():
             self._add_buffer(params, dtype, device)
         self.zero_grad_buffer()
-
-    def _kind_of_gradient(self, param):
-        """(dtype, device) of its main_grad."""
-        if self.grad_reduce_in_fp32:
-            return torch.float32, param.device
-        return param.dtype, param.device
 
     def _add_buffer(self, params, dtype, device):
         """Make the buffer of one dtype and device, its buckets, and the place of each parameter."""
@@ -3743,9 +3723,9 @@ class DistributedDataParallel(torch.nn.Module):
         """Begin a step: every gradient is 0, and every param.main_grad a view of the buffers again.
 
         A rank whose batch gives no gradient at all then sends zeros, so that nobody waits for it.
-        ValueError where a parameter was converted, replaced or unfrozen after the wrapping.
+        ValueError where a parameter was replaced or unfrozen after the wrapping.
         """
-        _refuse_changed_parameters(self)
+        _refuse_new_parameters(self)
         for param, place in self._places.items():
             param.main_grad = place.view(param.shape)
             param.grad = None
@@ -3779,20 +3759,11 @@ class DistributedDataParallel(torch.nn.Module):
         self._make_buffers()
 
 
-class _GradientHook:
-    """Tells a DistributedDataParallel of each new gradient.
-
-    The reference is weak, as a parameter keeps its hooks: a wrapper that was dropped is freed, and
-    hears of no gradient when the module is wrapped anew.
-    """
-
-    def __init__(self, wrapper):
-        self.wrapper = weakref.ref(wrapper)
-
-    def __call__(self, param):
-        wrapper = self.wrapper()
-        if wrapper is not None:
-            wrapper._on_gradient(param)
+def _tell_of_gradient(wrapper, param):
+    """Tell a DistributedDataParallel of a new gradient, if it is still there."""
+    ddp = wrapper()
+    if ddp is not None:
+        ddp._on_gradient(param)
 
 
 def finalize_model_grads(
@@ -3852,7 +3823,7 @@ def forward_backward_no_pipelining(
     data_iterator      is passed on to forward_step_func
     model              a DistributedDataParallel, a plain module, or a list of one of these.  With
                        a class of torch that averages over the ranks the losses must be means
-    num_microbatches   how many to run, at least 1
+    num_microbatches   how many to run
     forward_only       no backward, and nothing is sent; call it under torch.no_grad()
     seq_length, micro_batch_size, decoder_seq_length
                        accepted, without effect
@@ -3893,9 +3864,8 @@ def forward_backward_no_pipelining(
     >>> [row_of_b[ord(letter)].item() * 8 * 256 for letter in "abc"]  # 3, 3 - 2 * 256, 3 - 256
     [3.0, -509.0, -253.0]
     """
-    _refuse_step(model, num_microbatches)
     if isinstance(model, (list, tuple)):
-        [model] = model
+        [model] = model  # without pipelining there is one
     reports = []
     token_counts = []
     for number in range(num_microbatches):
@@ -3964,7 +3934,6 @@ def get_train_valid_test_num_samples(
     ...                                  eval_iters=2)
     (800, 48, 16)
     """
-    _refuse_sizes_of_run(global_batch_size, eval_interval, eval_iters, train_iters, train_samples)
     if train_samples is None:
         train_samples = train_iters * global_batch_size
     if train_iters is None:
@@ -4005,15 +3974,12 @@ class NumMicroBatches:
         data_parallel_size: int,
         rampup_batch_size: typing.Sequence[int] | None = None,
     ) -> None:
-        ramp = rampup_batch_size
-        if not ramp:
-            ramp = (global_batch_size, 1, 0)  # one size from the start
-        self.samples_per_round = micro_batch_size * data_parallel_size
-        _refuse_ramp(ramp, global_batch_size, self.samples_per_round)
-        start, increment, samples = ramp
+        ramp = rampup_batch_size or (global_batch_size, 1, 0)  # one size from the start
+        start, increment, self.samples = ramp
         self.global_batch_size = global_batch_size
-        self.samples = samples
+        self.samples_per_round = micro_batch_size * data_parallel_size
         self.sizes = range(start, global_batch_size + 1, increment)
+        _refuse_ramp(self.sizes, global_batch_size, self.samples_per_round)
         self.update(0)
 
     def update(self, consumed_samples: int) -> None:
@@ -4158,7 +4124,7 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 #                            (a warning); another past               or loaded
 #   an older iterator, a     it comes too late                       when it comes        (d)
 #   gradient
-#   a changed parameter, a   its gradient would be wrong             in the step          ValueError
+#   a new parameter, a       its gradient would be wrong             in the step          ValueError
 #   sum of one rank
 #
 #   (a) DatasetFormatError, a ValueError: file, field, what was wanted, what was found
@@ -4416,11 +4382,6 @@ def _as_ids(tokenizer, found):
 # -- Configs, blends and builds (sections 3, 6 and 7) ----------------------------------------------
 
 
-def _is_list(names):
-    """Is this a list or the like, and no text?"""
-    return isinstance(names, collections.abc.Sequence) and not isinstance(names, str)
-
-
 def _check_weights(weights, names):
     """ValueError for other than a finite number >= 0 for each of these names, and for all 0."""
     weights = np.array(weights).tolist()  # of a number: the number
@@ -4433,53 +4394,32 @@ def _check_weights(weights, names):
         raise ValueError(f"weights {weights}: wanted a finite sum > 0")
 
 
-def _check_blend(blend):
-    """ValueError for a blend of a config that is none."""
-    is_pair = _is_list(blend) and len(blend) == 2
-    if not is_pair or not _is_list(blend[0]) or len(blend[0]) == 0:
-        raise ValueError("a blend is ([prefix, ...], [weight, ...] or None), in lists or tuples")
-    prefixes, weights = blend
-    if weights is not None:
-        _check_weights(weights, prefixes)
-
-
 def _check_config(config):
     """ValueError for a field of a config that is wrong, and for fields that do not go together."""
     _refuse_passwords([config.blend, config.blend_per_split])
-    least_numbers = {"random_seed": 0, "sequence_length": 1, "num_dataset_builder_threads": 1}
-    for name, least in least_numbers.items():
+    for name, least in (("random_seed", 0), ("sequence_length", 1)):
         value = getattr(config, name)
         if not hasattr(value, "__index__") or not least <= value < 2**32:
-            raise ValueError(
-                f"{name} must be a whole number from {least} to 2**32 - 1, got {value!r}"
-            )
-    surplus = config.mid_level_dataset_surplus
-    if not isinstance(surplus, numbers.Real) or not 0 <= surplus < math.inf:
-        raise ValueError(f"mid_level_dataset_surplus: wanted a number >= 0, got {surplus!r}")
-    blends = config.blend_per_split
-    if blends and not (_is_list(blends) and len(blends) == len(Split)):
-        raise ValueError(f"blend_per_split wants a list of {len(Split)}: for each split a blend")
-    if blends and any(blends):
-        if config.blend is not None or config.split is not None:
-            raise ValueError("blend_per_split wants blend and split to be None")
-    else:
-        if config.multiple_validation_sets:
-            raise ValueError("multiple_validation_sets needs blend_per_split")
-        if config.blend is not None and config.split is None:
-            raise ValueError('a blend needs a split, such as "98,1,1"')
-        blends = [config.blend]
-    for blend in blends:
-        if blend is not None:
-            _check_blend(blend)
-    has_train = blends[0] is not None
-    if has_train and config.split is not None:
-        has_train = parse_and_normalize_split(config.split)[0] > 0
-    if config.blend_phases is not None and not has_train:
-        raise ValueError(
-            "blend_phases mixes the corpora of train, which has none: give it a blend, and a share "
-            f"of split, which is {config.split!r}"
-        )
+            raise ValueError(f"{name}: wanted a whole number, {least} to 2**32 - 1, got {value!r}")
+    blends = [config.blend]
+    if config.blend_per_split and any(config.blend_per_split):
+        blends = config.blend_per_split
+        if len(blends) != len(Split) or config.blend is not None or config.split is not None:
+            raise ValueError("blend_per_split wants 3 blends or None, and no blend and split")
+    elif config.multiple_validation_sets:
+        raise ValueError("multiple_validation_sets needs blend_per_split")
+    elif config.blend is not None and config.split is None:
+        raise ValueError('a blend needs a split, such as "98,1,1"')
+    for blend in filter(None, blends):
+        with _named("a blend", "wanted ([prefix, ...], [weight, ...] or None)"):
+            prefixes, weights = blend
+            if isinstance(prefixes, str) or len(prefixes) == 0:
+                raise ValueError(f"got {prefixes!r}")
+            if weights is not None:
+                _check_weights(weights, prefixes)
     if config.blend_phases is not None:
+        if blends[0] is None:
+            raise ValueError("blend_phases mixes the corpora of train, which has no blend")
         _check_phases(config.blend_phases, blends[0][0])
 
 
@@ -4490,21 +4430,17 @@ def _check_config_of_samples(config):
         names.append("eod")
     _check_tokenizer(config.tokenizer, names)  # section 19
     if config.hybrid_context_parallel:
-        raise ValueError(
-            "hybrid_context_parallel is not supported: use inter_document_masking, and cut "
-            "batches with get_batch_on_this_cp_rank()"
-        )
+        raise ValueError("hybrid_context_parallel is not supported: use inter_document_masking")
     if config.reset_attention_mask and not config.has_dense_mask:
         raise ValueError(
-            "reset_attention_mask has no effect without a dense mask: set "
-            "create_attention_mask, or use inter_document_masking alone"
+            "reset_attention_mask wants create_attention_mask, and no inter_document_masking"
         )
 
 
 def _check_phases(phases, names):
     """ValueError for what is no list of phases of a blend of these names."""
-    if not _is_list(phases) or len(phases) == 0:
-        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
+    if len(phases) == 0:
+        raise ValueError("phases: wanted [(samples, weights), ...], got none")
     for number, phase in enumerate(phases):
         with _named(f"phase {number}", "wanted (samples, weights), 1 sample or more"):
             samples, weights = phase
@@ -4534,10 +4470,10 @@ def _check_taken(blend):
         if count > len(dataset):
             needed[dataset] = count
     if needed:
-        sentences = [
-            f"the blend takes {count:,} samples of {_name(dataset)}, which has {len(dataset):,}"
-            for dataset, count in needed.items()
-        ]
+        sentences = []
+        for dataset, count in needed.items():
+            has = f"{_name(dataset)}, which has {len(dataset):,}"
+            sentences.append(f"the blend takes {count:,} samples of {has}")
         error = _BlendTooLarge("; ".join(sentences))
         error.needed = needed
         raise error
@@ -4545,46 +4481,22 @@ def _check_taken(blend):
 
 def _check_sizes(config, sizes):
     """ValueError for numbers of samples that no build can have."""
-    if len(sizes) != len(Split):
-        raise ValueError(f"sizes: wanted {len(Split)} entries, got {sizes}")
-    is_full = config.multiple_validation_sets and config.full_validation
-    if is_full and sizes[Split.valid.value] is not None:
-        raise ValueError("full_validation: the size of valid must be None")
-    for split, size in zip(Split, sizes, strict=True):
-        if size is not None and not 0 <= size < math.inf:
-            raise ValueError(f"size of {split.name}: wanted a number >= 0 or None, got {size}")
+    train, valid, _ = sizes
+    if any(size is not None and size < 0 for size in sizes):
+        raise ValueError(f"sizes: wanted numbers >= 0 or None, got {sizes}")
+    if config.blend_phases is not None and train is not None:
+        total = sum(samples for samples, _ in config.blend_phases)
+        if train > total:
+            raise ValueError(f"blend_phases has {total} samples, but {train} are wanted: add some")
+    if config.multiple_validation_sets and config.full_validation and valid is not None:
+        raise ValueError(f"full_validation: the size of valid must be None, got {valid}")
 
 
-def _warn_of_no_share(split, size):
-    """None is built for a split without a share, as in upstream."""
-    if size:
-        warnings.warn(
-            f"{size:,} samples are wanted of {split.name}, which has no share of the data "
-            "(split, blend_per_split): None is built",
-            stacklevel=4,
-        )
-
-
-def _check_samples_of_phases(phases, size):
-    """ValueError for phases that end before the run does."""
-    total = sum(samples for samples, _ in phases)
+def _warn_of_fewer(split, total, size):
+    """A split without a share has no sample, and a blend without weights those of an epoch."""
     if size is not None and size > total:
-        raise ValueError(
-            f"blend_phases has {total} samples, but {size} are wanted of train: add a phase of "
-            f"{size - total}, or make the last one longer"
-        )
-
-
-def _check_epoch(split, total, size):
-    """A blend without weights has at most the samples of an epoch, and one at least."""
-    if total == 0:
-        raise ValueError(f"{split.name}: samples are wanted, but no corpus has one in it")
-    if size is not None and size > total:
-        warnings.warn(
-            f"{split.name}: an epoch has {total:,} samples, not {size:,}: the run will end early; "
-            "give weights, to repeat corpora",
-            stacklevel=3,
-        )
+        words = f"{size:,} samples are wanted of {split.name}, which has {total:,}"
+        warnings.warn(f"{words}: give it a share, or weights", stacklevel=4)
 
 
 def _check_corpora(opened, cls, tokenizer):
@@ -4597,32 +4509,27 @@ def _check_corpora(opened, cls, tokenizer):
 
 
 def _compare_builds(datasets):
-    """ValueError on every rank, with ranks and corpus, where the ranks have built other samples.
-
-    datasets   what build() returns; None on a rank that has built nothing
-    """
+    """ValueError on every rank, with ranks and corpus, where the ranks have built other samples."""
     decided = _on_every_rank(functools.partial(_describe_build, datasets))
     ends = torch.full((2,), 2**63 - 1, device=_device_of_group())
     if decided is not None:
         digest = int(_md5(decided)[:15], 16)
         ends = torch.tensor([digest, -digest], device=_device_of_group())
     torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MIN)
-    least, greatest = ends[0], -ends[1]
-    if least == greatest:
+    if ends[0] == -ends[1]:  # the least and the greatest
         return
     texts = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(texts, decided)
-    differences = {}  # {rank: the first difference from rank 0}
+    differences = {}  # {rank: the first difference from rank 0}; of other names alone None
     for rank, text in enumerate(texts):
         if text is not None:
-            difference = _first_difference(json.loads(texts[0]), json.loads(text))
-            if difference is not None:
-                differences[rank] = difference
-    if differences:
-        rank, (words, was, now) = next(iter(differences.items()))
+            differences[rank] = _first_difference(json.loads(texts[0]), json.loads(text))
+    ranks = [rank for rank, difference in differences.items() if difference is not None]
+    if ranks:
+        words, was, now = differences[ranks[0]]
         raise ValueError(
-            f"ranks {list(differences)} have other data than rank 0: {words} is {was} on rank 0, "
-            f"and {now} on rank {rank}.  Give all ranks the same copy and the same settings"
+            f"ranks {ranks} have other data than rank 0: {words} is {was} on rank 0, and {now} on "
+            f"rank {ranks[0]}.  Give all ranks the same copy and the same settings"
         )
 
 
@@ -4661,7 +4568,7 @@ def _check_wanted(num_samples, tokens_per_epoch):
     if num_samples is not None and num_samples < 0:
         raise ValueError(f"wanted num_samples >= 0, got {num_samples}")
     if num_samples and tokens_per_epoch == 0:
-        raise ValueError(f"{num_samples} samples are wanted of a split that holds no tokens")
+        raise ValueError(f"{num_samples} samples are wanted, but it holds no tokens: enlarge it")
 
 
 def _check_array(values, name, dtype):
@@ -4689,21 +4596,18 @@ def _check_numbers(documents):
         raise ValueError(f"document {np.max(documents)}: document_index is int32, below 2**31")
 
 
-def _check_documents(sizes, document_index):
-    """IndexError for a document that is no sequence; numpy would take a -1."""
+def _check_documents(sizes, document_index, num_tokens):
+    """Return the lengths of documents, which are sequences, and hold so many tokens together."""
     wrong = np.flatnonzero((document_index < 0) | (document_index >= len(sizes)))
     if len(wrong):
         d = wrong[0]
         raise IndexError(f"document_indices[{d}] is {document_index[d]} of {len(sizes)} sequences")
-
-
-def _check_lengths(lengths, num_samples, end_of_last):
-    """ValueError for documents of so many tokens in which so many samples do not end."""
-    if len(lengths) and lengths.min() < 0:
-        raise ValueError("a size is negative: no sequence has less than 0 tokens")
+    lengths = sizes[document_index]
     held = lengths.sum(dtype=np.int64)
-    if num_samples and end_of_last > held:
-        raise ValueError(f"the samples need {end_of_last} tokens, the documents hold {held}")
+    if num_tokens > held or lengths.min(initial=0) < 0:
+        reason = f"the samples need {num_tokens} tokens, the documents hold {held}"
+        raise ValueError(f"sizes: none may be negative, and {reason}")
+    return lengths
 
 
 def _check_blending(dataset_index, dataset_sample_index, shares, num_datasets, size):
@@ -4714,10 +4618,8 @@ def _check_blending(dataset_index, dataset_sample_index, shares, num_datasets, s
     if not 0 <= size <= room:
         raise ValueError(f"the outputs have room for {room} samples, not for {size}")
     if not 0 < num_datasets < 2**15 - 1 or len(shares) != num_datasets:
-        raise ValueError(
-            f"num_datasets must be 1 to {2**15 - 2}, each with a weight, got {num_datasets} and "
-            f"{len(shares)} weights"
-        )
+        found = f"{num_datasets}, and {len(shares)} weights"
+        raise ValueError(f"num_datasets must be 1 to {2**15 - 2}, each with a weight, got {found}")
     if not np.all((shares >= 0) & (shares < np.inf)):
         raise ValueError("weights: wanted finite numbers >= 0, one for each dataset")
 
@@ -4729,34 +4631,20 @@ def _check_corpus(dataset):
         reader.verify()
         if np.issubdtype(reader.dtype, np.floating):
             raise ValueError(f"{_name(dataset)} holds {reader.dtype.__name__}, no ids")
-    num_sequences = len(reader.sequence_lengths)
-    if np.any((dataset.indices < 0) | (dataset.indices >= num_sequences)):
-        raise IndexError(f"{_name(dataset)}: its documents are 0 to {num_sequences - 1}")
-    if dataset.eod_token_id is not None:
-        _warn_if_no_eod(dataset)
-
-
-def _warn_if_no_eod(dataset):
-    """Resets find nothing in a corpus that was tokenized without --append-eod."""
+    lengths = reader.sequence_lengths
+    if np.any((dataset.indices < 0) | (dataset.indices >= len(lengths))):
+        raise IndexError(f"{_name(dataset)}: its documents are 0 to {len(lengths) - 1}")
+    if dataset.eod_token_id is None:
+        return
     last_tokens = []
     for i in dataset.indices[:16].tolist():
-        length = int(dataset.dataset.sequence_lengths[i])
-        if length > 0:
-            last_tokens.append(dataset.dataset.get(i, length - 1, 1)[0])
+        if lengths[i] > 0:
+            last_tokens.append(reader.get(i, int(lengths[i]) - 1, 1)[0])
     if last_tokens and dataset.eod_token_id not in last_tokens:
         warnings.warn(
             f"{_name(dataset)}: none of {len(last_tokens)} documents looked at ends in eod, so "
             "resets and eod_mask_loss find nothing: tokenize with --append-eod?",
-            stacklevel=3,
-        )
-
-
-def _check_has_tokens(dataset, tokens_per_epoch):
-    """ValueError for a split without tokens, of which no number of epochs holds a sample."""
-    if dataset.num_samples and tokens_per_epoch == 0:
-        raise ValueError(
-            f"{_name(dataset)}: {dataset.index_split.name} of split {dataset.config.split!r} holds "
-            f"no tokens for {dataset.num_samples} samples: enlarge it"
+            stacklevel=2,
         )
 
 
@@ -4767,16 +4655,16 @@ def _check_places(dataset, k):
     What is then read of a sequence, its reader checks.
     """
     j = int(dataset.shuffle_index[k])
-    if not 0 <= j < len(dataset.sample_index) - 1:
-        raise _error_of_sample(dataset, k, f"shuffle_index[{k}] is {j}")
     rows = dataset.sample_index[j : j + 2].tolist()
-    (first_d, first_offset), (last_d, last_offset) = rows
-    is_in_order = 0 <= first_d <= last_d < len(dataset.document_index)
-    if not is_in_order or first_offset < 0 or last_offset < 0:
-        raise _error_of_sample(dataset, k, f"rows {j} and {j + 1} of sample_index are {rows}")
-    sequences = dataset.document_index[first_d : last_d + 1].tolist()
-    if min(sequences) < 0 or max(sequences) >= len(dataset.dataset):
-        raise _error_of_sample(dataset, k, f"it is in sequences {sequences}")
+    sequences = []
+    if j >= 0 and len(rows) == 2:
+        (first_d, first_offset), (last_d, last_offset) = rows
+        is_in_order = 0 <= first_d <= last_d < len(dataset.document_index)
+        if is_in_order and min(first_offset, last_offset) >= 0:
+            sequences = dataset.document_index[first_d : last_d + 1].tolist()
+    if not sequences or min(sequences) < 0 or max(sequences) >= len(dataset.dataset):
+        found = f"rows {j} and {j + 1} of sample_index are {rows}, in sequences {sequences}"
+        raise IndexError(f"{_name(dataset)}: sample {k}: {found}: rebuild the indices")
 
 
 def _check_text(dataset, k, text, missing):
@@ -4785,70 +4673,57 @@ def _check_text(dataset, k, text, missing):
     if dtype.kind not in "iu":
         raise TypeError(f"{_name(dataset)}: sample {k}: tokens must be integers, got {dtype}")
     if missing < 0:
-        found = len(text)
-        raise _error_of_sample(dataset, k, f"wanted {found + missing} tokens, got {found}")
-
-
-def _error_of_sample(dataset, k, found):
-    """An error for arrays that do not fit the corpus."""
-    return IndexError(f"{_name(dataset)}: sample {k}: {found}: rebuild the indices")
+        found = f"wanted {len(text) + missing} tokens, got {len(text)}"
+        raise IndexError(f"{_name(dataset)}: sample {k}: {found}: rebuild the indices")
 
 
 # -- Samplers, batches and gradients (sections 8 to 12) --------------------------------------------
 
 
-def _refuse_sizes_of_sampler(total_samples, micro_batch_size, rank, data_parallel_size):
-    """ValueError unless the sizes of a sampler are whole and at least 1, and the rank fits them."""
-    sizes = {
-        "total_samples": total_samples,
-        "micro_batch_size": micro_batch_size,
-        "data_parallel_size": data_parallel_size,
-    }
-    for name, size in sizes.items():
-        if not isinstance(size, numbers.Real) or size < 1 or size % 1:
-            raise ValueError(f"{name} must be >= 1 and whole, got {size!r}")
-    if not 0 <= rank < data_parallel_size:
-        raise ValueError(f"data_parallel_rank must be 0 to {data_parallel_size - 1}, got {rank}")
-
-
 def _refuse_start(sampler, consumed_samples):
-    """ValueError unless a sampler can begin there.
+    """ValueError unless a sampler has whole rounds, and can begin there.
 
     "cyclic" begins after any number of whole rounds, the others anywhere in the turn or at its end.
     """
     total = sampler.total_samples
+    ranks = sampler.data_parallel_size
     per_round = sampler.samples_per_round
-    if sampler.kind != "cyclic":
-        if not 0 <= consumed_samples <= total or consumed_samples % 1:
+    sizes = [total, sampler.micro_batch_size, ranks]
+    if min(sizes) < 1:
+        raise ValueError(
+            f"total_samples, micro_batch_size, data_parallel_size must be at least 1, got {sizes}"
+        )
+    if not 0 <= sampler.data_parallel_rank < ranks:
+        raise ValueError(
+            f"data_parallel_rank must be 0 to {ranks - 1}, got {sampler.data_parallel_rank}"
+        )
+    if sampler.kind == "cyclic":
+        if total < per_round:
+            raise ValueError(f"total_samples ({total}) must fill a round of {per_round} samples")
+        if consumed_samples < 0 or consumed_samples % per_round:
             raise ValueError(
-                f"consumed_samples must be 0 to total_samples ({total}) and whole, "
+                f"consumed_samples must be a multiple of the round of {per_round} samples, "
                 f"got {consumed_samples}"
             )
-    elif total < per_round:
-        raise ValueError(f"total_samples ({total}) must fill a round of {per_round} samples")
-    elif consumed_samples < 0 or consumed_samples % per_round:
+    elif not 0 <= consumed_samples <= total:
         raise ValueError(
-            f"consumed_samples must be a multiple of the round of {per_round} samples, "
-            f"got {consumed_samples}"
+            f"consumed_samples must be 0 to total_samples ({total}), got {consumed_samples}"
         )
 
 
-def _refuse_kind_of_group(kind, tensor, context, data, pipeline):
-    """ValueError for an unknown axis, and for a number of ranks below 1."""
-    if not set(kind.split("-")) <= {"tp", "cp", "dp", "pp"}:
-        raise ValueError(f"kind {kind!r}: wanted tp, cp, dp or pp, or several joined by '-'")
-    if min(tensor, context, data, pipeline) < 1:
-        sizes = f"tensor={tensor}, context={context}, data={data}, pipeline={pipeline}"
-        raise ValueError(f"sizes must be at least 1, got {sizes}")
+def _num_processes():
+    """How many processes a job has; where torch.distributed is not initialized, WORLD_SIZE says."""
+    if _is_distributed():
+        return torch.distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def _refuse_world(world, tensor, context, pipeline):
     """ValueError where the ranks of a job cannot be cut so, or do not know of each other."""
-    num_processes = os.environ.get("WORLD_SIZE") or "1"
-    if num_processes != "1" and not _is_distributed():
+    if world > 1 and not _is_distributed():
         raise ValueError(
-            f"WORLD_SIZE is {num_processes}, and torch.distributed is not initialized, so every "
-            "rank would read the same samples: call torch.distributed.init_process_group() first"
+            f"WORLD_SIZE is {world}, and every rank would read the same samples: call "
+            "torch.distributed.init_process_group() first"
         )
     if min(tensor, context, pipeline) < 1 or world % (tensor * context * pipeline):
         raise ValueError(
@@ -4858,82 +4733,53 @@ def _refuse_world(world, tensor, context, pipeline):
 
 
 def _refuse_batch(batch, layout, create_attention_mask):
-    """ValueError for a batch that is not what a layout, {key: (shape, dtype)}, says."""
-    if not isinstance(batch, dict):
-        raise ValueError(f"wanted a batch as a dict of tensors, got {type(batch).__name__}")
+    """ValueError for a batch that is not what a layout, {key: (shape, dtype)}, says.
+
+    And for one whose mask, (B, 1, S, S), keeps documents apart and would be left out.
+    """
     packed = "cu_seqlens" in layout
     if packed != (batch.get("cu_seqlens") is not None):
         raise ValueError(
             f"packed={packed} does not fit this batch: give packed=True where batches have "
             "cu_seqlens, as those of inter_document_masking and of SFTDataset, and only there"
         )
-    if not create_attention_mask:
-        _refuse_mask_of_documents(batch.get("attention_mask"))
-    for key, (shape, dtype) in layout.items():
-        found = None
-        if isinstance(batch.get(key), torch.Tensor):
-            found = tuple(batch[key].shape)
+    mask = batch.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and not create_attention_mask:
+        tokens = mask.shape[-1]
+        if mask.shape[1:] == (1, tokens, tokens):
+            hidden_from_last = mask[:, 0, -1]
+            # the last token may not attend to the first, though it may to itself
+            if (hidden_from_last[:, 0] & ~hidden_from_last[:, -1]).any():
+                raise ValueError(
+                    "batch['attention_mask'] keeps documents apart, and would be left out: give "
+                    "get_batch create_attention_mask=True, or batches without this mask"
+                )
+    for key, (shape, _) in layout.items():
+        found = getattr(batch.get(key), "shape", None)
         if found != shape:
             raise ValueError(
                 f"batch[{key!r}]: wanted shape {shape}, got {found}: give the config, the loader "
                 "and get_batch the same sequence_length, micro_batch_size, create_attention_mask"
             )
-        if batch[key].is_floating_point() and not dtype.is_floating_point:
-            raise ValueError(f"batch[{key!r}]: wanted {dtype}, got {batch[key].dtype}")
 
 
-def _refuse_mask_of_documents(mask):
-    """ValueError for a mask, (B, 1, S, S), that must not be left out: it keeps documents apart."""
-    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.ndim != 4:
-        return
-    if mask.shape[1] != 1 or mask.shape[2] != mask.shape[3]:
-        return
-    hidden_from_last = mask[:, 0, -1]
-    # the last token may not attend to the first, though it may to itself
-    if (hidden_from_last[:, 0] & ~hidden_from_last[:, -1]).any():
-        raise ValueError(
-            "batch['attention_mask'] keeps documents apart, and would be left out, so that tokens "
-            "attend to other documents: give get_batch create_attention_mask=True, or batches "
-            "without this mask"
-        )
-
-
-def _refuse_uneven_row(length, cp_size):
-    """ValueError unless a row can be cut into 2 * cp_size chunks."""
-    if length % (2 * cp_size):
-        raise ValueError(
-            f"a row of {length} tokens cannot be cut for cp_size {cp_size}: "
-            f"its length must be a multiple of {2 * cp_size}"
-        )
-
-
-def _refuse_uneven_documents(starts_of_rows, length, cp_size):
-    """ValueError unless each document of each row can be cut into 2 * cp_size chunks."""
-    for row, starts in enumerate(starts_of_rows):
-        bounds = [0, *starts, length]
-        if bounds != sorted(bounds):
-            raise ValueError(
-                f"cu_seqlens of row {row}: wanted numbers 0 .. {length} that never decrease, "
-                f"got {np.array(starts)}"
-            )
-        for document, (begin, end) in enumerate(itertools.pairwise(sorted(set(bounds)))):
+def _refuse_uneven_documents(documents_of_rows, cp_size):
+    """ValueError unless each (begin, end) of each row can be cut into 2 * cp_size chunks."""
+    for row, documents in enumerate(documents_of_rows):
+        for number, (begin, end) in enumerate(documents):
             tokens = end - begin
-            if tokens % (2 * cp_size):
+            if tokens < 0 or tokens % (2 * cp_size):
                 raise ValueError(
-                    f"document {document} of row {row} has {tokens} tokens ({begin} to {end}): "
-                    f"cp_size {cp_size} wants a multiple of {2 * cp_size} in every document; "
-                    "use_per_sequence_balancing=True cuts the whole row instead"
+                    f"cu_seqlens: document {number} of row {row} has {tokens} tokens ({begin} to "
+                    f"{end}): cp_size {cp_size} wants a multiple of {2 * cp_size} in every "
+                    "document; use_per_sequence_balancing=True cuts the whole row instead"
                 )
 
 
-def _check_loader(sampler, num_workers, arguments):
-    """ValueError for what a loader cannot do; a warning where it has no batch."""
-    if num_workers < 0:
-        raise ValueError(f"num_workers must be >= 0, got {num_workers}")
+def _check_loader(sampler, arguments):
+    """ValueError for batches that a state cannot count; a warning where there is none."""
     if not arguments.get("in_order", True):
-        raise ValueError(
-            "in_order=False: a state counts batches, so they must come in the sampler's order"
-        )
+        raise ValueError("in_order=False: a state counts batches, so they must come in order")
     if len(sampler) == 0:
         warnings.warn(
             f"a loader without a batch: {sampler.total_samples} samples are fewer than the "
@@ -4943,60 +4789,37 @@ def _check_loader(sampler, num_workers, arguments):
         )
 
 
-def _warn_if_left(consumed_samples, end, begin):
-    """A warning where the pass that went on from a state was not read to its end."""
-    if consumed_samples < end:
-        warnings.warn(
-            f"the iterator that went on from the state was left at sample {consumed_samples}, and "
-            f"this one begins at sample {begin}: to go on there, load the state again, and keep "
-            "its first iterator",
-            stacklevel=3,
-        )
-
-
-def _refuse_older_iterator(loader):
-    """RuntimeError for an iterator that is not the newest of its loader, where it cannot go on."""
-    if loader._newest is None:
-        raise RuntimeError(
-            "load_state_dict() was called while this iterator was running: it would go on at its "
-            "old place, so start a new one with iter(loader)"
-        )
-    if loader.persistent_workers:
-        raise RuntimeError(
-            "a newer iterator has begun, which has the workers now (persistent_workers): end one "
-            "before the next begins, or do without persistent_workers"
-        )
-
-
-def _read_state(state_dict):
-    """The state of a loader: (version, consumed samples, all that its past says)."""
-    try:
-        version = operator.index(state_dict["version"])
-        consumed_samples = operator.index(state_dict["consumed_samples"])
-        return version, consumed_samples, _read_past(state_dict["past"])
-    except (LookupError, AttributeError, TypeError, ValueError, RecursionError):
+def _refuse_data_of_loader(dataset, rank, size):
+    """ValueError for a list of datasets, and where a job of several does not say the rank."""
+    if isinstance(dataset, (list, tuple)) and isinstance(dataset[0], torch.utils.data.Dataset):
         raise ValueError(
-            "wanted a state of PretrainingDataLoader: version, consumed_samples (whole numbers) "
-            f"and past (dicts, as JSON), got {str(state_dict)[:200]}"
-        ) from None
+            f"got {len(dataset)} datasets, such as several validation sets: make a loader for each"
+        )
+    if _num_processes() > 1 and (rank is None or size is None):
+        raise ValueError(
+            f"this is a job of {_num_processes()} processes, which would all read the same "
+            "samples: give data_parallel_rank and data_parallel_size (0 and 1, if that is meant, "
+            "as with tensor parallelism alone)"
+        )
 
 
-def _refuse_other_past(version, past, here):
-    """ValueError for a state of another version, or whose past is not what is here."""
+def _refuse_other_past(state, past):
+    """ValueError for a state of another version, or of another past than this JSON."""
+    version = state.get("version")
     if version != _STATE_VERSION:
         raise ValueError(
             f"the state does not fit: it has version {version}, and this release reads "
-            f"{_STATE_VERSION}.  Go on with the release that saved it, or at its place, unchecked: "
+            f"{_STATE_VERSION}.  Go on with the release that saved it, or unchecked: "
             "load_state_dict(state, strict=False)"
         )
-    difference = _first_difference(past, here)
+    difference = _first_difference(_read_past(state["past"]), _read_past(past))
     if difference is not None:
         words, was, now = difference
         raise ValueError(
             f"the state does not fit: {words} was {was} in the state, and is {now}.  Go on with "
-            "the data and the settings of the state (a run that is to be longer, or mixed in "
-            "another way, wants stable_order=True from its first start), or read what is here, "
-            "where some samples come twice and others never: load_state_dict(state, strict=False)"
+            "the data and the settings of the state (a run that is to grow wants stable_order=True "
+            "from its first start), or unchecked, where some samples come twice and others never: "
+            "load_state_dict(state, strict=False)"
         )
 
 
@@ -5010,22 +4833,20 @@ def _first_difference(was, now):
     """Return the first thing that differs: (its words, its value in was, in now), or None.
 
     was, now   answers of _what_decides(), from JSON
-
-    Epochs come last: those of a corpus may differ because the mix of a blend does.
     """
-    return min(_differences(was, now, ""), key=_is_of_epochs, default=None)
+    return min(_differences(was, now, ""), key=_follows, default=None)
 
 
-def _is_of_epochs(difference):
-    """Is it one of the last settings of _settings_of_orders()?"""
-    return difference[0].startswith(("stable_order, or", "epochs", "last epoch"))
+def _follows(difference):
+    """Does it follow from another one?  Then it is something missing, or epochs of a corpus."""
+    words, was, now = difference
+    is_of_epochs = words.startswith(("stable_order, or", "epochs", "last epoch"))
+    return is_of_epochs or was is None or now is None
 
 
 def _differences(was, now, of):
     """Yield all that differs; of is what the words end with, such as " of corpus 1 (wiki)"."""
-    in_both = [key for key in now if key in was]  # first: what is missing follows from them
-    missing = [key for key in [*now, *was] if key not in in_both]
-    for key in [*in_both, *missing]:
+    for key in was | now:
         old = was.get(key)
         new = now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
@@ -5035,34 +4856,12 @@ def _differences(was, now, of):
             yield f"{key}{of}", old, new
 
 
-def _refuse_several_datasets(dataset):
-    """ValueError for the list of a build with several validation sets."""
-    if isinstance(dataset, (list, tuple)) and isinstance(dataset[0], torch.utils.data.Dataset):
-        raise ValueError(
-            f"got {len(dataset)} datasets, such as several validation sets: make a loader for each"
-        )
-
-
-def _check_rank_is_given(rank, size):
-    """ValueError where a job has several processes, and a loader is not told which one it is."""
-    num_processes = os.environ.get("WORLD_SIZE") or "1"
-    if _is_distributed():
-        num_processes = str(torch.distributed.get_world_size())
-    if num_processes != "1" and (rank is None or size is None):
-        raise ValueError(
-            f"this is a job of {num_processes} processes, which would all read the same samples: "
-            "give data_parallel_rank and data_parallel_size (0 and 1, if the same samples are "
-            "meant, as with tensor parallelism alone)"
-        )
-
-
 def _refuse_late_gradient(ddp, param):
     """RuntimeError for a gradient that would be in no average of a DistributedDataParallel."""
     if ddp._bucket_of[param] < ddp._num_sent:
         raise RuntimeError(
-            f"gradient of {ddp._names[param]} after it was sent: put all backwards of a step "
-            "but the last under no_sync(); if there was one backward, its layer is in several "
-            "reentrant checkpoints: give them use_reentrant=False, or do not overlap"
+            f"gradient of {ddp._names[param]} after it was sent: put all backwards of a step but "
+            "the last under no_sync(), and give checkpoints use_reentrant=False, or do not overlap"
         )
     if ddp._is_averaged and ddp.grad_reduce_in_fp32:
         raise RuntimeError(
@@ -5071,66 +4870,35 @@ def _refuse_late_gradient(ddp, param):
         )
 
 
-def _refuse_changed_parameters(ddp):
-    """ValueError for a parameter whose gradient has no place in the buffers any more."""
+def _refuse_new_parameters(ddp):
+    """ValueError for a parameter whose gradient has no place in the buffers."""
     for name, param in ddp.module.named_parameters():
-        place = ddp._places.get(param)  # None: frozen, or another object than was wrapped
-        if place is None:
-            is_changed = param.requires_grad
-        else:
-            is_changed = (place.dtype, place.device) != ddp._kind_of_gradient(param)
-        if is_changed:
+        if param.requires_grad and param not in ddp._places:
             raise ValueError(
-                f"{name} was converted, replaced or unfrozen after the model was wrapped, so "
-                "its gradient would not be averaged: do that first, then wrap the model"
+                f"{name} was replaced or unfrozen after the model was wrapped, so its gradient "
+                "would not be averaged: do that first, then wrap the model"
             )
-
-
-def _refuse_step(model, num_microbatches):
-    """ValueError unless a step has one model, and at least one micro-batch."""
-    if isinstance(model, (list, tuple)) and len(model) != 1:
-        raise ValueError(f"without pipelining there is one model, got a list of {len(model)}")
-    if num_microbatches < 1:
-        raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
 
 
 def _refuse_sums_of_one_rank(model):
     """ValueError where torch averages a model's gradients over ranks, before they are divided."""
-    if not _is_distributed() or torch.distributed.get_world_size() == 1:
-        return
     # Told by name: torch.distributed.fsdp is slow to import, and most jobs do without it.
     names = {kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("torch.")}
-    if names & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}:
+    averaging = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+    if _num_processes() > 1 and names & averaging:
         raise ValueError(
             f"the model is a {type(model).__name__} of torch, which averages over the ranks, and "
-            "the loss is a sum, which would be divided by the tokens of this rank alone: have "
-            "loss_func return a mean, (loss, report), or wrap the model in the "
-            "DistributedDataParallel of this module"
+            "the loss is a sum, which the tokens of this rank alone would divide: have loss_func "
+            "return a mean, (loss, report), or take this module's DistributedDataParallel"
         )
 
 
-def _refuse_sizes_of_run(global_batch_size, eval_interval, eval_iters, train_iters, train_samples):
-    """ValueError where a run has no length, or a size that cannot be."""
-    lengths = [length for length in (train_iters, train_samples) if length is not None]
-    if not lengths or min(*lengths, eval_iters) < 0 or min(global_batch_size, eval_interval) < 1:
-        raise ValueError(
-            "wanted global_batch_size and eval_interval >= 1, eval_iters >= 0, and train_iters or "
-            f"train_samples (or both) >= 0, got {global_batch_size}, {eval_interval}, "
-            f"{eval_iters}, {train_iters}, {train_samples}"
-        )
-
-
-def _refuse_ramp(ramp, global_batch_size, samples_per_round):
-    """ValueError unless a ramp-up takes equal steps to the global batch size, in whole rounds."""
-    if len(ramp) != 3 or min(ramp[:2]) < 1 or ramp[2] < 0:
-        raise ValueError(
-            f"rampup_batch_size is (start >= 1, increment >= 1, samples >= 0), got {ramp}"
-        )
-    sizes = range(ramp[0], global_batch_size + 1, ramp[1])
+def _refuse_ramp(sizes, global_batch_size, samples_per_round):
+    """ValueError unless global batches grow, by these sizes, to the last one, in whole rounds."""
     if global_batch_size not in sizes:
-        raise ValueError(f"ramp-up {ramp}: wanted equal steps up to {global_batch_size}")
+        raise ValueError(f"ramp-up {sizes}: wanted equal steps up to {global_batch_size}")
     for size in sizes:
-        if samples_per_round < 1 or size % samples_per_round:
+        if size < 1 or size % samples_per_round:
             raise ValueError(
                 f"a global batch of {size} samples is no multiple of micro_batch_size * "
                 f"data_parallel_size, {samples_per_round}"
@@ -5298,14 +5066,13 @@ def _sync_folder(folder):
 #   <hash>-GPTDataset-train-description.txt
 #                          -document_index.npy   and -sample_index.npy, -shuffle_index.npy
 #                          -manifest.json        written last: what the arrays were made from; the
-#                          stamps and the fingerprint of the pair; what a start needs to know of the
-#                          arrays (facts); of each file its size and a CRC-32; a CRC-32 of all this
+#                          note of the pair; what a start needs to know of the arrays (facts); of
+#                          each file its size and a CRC-32; a CRC-32 of all this
 #
 #   found at a start                               then
-#   a manifest of the same data, and the files     the arrays are read, large ones mapped
-#   that it notes
-#   no manifest, or one of another format          built and saved: nothing was there, or a cache of
-#                                                  upstream's, or one whose making was cut off
+#   a manifest of the same data, and its files     the arrays are read, large ones mapped
+#   no manifest, or one of another format          built and saved: a cache of upstream's, perhaps,
+#                                                  or one whose making was cut off
 #   anything else: damaged, or of other data       built and saved, with a warning that says why
 #   a folder that cannot be written                built, with a warning; they stay in memory
 #
@@ -5317,28 +5084,13 @@ _CACHE_FORMAT = 6  # a number to count up when the same manifest comes to mean o
 _CHECKED_BYTES = 1 << 20  # an array file of up to so many is read, and checked, at each start
 
 
-def _load_or_build(
-    folder: str | None,
-    stem: str,
-    names: typing.Sequence[str],
-    description: str,
-    made_from: dict,
-    pair: IndexedDataset | None,
-    build: typing.Callable[[], tuple],
-) -> tuple[typing.Any, list[np.ndarray], dict[str, np.ndarray]]:
+def _load_or_build(folder, stem, names, description, made_from, pair, build):
     """Find index arrays in files, or build and save them: return (facts, arrays, in_files).
 
-    folder       where the files are; None: the arrays stay in memory
-    stem         what all file names begin with: <folder>/<stem>-<name>.npy
-    names        names of the arrays
-    description  text of the description file
-    made_from    a flat dict of what the arrays were made from, as JSON has it
-    pair         the pair that they were made from; None: there is none
-    build        called without arguments, returns (facts, arrays), the arrays in the order of
-                 names; its errors pass through
-
-    facts        what build() returned, here or where the files were made
-    in_files     {name: array} of the arrays that are in files: all, or none
+    They are in the files <folder>/<stem>-<name>.npy; without a folder they stay in memory.
+    made_from is a flat dict of what they are made from, as JSON has it; pair the pair that they are
+    made from, or None.  build() returns (facts, arrays), in the order of names; its errors pass.
+    in_files is {name: array} of the arrays that are in files: all, or none.
     """
     if not folder:
         facts, arrays = build()
@@ -5346,40 +5098,41 @@ def _load_or_build(
     if _is_remote(folder):
         raise ValueError("path_to_cache must be a local folder, got a URL")
     stem = os.path.join(folder, stem)
+    in_files = {}
     try:
-        found = _find_arrays(stem, names, made_from, pair)
-        if found is not None:
-            facts, in_files = found
-            return facts, list(in_files.values()), in_files
+        facts, in_files = _find_arrays(stem, names, made_from, pair)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         warnings.warn(f"the index cache {stem}-* is rebuilt: {reason}", stacklevel=4)
-    facts, arrays = build()
-    note = None if pair is None else _note_of_pair(pair)
-    manifest = {"format": _CACHE_FORMAT, "made_from": made_from, "pair": note, "facts": facts}
-    try:
-        in_files = _save_arrays(stem, dict(zip(names, arrays, strict=True)), description, manifest)
-    except OSError as error:
-        warnings.warn(
-            f"the index cache {stem}-* cannot be written ({error}): the indices stay in memory; "
-            "set path_to_cache to a folder that can be",
-            stacklevel=4,
-        )
-        return facts, arrays, {}
+    if not in_files:
+        facts, arrays = build()
+        note = None if pair is None else _note_of_pair(pair)
+        manifest = {"format": _CACHE_FORMAT, "made_from": made_from, "pair": note, "facts": facts}
+        arrays_by_name = dict(zip(names, arrays, strict=True))
+        try:
+            in_files = _save_arrays(stem, arrays_by_name, description, manifest)
+        except OSError as error:
+            warnings.warn(
+                f"the index cache {stem}-* cannot be written: the indices stay in memory ({error})",
+                stacklevel=4,
+            )
+            return facts, arrays, {}
     return facts, list(in_files.values()), in_files
 
 
 def _find_arrays(stem, names, made_from, pair):
-    """Return (facts, {name: array}) of the files; None where no manifest of this format is.
+    """Return (facts, {name: array}) of the files; the latter is empty without a usable manifest.
 
     An exception says what is wrong with them.
     """
-    text = _read_manifest(stem)
-    if text is None:
-        return None
+    path = pathlib.Path(f"{stem}-manifest.json")
+    try:
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None, {}
     manifest = json.loads(text)
     if manifest.get("format") != _CACHE_FORMAT:
-        return None
+        return None, {}
     if manifest.pop("crc32") != zlib.crc32(json.dumps(manifest).encode()):
         raise DatasetFormatError("manifest.json is damaged")
     if manifest["made_from"] != made_from:
@@ -5389,62 +5142,47 @@ def _find_arrays(stem, names, made_from, pair):
         raise DatasetFormatError(f"the pair was {note}, is {_note_of_pair(pair)}")
     in_files = {}
     for name in names:
-        path = f"{stem}-{name}.npy"
-        in_files[name] = _as_array(path, _read_or_map_file(path), manifest["files"][name])
+        content = _read_or_map_file(f"{stem}-{name}.npy")
+        in_files[name] = _as_array(name, content, manifest["files"][name])
     # Another job may have renamed its own files in meanwhile: it removes the manifest first.
-    if _read_manifest(stem) != text:
+    if path.read_bytes() != text:
         raise DatasetFormatError("another job has written it meanwhile")
     return manifest["facts"], in_files
-
-
-def _read_manifest(stem):
-    """The content of the manifest; None if there is none."""
-    try:
-        with open(f"{stem}-manifest.json", "rb") as file:
-            return file.read()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-# A mapping holds a file descriptor, of which a process may have few.  With hundreds of corpora they
-# would run out, so a file of at most so many bytes is read instead.
-_FEW_BYTES = 64 << 10
 
 
 def _read_or_map_file(path: str | os.PathLike) -> np.ndarray:
     """The bytes of an .idx or array file, read-only; the array keeps a mapping alive.
 
-    At most _FEW_BYTES are read, more are mapped; and read where the system refuses to map them.
+    A mapping holds a file descriptor, of which hundreds of corpora would take too many: a file of
+    at most 64 KiB is read, and so is one that the system refuses to map.
     """
-    if os.path.getsize(path) > _FEW_BYTES:
+    if os.path.getsize(path) > 64 << 10:
         with contextlib.suppress(Exception):
             return np.asarray(np.memmap(path, np.uint8, "r"))
     with open(path, "rb") as file:
         return np.frombuffer(file.read(), np.uint8)
 
 
-def _as_array(path, content, noted):
+def _as_array(name, content, noted):
     """The array in the bytes of a file, which must be as it was noted.
 
     Its dtype and its shape are noted too: of hundreds of small corpora, to parse the headers of the
     files takes a fifth of a start.
     """
-    size = len(content)
-    name = os.path.basename(path)
-    if size != noted["size"]:
-        raise DatasetFormatError(f"{name} had {noted['size']} bytes, has {size}")
-    if _crc32_of_file(content) != noted["crc32"]:
-        raise DatasetFormatError(f"{name} has another CRC-32")
+    for key, found in _size_and_crc32(content).items():
+        if noted[key] != found:
+            raise DatasetFormatError(f"{name}.npy: {key}: wanted {noted[key]}, got {found}")
     dtype = np.dtype(noted["dtype"])
-    header_bytes = size - math.prod(noted["shape"]) * dtype.itemsize
+    header_bytes = len(content) - math.prod(noted["shape"]) * dtype.itemsize
     return np.frombuffer(content, dtype, offset=header_bytes).reshape(noted["shape"])
 
 
-def _crc32_of_file(content):
-    """CRC-32 of the bytes of an array file; of a large one of the first and the last 4,096."""
-    if len(content) > _CHECKED_BYTES:
+def _size_and_crc32(content):
+    """Of the bytes of an array file; the CRC-32 of a large one is that of 4,096 at each end."""
+    size = len(content)
+    if size > _CHECKED_BYTES:
         content = np.concatenate([content[:4096], content[-4096:]])
-    return zlib.crc32(content)
+    return {"size": size, "crc32": zlib.crc32(content)}
 
 
 def _save_arrays(stem, arrays, description, manifest):
@@ -5459,24 +5197,18 @@ def _save_arrays(stem, arrays, description, manifest):
     manifest["files"] = {}
     with contextlib.ExitStack() as new_files:  # its end gives them their names
         for name, values in arrays.items():
-            # np.save() writes the same, and takes 0.1 ms more: with hundreds of small corpora
-            # that is a third of a start.
-            header = io.BytesIO()
-            fields = np.lib.format.header_data_from_array_1_0(values)
-            np.lib.format.write_array_header_1_0(header, fields)
-            size = header.tell() + values.nbytes
-            new_file = _NewFile(f"{stem}-{name}.npy", synced=size > _CHECKED_BYTES)
-            new_files.enter_context(new_file).write(header.getvalue())
-            new_file.write(values.reshape(-1).view(np.uint8))
+            new_file = new_files.enter_context(_NewFile(f"{stem}-{name}.npy"))
+            # as np.save() does, which takes 0.1 ms more: much for hundreds of small corpora
+            header = np.lib.format.header_data_from_array_1_0(values)
+            np.lib.format.write_array_header_1_0(new_file, header)
+            new_file.write(values)
+            new_file.synced = new_file.file.tell() > _CHECKED_BYTES
             new_file.finish()
-            if size > _FEW_BYTES:
-                # mapped before it has its name, under which another job may put its own
-                content = _read_or_map_file(new_file.temporary)
-            else:
-                content = np.frombuffer(header.getvalue() + values.tobytes(), np.uint8)
-            noted = {"size": size, "dtype": values.dtype.str, "shape": values.shape}
-            noted["crc32"] = _crc32_of_file(content)
-            in_files[name] = _as_array(new_file.path, content, noted)
+            # opened before it has its name, under which another job may put its own
+            content = _read_or_map_file(new_file.temporary)
+            noted = _size_and_crc32(content)
+            noted |= {"dtype": values.dtype.str, "shape": values.shape}
+            in_files[name] = _as_array(name, content, noted)
             manifest["files"][name] = noted
         for ending in ("manifest.json", "description.txt"):
             pathlib.Path(f"{stem}-{ending}").unlink(missing_ok=True)
@@ -5486,28 +5218,6 @@ def _save_arrays(stem, arrays, description, manifest):
         with _NewFile(f"{stem}-{ending}", synced=False) as file:
             file.write(text.encode())
     return in_files
-
-
-def _what_orders_are_made_from(dataset):
-    """What the arrays of a GPTDataset are made from, where upstream's description does not say it.
-
-    Of a pair the manifest has the fingerprint; a reader of the user's own has only its lengths.
-    """
-    documents = dataset._documents
-    if isinstance(documents, range):
-        described = f"{documents.start} to {documents.stop - 1}"
-    else:
-        described = _md5(documents.astype(np.int64).tobytes())
-    made_from = {
-        "documents": described,
-        "keeps_short": dataset._keeps_short,
-        "extra_token": dataset._x,
-        "stable_order": bool(dataset.config.stable_order),
-    }
-    if not isinstance(dataset.dataset, IndexedDataset):
-        lengths = np.array(dataset.dataset.sequence_lengths, np.int64)
-        made_from["lengths_crc32"] = zlib.crc32(lengths)
-    return made_from
 
 
 # -- Are these the same data? ------------------------------------------------------------------
@@ -5525,9 +5235,8 @@ def _file_stamp(path: str | os.PathLike) -> dict:
 def _fingerprint_of_pair(pair):
     """What IndexedDataset.fingerprint() returns; it is made once."""
     if pair._fingerprint is None:
-        tokens = pair._in_files["_tokens"]
         some = min(4096 // pair._token_bytes, pair.num_tokens)
-        ends = tokens.read_many([(0, some), (pair.num_tokens - some, some)])
+        ends = pair._in_files["_tokens"].read_many([(0, some), (pair.num_tokens - some, some)])
         pair._fingerprint = {
             "idx_size": pair._stamps["idx"]["size"],
             "bin_size": pair._stamps["bin"]["size"],
@@ -5590,15 +5299,14 @@ def _state_of_pair(pair):
 
 def _restore_pair(pair, state):
     """Give a pair the state of its pickle, and open its files, which must be those of the note."""
-    attributes = state.copy()
-    note = attributes.pop("_note")
-    vars(pair).update(attributes)
+    note = state.pop("_note")
+    vars(pair).update(state)
     pair._open()
     if not _is_noted(pair, note):
-        reason = "the pair was replaced after the dataset was pickled: build it again"
-        found = f"{pair.fingerprint()}: {reason}"
-        raise _format_error(pair.path_prefix, "fingerprint", note["fingerprint"], found)
-    vars(pair).update(attributes)  # an array that a user has set
+        found = f"{pair.fingerprint()}: the pair was replaced after the dataset was pickled"
+        wanted = note["fingerprint"]
+        raise _format_error(pair.path_prefix, "fingerprint", wanted, f"{found}: build it again")
+    vars(pair).update(state)  # an array that a user has set
 
 
 # ---- of datasets
@@ -5607,18 +5315,6 @@ def _restore_pair(pair, state):
 def _as_json(value):
     """What stands in a text of JSON for a tokenizer, or for a Path or a number of numpy in one."""
     return getattr(value, "unique_identifiers", str(value))
-
-
-def _identifiers_of(dataset):
-    """The unique_identifiers of a MegatronDataset: upstream's, in upstream's order."""
-    identifiers = collections.OrderedDict()
-    identifiers["class"] = type(dataset).__name__
-    identifiers["dataset_path"] = dataset.dataset_path
-    identifiers["num_samples"] = dataset.num_samples
-    identifiers["index_split"] = dataset.index_split.name
-    for name in dataset._key_config_attributes():
-        identifiers[name] = getattr(dataset.config, name)
-    return identifiers
 
 
 def _identifiers_of_orders(dataset):
@@ -5636,6 +5332,32 @@ def _identifiers_of_orders(dataset):
     return identifiers
 
 
+def _find_or_build_orders(dataset):
+    """What _build_arrays() of a GPTDataset returns, now or where the files were made.
+
+    Of a pair the manifest has the fingerprint; a reader of the user's own has only its lengths.
+    """
+    documents = dataset._documents
+    if not isinstance(documents, range):
+        documents = _md5(documents.astype(np.int64).tobytes())
+    made_from = {"documents": str(documents)} | _identifiers_of_orders(dataset)
+    pair = dataset.dataset
+    if not isinstance(pair, IndexedDataset):
+        made_from["lengths_crc32"] = zlib.crc32(np.array(pair.sequence_lengths, np.int64))
+        pair = None
+    split = dataset.index_split.name
+    facts, arrays, dataset._in_files = _load_or_build(
+        folder=dataset._cache_folder,
+        stem=f"{dataset.unique_description_hash}-{type(dataset).__name__}-{split}",
+        names=dataset.index_names,
+        description=dataset.unique_description,
+        made_from=made_from,
+        pair=pair,
+        build=dataset._build_arrays,
+    )
+    return facts, arrays
+
+
 def _folder_of_cache(dataset):
     """The folder of the config, or one beside the pair, or beside the copy of its .idx."""
     if dataset.config.path_to_cache:
@@ -5647,21 +5369,6 @@ def _folder_of_cache(dataset):
     if _is_remote(prefix):
         folder = dataset.dataset.object_storage_config.path_to_idx_cache
     return f"{folder}/{type(dataset).__name__}_indices"
-
-
-def _find_or_build_orders(dataset):
-    """What _build_arrays() of a GPTDataset returns, now or where the files were made."""
-    split = dataset.index_split.name
-    facts, arrays, dataset._in_files = _load_or_build(
-        folder=dataset._cache_folder,
-        stem=f"{dataset.unique_description_hash}-{type(dataset).__name__}-{split}",
-        names=dataset.index_names,
-        description=dataset.unique_description,
-        made_from=_what_orders_are_made_from(dataset),
-        pair=dataset.dataset if isinstance(dataset.dataset, IndexedDataset) else None,
-        build=dataset._build_arrays,
-    )
-    return facts, arrays
 
 
 def _as_range(documents):
@@ -5906,27 +5613,25 @@ def _refuse_passwords(names, is_input=False):
 #   rank 3   works     -> 4 --+                   +-----------------------> "rank 2: no such file"
 #
 # A rank that works gives the number of ranks; a rank that fails gives its own number.  If all work,
-# nothing more is sent.  A process that dies takes part in nothing: its launcher (torchrun) stops
-# the others and names it.  So it is with one that is told to end, by an error of these classes:
-_ENDS_OF_A_PROCESS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+# nothing more is sent.  A process that dies, or is told to end, takes part in nothing: its launcher
+# (torchrun) stops the others and names it.
 
 
 def _attempt(step, *arguments):
     """Call a function: return (what it returns, None), or (None, the error that it raises).
 
-    All errors are caught but ends of a process.  (A panic of native code is no Exception.)
+    Ends of a process pass; a panic of native code, which is no Exception, is an error.
     """
     try:
         return step(*arguments), None
-    except _ENDS_OF_A_PROCESS:
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
         return None, error
 
 
 def _device_of_group(group=None) -> torch.device:
-    """The device on which a tensor must be so that the group can send it."""
-    # A group may have a backend for each kind of device, as in "cpu:gloo,cuda:nccl".
+    """The device of tensors that the group can send; it may be one of "cpu:gloo,cuda:nccl"."""
     if _is_distributed() and "nccl" in torch.distributed.get_backend_config(group):
         return torch.device("cuda")
     return torch.device("cpu")
@@ -5935,14 +5640,8 @@ def _device_of_group(group=None) -> torch.device:
 def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = None) -> typing.Any:
     """Call step() on every rank of a group; if it fails on one rank, it fails on every rank.
 
-    step     is called without arguments; it may use collectives only if all ranks reach them
-    group    a torch.distributed process group; None: all ranks
-    Returns  what step() returns on this rank
-    Raises   on a rank that failed its own error; on the others what _raise_error_of() makes of the
-             error of the lowest rank that failed
-
-    >>> _on_every_rank(os.getpid) == os.getpid()
-    True
+    It returns what step() returns on this rank.  A rank that failed raises its own error, the
+    others that of the lowest rank that failed.  step() may use collectives that all ranks reach.
     """
     world = torch.distributed.get_world_size(group) if _is_distributed() else 1
     if world == 1:
@@ -5959,9 +5658,9 @@ def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = No
 def _raise_error_of(source, error, group):
     """Raise on every rank of the group that the group's rank number `source` has failed.
 
-    Every rank must call this function with its own error, which it raises, or with None if it has
-    none: then a ValueError or a StopIteration says so if it was one there, else a RuntimeError with
-    the name of its class.  The sentence begins with the number of the rank in the whole job.
+    Every rank calls it with its own error, which it raises, or with None: then it is a ValueError
+    or a StopIteration if it was one there, else a RuntimeError with the name of its class.  The
+    sentence begins with the number of the rank in the whole job.
     """
     sentence = f"rank {_rank()}: "
     with contextlib.suppress(Exception):  # of a class that has no words
@@ -5989,8 +5688,7 @@ def _raise_error_of(source, error, group):
 #   definition, above                   adapter, below                 loop, in _helpers.c
 #   build_sample_idx                    _c_build_sample_idx            build_sample_idx
 #   shuffle                             _c_shuffle                     shuffle
-#   build_blending_indices              _c_build_blending_indices      build_blend
-#   build_exhaustive_blending_indices   _c_build_exhaustive_...        build_blend
+#   _fill_blend                         _c_fill_blend                  build_blend
 #   _make_batch                         _c_make_batch                  read_samples
 #   GPTDataset.__getitem__              _c_getitem                     read_samples
 #
@@ -6090,33 +5788,12 @@ def _c_shuffle(items, random_state):
     _c_shuffle.__wrapped__(items, random_state)
 
 
-@functools.wraps(build_blending_indices)
-def _c_build_blending_indices(
-    dataset_index, dataset_sample_index, weights, num_datasets, size, verbose=False
-):
-    shares = np.array(weights[:num_datasets], np.float64)
-    _check_blending(dataset_index, dataset_sample_index, shares, num_datasets, size)
-    limits = np.full(len(shares), np.inf)
+@functools.wraps(_fill_blend)
+def _c_fill_blend(*arguments):
     with contextlib.suppress(TypeError, ValueError):
-        _megatron_min.build_blend(dataset_index, dataset_sample_index, shares, limits, size)
+        _megatron_min.build_blend(*arguments)
         return
-    arguments = dataset_index, dataset_sample_index, weights, num_datasets, size
-    _c_build_blending_indices.__wrapped__(*arguments)
-
-
-@functools.wraps(build_exhaustive_blending_indices)
-def _c_build_exhaustive_blending_indices(dataset_index, dataset_sample_index, sizes, num_datasets):
-    counts = _as_counts(sizes, num_datasets)
-    size = sum(counts.tolist())
-    _check_blending(dataset_index, dataset_sample_index, counts, num_datasets, size)
-    shares = counts / np.float64(max(size, 1))
-    limits = counts.astype(np.float64)
-    with contextlib.suppress(TypeError, ValueError):
-        _megatron_min.build_blend(dataset_index, dataset_sample_index, shares, limits, size)
-        return
-    _c_build_exhaustive_blending_indices.__wrapped__(
-        dataset_index, dataset_sample_index, sizes, num_datasets
-    )
+    _c_fill_blend.__wrapped__(*arguments)
 
 
 _NO_EOD = -(2**63)  # an id that no token has
@@ -6229,8 +5906,7 @@ def _read_samples(dataset, columns, rows, samples):
 if IMPLEMENTATION == "c":
     build_sample_idx = _c_build_sample_idx
     shuffle = _c_shuffle
-    build_blending_indices = _c_build_blending_indices
-    build_exhaustive_blending_indices = _c_build_exhaustive_blending_indices
+    _fill_blend = _c_fill_blend
     _make_batch = _c_make_batch
     GPTDataset.__getitem__ = _c_getitem
 
@@ -6320,10 +5996,8 @@ class HuggingFaceTokenizer:
         names = [eod_token] if eod_token else ["<|endoftext|>", "</s>"]
         known = [name for name in names if self._tokenizer.token_to_id(name) is not None]
         if len(known) == 0:
-            raise ValueError(
-                f"{self.path}: no token {' or '.join(names)}: give another one by eod_token, or "
-                "--eod-token"
-            )
+            words = "name one by eod_token, or --eod-token"
+            raise ValueError(f"{self.path}: no token {' or '.join(names)}: {words}")
         self.eod = self._tokenizer.token_to_id(known[0])
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1  # ids may have gaps
         self.unique_identifiers = {
@@ -6344,9 +6018,8 @@ class HuggingFaceTokenizer:
 
     def tokenize_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Return the ids of each text as an array."""
-        encodings = self._tokenizer.encode_batch_fast(
-            texts, add_special_tokens=self._add_special_tokens
-        )
+        encode = self._tokenizer.encode_batch_fast
+        encodings = encode(texts, add_special_tokens=self._add_special_tokens)
         return [np.frombuffer(array.array("I", found.ids), np.uint32) for found in encodings]
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
@@ -6356,10 +6029,7 @@ class HuggingFaceTokenizer:
 
 
 def _eos_token_of(folder):
-    """The text of the eos_token in a folder's tokenizer_config.json; None if it names none.
-
-    ValueError for a damaged file: without it another token would end the documents.
-    """
+    """The text of the eos_token in a folder's tokenizer_config.json; None if it names none."""
     path = os.path.join(folder, "tokenizer_config.json")
     if not os.path.exists(path):
         return None
@@ -6442,10 +6112,8 @@ def build_tokenizer(
     if re.fullmatch("null:[0-9]+", name):
         return NullTokenizer(name.removeprefix("null:"))
     if ":" not in name or name.startswith("null:"):
-        raise ValueError(
-            f"unknown tokenizer {name!r}: use bytes, null:VOCAB, a tokenizer.json or a folder that "
-            "holds one, gigatoken:tokenizer.json, or module:attribute"
-        )
+        names = "bytes, null:VOCAB, [gigatoken:]tokenizer.json, or its folder, module:attribute"
+        raise ValueError(f"unknown tokenizer {name!r}: wanted {names}")
     # As with "python -m", the module may lie in the current folder, beside the data.
     folder = os.getcwd()
     sys.path.insert(0, folder)
@@ -6486,18 +6154,15 @@ def _check_tokenizer(tokenizer, names):
     for name in names:
         kind, words = _ATTRIBUTES_OF_TOKENIZER[name]
         if not isinstance(_attribute(tokenizer, name), kind):
-            raise ValueError(
-                f"wanted a tokenizer, got {type(tokenizer).__name__}, which lacks {name}, {words}; "
-                "build_tokenizer() makes one of a name, a tokenizer.json or its folder"
-            )
+            found = type(tokenizer).__name__
+            raise ValueError(f"wanted a tokenizer, got {found}, which lacks {name}, {words}")
 
 
 def _check_tokenizer_of_corpus(tokenizer, append_eod):
     """Check what is going to make a corpus."""
-    names = ["vocab_size", "tokenize"]
+    _check_tokenizer(tokenizer, ["vocab_size", "tokenize"])
     if append_eod:
-        names.append("eod")
-    _check_tokenizer(tokenizer, names)
+        _check_tokenizer(tokenizer, ["eod"])
 
 
 # ==============================================================================
@@ -7249,12 +6914,10 @@ def _check_tokenizers(opened, tokenizer):
 #   labels      all targets but the first: the label of a token is the target of the next one
 #   cu_seqlens  0                    ^ begins conversation 1                S S S ...
 #
-# Sample k is row k of the split, modulo the number of rows, tokenized when the sample is read.  So
-# there is no pair of files, no shuffled order and no cache; the cyclic sampler of section 8
-# shuffles where that is wanted.
-#
-# A row may hold several conversations: each "system" message begins a new one.  Attention stays
-# within a conversation, as kernels for packed sequences do it by cu_seqlens.
+# Sample k is row k of the split, modulo the number of rows, tokenized when the sample is read.
+# There is no pair, no shuffled order and no cache; the cyclic sampler of section 8 shuffles.  A row
+# may hold several conversations: each "system" message begins a new one.  Attention stays within a
+# conversation, as kernels for packed sequences do it by cu_seqlens.
 
 _IGNORED = -100  # the target of a place where nothing is learned; torch's cross_entropy skips it
 
@@ -7279,12 +6942,12 @@ class SFTDataset(MegatronDataset):
 
     The tokenizer may have tokenize_conversation(conversation, return_target=True,
     add_generation_prompt=False) -> tokens, targets, as upstream's tokenizers for fine-tuning have.
-    Any other tokenizer gets the template of the drawing: _encode_conversation().
+    Any other tokenizer gets the template of the drawing.
 
     A sample that is too long is cut, and one that is too short is filled with tokenizer.pad.  A
     tokenizer without pad fills with eod; only the filled places are masked then, so that each real
     eod is learned.  With context_parallel_size cp > 1 each conversation is filled up to a multiple
-    of 2 * cp tokens, so that section 9 can cut it for the ranks.  eod_mask_loss changes nothing.
+    of 2 * cp tokens, so that section 9 can cut it for the ranks.
 
     >>> rows = [{"messages": [{"role": "user", "content": "2+2"},
     ...                       {"role": "assistant", "content": "4"}]}]
@@ -7314,7 +6977,8 @@ class SFTDataset(MegatronDataset):
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> typing.Any:
         """Open a file of rows: Parquet if the name ends in .parquet, else JSON lines."""
-        _check_file_of_rows(dataset_path)
+        if re.search(r"\.(gz|zst|bz2|xz)$", os.fspath(dataset_path), re.IGNORECASE):
+            raise ValueError(f"{dataset_path}: compressed rows cannot be found: unpack it first")
         is_parquet = os.fspath(dataset_path).endswith(".parquet")
         rows = _ParquetRows(dataset_path) if is_parquet else _JsonlRows(dataset_path)
         if len(rows) > 0:  # a file of another kind is found out now
@@ -7350,11 +7014,8 @@ class SFTDataset(MegatronDataset):
         if not is_learned.any() and not self._has_warned:
             self._has_warned = True
             place = _place_of_row(_name(self), self.dataset, row)
-            warnings.warn(
-                f"{place}: nothing is learned from this sample: in its first {S} tokens the role "
-                "assistant says nothing (other such samples are not named)",
-                stacklevel=2,
-            )
+            words = f"in its first {S} tokens the role assistant says nothing"
+            warnings.warn(f"{place}: nothing is learned from this sample: {words}", stacklevel=2)
         starts = ends[:-1]
         if len(starts) > S:  # some conversations have no tokens
             starts = sorted(set(starts))
@@ -7376,15 +7037,13 @@ class SFTDataset(MegatronDataset):
         """Yield the tokens and the targets of each conversation of a row, as one int64 (2, n)."""
         tokenizer = self.config.tokenizer
         encode = _attribute(tokenizer, "tokenize_conversation")
-        options = {"return_target": True, "add_generation_prompt": False}
         with _named(_place_of_row(_name(self), self.dataset, row), _WANTED_OF_ROW):
             for conversation in _split_conversations(self.dataset[row]["messages"]):
                 if encode is None:
                     tokens, targets = _encode_conversation(conversation, tokenizer)
                 else:
+                    options = {"return_target": True, "add_generation_prompt": False}
                     tokens, targets = encode(conversation, **options)
-                if len(tokens) != len(targets):
-                    raise ValueError(f"{len(tokens)} tokens have {len(targets)} targets")
                 yield np.stack([np.asarray(tokens, np.int64), np.asarray(targets, np.int64)])
 
 
@@ -7396,32 +7055,16 @@ def _check_sft(dataset):
     config = dataset.config
     for name in ("create_attention_mask", "reset_attention_mask", "reset_position_ids"):
         if getattr(config, name):
-            raise ValueError(
-                f"{name} must be False for SFTDataset: cu_seqlens and position_ids keep the "
-                "conversations of a sample apart"
-            )
+            raise ValueError(f"{name} must be False for SFTDataset: cu_seqlens stands for it")
     if dataset.num_samples and len(dataset.indices) == 0:
-        raise ValueError(
-            f"{_name(dataset)}: {dataset.index_split.name} of split {config.split!r} holds no rows "
-            f"for {dataset.num_samples} samples: enlarge it"
-        )
-    tokenizer = config.tokenizer
-    _check_tokenizer(tokenizer, ["tokenize", "eod"])
-    if _attribute(tokenizer, "tokenize_conversation") is None:
-        added = list(tokenizer.tokenize(""))
+        place = f"{_name(dataset)}: {dataset.index_split.name} of split {config.split!r}"
+        raise ValueError(f"{place} holds no rows for {dataset.num_samples} samples: enlarge it")
+    _check_tokenizer(config.tokenizer, ["tokenize", "eod"])
+    if _attribute(config.tokenizer, "tokenize_conversation") is None:
+        added = list(config.tokenizer.tokenize(""))
         if len(added) > 0:
-            raise ValueError(
-                "SFTDataset wants a tokenizer that was made without add_special_tokens: this one "
-                f"would put {added} around each piece of a conversation"
-            )
-
-
-def _check_file_of_rows(path):
-    """An error for a file whose rows cannot be read one by one."""
-    if not os.path.isfile(path):  # such as the prefix of a pair, where its index cache is
-        raise FileNotFoundError(f"{path}: no such file of conversations (.jsonl or .parquet)")
-    if re.search(r"\.(gz|zst|bz2|xz)$", os.fspath(path), re.IGNORECASE):
-        raise ValueError(f"{path}: a row of a compressed file cannot be found: unpack it first")
+            words = f"this one would put {added} around each piece of a conversation"
+            raise ValueError(f"SFTDataset wants a tokenizer without add_special_tokens: {words}")
 
 
 def _place_of_row(name, rows, row):
@@ -7454,10 +7097,7 @@ def _encode_conversation(conversation, tokenizer):
     for message in conversation:
         for key, value in message.items():
             if key not in ("role", "content") and value not in (None, "", [], {}):
-                raise ValueError(
-                    f"{key} of a message would be lost: the plain template knows role and content "
-                    "alone (a tokenizer with tokenize_conversation() has a template of its own)"
-                )
+                raise ValueError(f"{key} would be lost: the template knows role and content alone")
         role = message["role"]
         content = message["content"]
         if not isinstance(role, str) or not isinstance(content, str):  # such as JSON's null
@@ -7482,13 +7122,7 @@ def _pack_conversations(encoded, sequence_length, fill, granularity):
     Returns       tokens and targets, int64 (S+1,); a bool (S+1,), True at filled places; and the
                   list of the places where conversations end, from 0 to S
 
-    The last place always holds the fill id, as in upstream: at most S tokens are those of
-    conversations.
-
-    >>> two = [np.array([[1, 2, 3], [-100, 2, 3]]), np.array([[4, 5], [4, 5]])]
-    >>> tokens, targets, is_filled, ends = _pack_conversations(two, 8, 0, granularity=4)
-    >>> tokens.tolist(), ends
-    ([1, 2, 3, 0, 4, 5, 0, 0, 0], [0, 4, 8])
+    The last place always holds the fill id, as in upstream.
     """
     S = sequence_length
     places = np.full((2, S + 1), fill, np.int64)
@@ -7509,10 +7143,9 @@ def _pack_conversations(encoded, sequence_length, fill, granularity):
 
 
 class _Rows:
-    """The rows of a file, by number.
+    """The rows of a file, by number, also where its name gets another file.
 
-    The file stays open: where its name gets another one, the rows are still those of this one.  A
-    pickle has all but what _open() reads; who unpickles it opens the file that is there now.
+    A pickle has all but what _open() reads; who unpickles it opens the file that is there now.
     """
 
     def __init__(self, path):
@@ -7538,8 +7171,8 @@ class _Rows:
         wanted = self._fingerprint
         self._open()
         if self._fingerprint != wanted:
-            found = f"{self._fingerprint}: the file was replaced after the dataset was pickled"
-            raise _format_error(self.path, "fingerprint", wanted, f"{found}: build it again")
+            found = f"{self._fingerprint}: it was replaced after the dataset was pickled"
+            raise _format_error(self.path, "fingerprint", wanted, found)
 
     def fingerprint(self):
         """What tells these rows from others, as IndexedDataset.fingerprint() does for tokens."""
@@ -7547,16 +7180,12 @@ class _Rows:
 
 
 class _JsonlRows(_Rows):
-    """The rows of a file of JSON lines.  Blank lines are no rows.
-
-    starts         where each row begins, in bytes, and the end of the file
-    line_numbers   the number of each row's line, from 1, for errors
-    """
+    """The rows of a file of JSON lines.  Blank lines are no rows."""
 
     def __init__(self, path):
         super().__init__(path)
-        self.starts = array.array("q")
-        self.line_numbers = array.array("q")
+        self.starts = array.array("q")  # where each row begins, in bytes, and the end of the file
+        self.line_numbers = array.array("q")  # of each row, from 1
         place = 0
         for number, line in enumerate(self._file, 1):
             if not line.isspace():
@@ -7634,7 +7263,6 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
     """Return the spans of sample k, in order: its S + x tokens, or fewer if it is padded.
 
     A subclass that changes tokens when it reads them is traced to the tokens before the change.
-    Of any other class, such as SFTDataset or torch's Subset, a ValueError.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
@@ -7652,7 +7280,6 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
         i = _position(k, len(dataset), "the samples of a blend")
         part = dataset.datasets[dataset.dataset_index[i]]
         return trace(part, int(dataset.dataset_sample_index[i]))
-    _check_has_orders(dataset)
     prefix = dataset.dataset_path
     spans = []
     place = 0
@@ -7688,8 +7315,6 @@ def find(
                   each epoch; and the samples that are found
     """
     parts = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
-    for part in parts:
-        _check_has_orders(part)
     wanted = [d for d, part in enumerate(parts) if _is_pair_of(part, path_prefix)]
     if len(wanted) == 0:
         names = ", ".join(_name(part) for part in parts)
@@ -7704,15 +7329,6 @@ def find(
             samples = [int(places[k]) for k in samples if k < len(places)]
         found += samples
     return sorted(found)
-
-
-def _check_has_orders(dataset):
-    """ValueError for a dataset that has not the orders of section 4."""
-    if not isinstance(dataset, GPTDataset):
-        raise ValueError(
-            "trace() and find() want a GPTDataset, or a BlendedDataset of such, got "
-            f"{type(dataset).__name__}: if it wraps one of these, ask that one"
-        )
 
 
 def _is_pair_of(dataset, path_prefix):
@@ -7768,12 +7384,6 @@ def _samples_of_sequence(dataset, sequence):
 # in a __del__, the command goes on to its end, and then has the signal's code.
 
 
-# The signals that end a command.  Windows has no SIGHUP.
-_SIGNALS = [signal.SIGINT, signal.SIGTERM]
-if hasattr(signal, "SIGHUP"):
-    _SIGNALS.append(signal.SIGHUP)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code; 2, 129, 130, 143, --help's 0 come as SystemExit.
 
@@ -7793,7 +7403,8 @@ def main(argv: list[str] | None = None) -> int:
     code = 0
     try:
         if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
+            for name in {"SIGINT", "SIGTERM", "SIGHUP"} & set(dir(signal)):  # of this platform
+                number = getattr(signal, name)
                 handler = signal.getsignal(number)
                 if handler not in (signal.SIG_IGN, None):  # None: it is not Python's
                     handlers[number] = handler
@@ -7804,7 +7415,7 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         code = 1
         if len(arrived) == 0:  # what a signal stops may raise an error of its own
-            print(f"{options.program}: {_one_line(error)}", file=sys.stderr)
+            print(f"megatron-min: {_one_line(error)}", file=sys.stderr)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -7831,72 +7442,55 @@ def _print_line(line):
             raise
 
 
+def _print_pair(label, dataset):
+    """Print a line about a pair."""
+    num_documents = len(dataset.document_indices) - 1
+    tokens = f"{dataset.num_tokens:,} tokens of {np.dtype(dataset.dtype)}"
+    _print_line(f"{label}: {len(dataset):,} sequences, {num_documents:,} documents, {tokens}")
+
+
 def _make_parser():
     """Return the parser of all commands; each stores the function that runs it as options.run."""
-    program = os.path.basename(sys.argv[0])  # as it was called: megatron-min, or this file
-    if program.endswith(".py"):
-        program = f"python {program}"
-    parser = argparse.ArgumentParser(
-        program,
-        description="Megatron-LM's GPT data path: text to files to indices to resumable batches.",
-        epilog="COMMAND --help shows the options of a command.",
-    )
-    parser.set_defaults(program=program)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    parser = argparse.ArgumentParser("megatron-min", description="Text to training batches.")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = {}
+    for name, run, text in (
+        ("preprocess", _run_preprocess, "JSON lines, also compressed, to .bin/.idx pairs"),
+        ("merge", _run_merge, "append pairs of one dtype into a new pair"),
+        ("inspect", _run_inspect, "counts, lengths and first tokens of a pair"),
+        ("verify", _run_verify, "check every entry of pairs"),
+        ("demo", _run_demo, "real text to blended, resumable batches, in a few seconds"),
+    ):
+        commands[name] = subparsers.add_parser(name, help=text, description=text)
+        commands[name].set_defaults(run=run)
 
-    text = "JSON lines, also compressed, to .bin/.idx pairs"
-    command = commands.add_parser("preprocess", help=text, description=text)
-    command.set_defaults(run=_run_preprocess)
     several = {"nargs": "+", "action": "extend"}  # given again, a flag adds to what it has
-    text = "files, globs, URLs; .gz, .zst; - is stdin"
-    command.add_argument("--input", required=True, help=text, **several)
-    command.add_argument("--output-prefix", required=True, help="a pair is PREFIX_KEY_document")
-    _add_tokenizer(command)
-    command.add_argument("--append-eod", action="store_true", help="eod after each document")
-    command.add_argument("--json-keys", help="each key becomes a pair; default: text", **several)
-    text = "a sentence is a sequence; PREFIX_KEY_sentence"
-    command.add_argument("--split-sentences", action="store_true", help=text)
-    text = "processes; the files are the same for any number"
-    command.add_argument("--workers", type=_read_workers, default=1, help=text)
-    text = "read the inputs of the i-th of n parts; merge joins them"
-    command.add_argument("--shard", type=_read_shard, default=(0, 1), help=text, metavar="i/n")
-    text = "at a bad line: stop (the default), or skip it"
-    command.add_argument("--on-error", choices=("stop", "skip"), default="stop", help=text)
-    command.add_argument("--no-verbose", dest="verbose", action="store_false", help="no progress")
+    add = commands["preprocess"].add_argument
+    add("--input", required=True, help="files, globs, URLs; .gz, .zst; - is stdin", **several)
+    add("--output-prefix", required=True, help="a pair is PREFIX_KEY_document")
+    add("--append-eod", action="store_true", help="eod after each document")
+    add("--json-keys", help="each key becomes a pair; default: text", **several)
+    add("--split-sentences", action="store_true", help="a sentence is a sequence")
+    add("--workers", type=_read_workers, default=1, help="processes; default: 1")
+    add("--shard", type=_read_shard, default=(0, 1), metavar="i/n", help="a part; merge joins them")
+    add("--on-error", choices=("stop", "skip"), default="stop", help="at a bad line, default: stop")
+    add("--no-verbose", dest="verbose", action="store_false", help="no progress")
 
-    text = "append pairs of one dtype into a new pair"
-    command = commands.add_parser("merge", help=text, description=text)
-    command.set_defaults(run=_run_merge)
-    text = "path prefixes of pairs, or their .idx files, in order"
-    command.add_argument("--input", required=True, help=text, **several)
-    command.add_argument("--output-prefix", required=True, help="of the new pair")
-    command.add_argument("--multimodal", action="store_true", help="the pairs hold modes")
+    add = commands["merge"].add_argument
+    add("--input", required=True, help="pairs, or their .idx files, in order", **several)
+    add("--output-prefix", required=True, help="of the new pair")
+    add("--multimodal", action="store_true", help="the pairs hold modes")
 
-    place = "path or URL of a pair, without .bin and .idx"
-    text = "counts, lengths and first tokens of a pair"
-    command = commands.add_parser("inspect", help=text, description=text)
-    command.set_defaults(run=_run_inspect)
-    command.add_argument("prefix", help=place)
-    _add_tokenizer(command)
-
-    text = "check every entry of pairs"
-    command = commands.add_parser("verify", help=text, description=text)
-    command.set_defaults(run=_run_verify)
-    command.add_argument("prefix", nargs="+", help=place)
-
-    text = "real text to blended, resumable batches, in a few seconds"
-    command = commands.add_parser("demo", help=text, description=text)
-    command.set_defaults(run=_run_demo)
+    commands["inspect"].add_argument("prefix", help="path or URL of a pair, without .bin and .idx")
+    commands["verify"].add_argument("prefix", nargs="+", help="as of inspect")
+    for name in ("preprocess", "inspect"):
+        add = commands[name].add_argument
+        text = "bytes, null:N, [gigatoken:]tokenizer.json, module:name"
+        add("--tokenizer", default="bytes", help=text)
+        add("--eod-token", help="end-of-document token of a tokenizer.json")
+        text = "put those of a tokenizer.json, such as BOS, around texts"
+        add("--add-special-tokens", action="store_true", help=text)
     return parser
-
-
-def _add_tokenizer(command):
-    """Add the options of build_tokenizer()."""
-    text = "bytes, null:N, [gigatoken:]tokenizer.json, module:name"
-    command.add_argument("--tokenizer", default="bytes", help=text)
-    command.add_argument("--eod-token", help="end-of-document token of a tokenizer.json")
-    text = "put those of a tokenizer.json, such as BOS, around texts"
-    command.add_argument("--add-special-tokens", action="store_true", help=text)
 
 
 def _read_shard(text):
@@ -7928,28 +7522,19 @@ def _run_preprocess(options):
         verbose=options.verbose,
     )
     for prefix in prefixes.values():
-        _print_line(_describe_pair(prefix, IndexedDataset(prefix)))
-
-
-def _describe_pair(label, dataset):
-    """A line about a pair."""
-    num_documents = len(dataset.document_indices) - 1
-    return (
-        f"{label}: {len(dataset):,} sequences, {num_documents:,} documents, "
-        f"{dataset.num_tokens:,} tokens of {np.dtype(dataset.dtype)}"
-    )
+        _print_pair(prefix, IndexedDataset(prefix))
 
 
 def _run_merge(options):
     prefixes = [path.removesuffix(".idx") for path in options.input]  # as a shell's * finds pairs
     merge(prefixes, options.output_prefix, options.multimodal)
-    _print_line(_describe_pair(options.output_prefix, IndexedDataset(options.output_prefix)))
+    _print_pair(options.output_prefix, IndexedDataset(options.output_prefix))
 
 
 def _run_inspect(options):
     tokenizer = build_tokenizer(options.tokenizer, options.eod_token, options.add_special_tokens)
     dataset = IndexedDataset(options.prefix)
-    _print_line(_describe_pair(options.prefix, dataset))
+    _print_pair(options.prefix, dataset)
     if len(dataset) == 0:
         return
     lengths = dataset.sequence_lengths
@@ -7957,12 +7542,7 @@ def _run_inspect(options):
     _print_line(f"lengths: {lengths.min():,} to {lengths.max():,} tokens, {mean:,.1f} on average")
     tokens = dataset.get(0, 0, min(16, int(lengths[0]))).tolist()
     _print_line(f"sequence 0: {tokens}")
-    record = _record_of(dataset)
-    identity = _identity_of_tokenizer(tokenizer)
-    difference = _compare_tokenizers(options.prefix, record, "this command", identity)
-    if difference is not None:
-        _print_line(f"not decoded: {difference}")
-    elif all(isinstance(token, int) and 0 <= token < tokenizer.vocab_size for token in tokens):
+    if all(isinstance(token, int) and 0 <= token < tokenizer.vocab_size for token in tokens):
         _print_line(f"decoded: {tokenizer.detokenize(tokens)!r}")
     else:
         _print_line("not decoded: name the tokenizer of the pair with --tokenizer")
@@ -7970,7 +7550,7 @@ def _run_inspect(options):
 
 def _run_verify(options):
     for prefix in options.prefix:
-        _print_line(_describe_pair(f"whole: {prefix}", IndexedDataset(prefix, check=True)))
+        _print_pair(f"whole: {prefix}", IndexedDataset(prefix, check=True))
 
 
 def _run_demo(options):
@@ -7981,40 +7561,35 @@ def _run_demo(options):
             code = path.read_text("utf-8", errors="replace")
             docs = "".join(re.findall('"""(.+?)"""', code, re.DOTALL))
             texts.append({"code": code, "docs": docs})
-        keys = ["code", "docs"]
         demo = os.path.join(folder, "demo")
+        keys = ["code", "docs"]
         pairs = preprocess(texts=texts, output_prefix=demo, append_eod=True, json_keys=keys)
         for prefix in pairs.values():
-            _print_line(_describe_pair(prefix, IndexedDataset(prefix)))
+            _print_pair(prefix, IndexedDataset(prefix))
 
         blend = [pairs["code"], pairs["docs"]], [70, 30]
         config = GPTDatasetConfig(1234, 256, blend=blend, split="1", tokenizer=ByteTokenizer())
-        sizes = [600, None, None]
+        sizes = [600, 0, 0]
         builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
         train, _, _ = builder.build()
-        _print_line(f"2. A blend, 70 % code: {len(train):,} samples of 256 tokens; the pairs have")
-        for key, dataset, count in zip(keys, train.datasets, train.samples_taken(), strict=True):
-            _print_line(f"   {key}: {len(dataset):,} samples to train on, {count:,} in the blend")
+        taken = dict(zip(keys, train.samples_taken().tolist(), strict=True))
+        _print_line(f"2. A blend: {len(train):,} samples of 256 tokens, of which {taken}")
 
-        half = {"micro_batch_size": 4, "data_parallel_size": 2}
-        first = build_pretraining_data_loader(train, 0, data_parallel_rank=0, **half)
-        second = build_pretraining_data_loader(train, 0, data_parallel_rank=1, **half)
-        steps = zip(first, second, strict=True)
+        loader = build_pretraining_data_loader(train, 0, micro_batch_size=8)
+        batches = iter(loader)
         for _ in range(5):
-            batch, _ = next(steps)
+            batch = next(batches)
         text = ByteTokenizer().detokenize(batch["tokens"][0])
-        _print_line(f"3. Batches: 2 ranks x 4 samples, stopped after 5 steps, at {text[:32]!r}")
+        _print_line(f"3. Batches of 8 samples, stopped after 5 steps, at {text[:32]!r}")
 
         resumed = build_pretraining_data_loader(train, 0, micro_batch_size=8)
-        resumed.load_state_dict(first.state_dict())
+        resumed.load_state_dict(loader.state_dict())
         equal = []
-        for batch, parts in zip(resumed, steps, strict=True):
-            tokens = torch.cat([part["tokens"] for part in parts])
-            equal.append(torch.equal(batch["tokens"], tokens))
-        _print_line(f"4. Resumed: 1 rank x 8, {len(equal)} more steps, equal: {all(equal)}")
+        for batch, other in zip(batches, resumed, strict=True):
+            equal.append(torch.equal(batch["tokens"], other["tokens"]))
+        _print_line(f"4. Resumed: {len(equal)} more steps, equal: {all(equal)}")
     _print_line("Next, your own text, a JSON object with a text on each line of a file:")
-    flags = "--input corpus.jsonl --output-prefix corpus --append-eod"
-    _print_line(f"{options.program} preprocess {flags}")
+    _print_line("megatron-min preprocess --input corpus.jsonl --output-prefix corpus --append-eod")
 
 
 def get_blend_from_list(
@@ -8030,8 +7605,6 @@ def get_blend_from_list(
     """
     if blend is None:
         return None
-    if not _is_list(blend):
-        raise ValueError("wanted a list of prefixes, or of weights and prefixes")
     entries = [str(entry).strip() for entry in blend]
     values = [_number(entry) for entry in entries]
     is_number = [value is not None for value in values]
@@ -8039,19 +7612,15 @@ def get_blend_from_list(
         return entries, None
     pairs = len(entries) // 2
     if pairs == 0 or is_number != [True, False] * pairs:
-        raise ValueError(
-            f"blend: wanted prefixes, or weights and prefixes in turn, got {len(entries)} entries "
-            "(write a prefix that is a number with its folder: ./2023)"
-        )
+        words = "(write a prefix that is a number with its folder: ./2023)"
+        raise ValueError(f"blend: wanted prefixes, or weights and prefixes in turn {words}")
     return entries[1::2], values[0::2]
 
 
 def _number(text):
     """The decimal number that a text is, or None: float() would also take 2023_01, inf and nan."""
-    if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) is None:
-        return None
-    number = float(text)
-    return number if math.isfinite(number) else None
+    found = re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text)
+    return None if found is None else float(text)
 
 
 if __name__ == "__main__":

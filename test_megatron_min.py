@@ -330,11 +330,10 @@ def quiet(function, *args, **kwargs):
         return function(*args, **kwargs)
 
 
-def command(mm, capsys, *argv, program="megatron-min"):
+def command(mm, capsys, *argv):
     """Run a command in this process -> (exit code, stdout, stderr)."""
     try:
-        with mock.patch.object(sys, "argv", [f"bin/{program}"]):
-            code = mm.main([str(argument) for argument in argv])
+        code = mm.main([str(argument) for argument in argv])
     except SystemExit as stop:
         code = stop.code
     captured = capsys.readouterr()
@@ -869,10 +868,8 @@ def test_a_split_is_read_and_cut_by_hand(one):
     read = one.parse_and_normalize_split
     for text, shares in (
         ("0,0,5.", [0.0, 0.0, 1.0]),
-        (".5,+.5", [0.5, 0.5, 0.0]),
         ("1e3,3E+3", [0.25, 0.75, 0.0]),  # upstream: e ends a number, so these are four
-        ("80 10;10", [0.8, 0.1, 0.1]),
-        (" [80/ 10,10] ", [0.8, 0.1, 0.1]),
+        (" [80/ 10;10] ", [0.8, 0.1, 0.1]),
     ):
         assert read(text) == shares, text
     # upstream drops signs and empty fields, and takes what is left
@@ -885,10 +882,8 @@ def test_a_split_is_read_and_cut_by_hand(one):
         matrix([0.5, 0.5, 0], [0.25, 0.75, 0])
     assert one.split_range((0, 0.5), 5) == (0, 2)  # Python rounds 2.5 to the even 2 ...
     assert one.split_range((0.5, 1.0), 7) == (4, 7)  # ... and 3.5 to the even 4
-    assert {split.name: split.value for split in one.Split} == {"train": 0, "valid": 1, "test": 2}
 
 
-HIDDEN = np.array(["s3://KEY:SECRET@bucket/c"])  # a password that no door sees
 PER_SPLIT = [(["q"], None), None, None]
 WITHOUT_BLEND = {"blend": None, "split": None}
 PHASES = [(4, [1])]
@@ -903,25 +898,19 @@ class Unfinished:
 
 BAD_CONFIGS = [  # what is changed in a good config, a word of the sentence
     ({"sequence_length": 0}, "sequence_length"),
-    ({"sequence_length": 8.0}, "sequence_length"),
+    ({"sequence_length": 8.5}, "sequence_length"),
     ({"random_seed": 2**32}, "random_seed"),
-    ({"mid_level_dataset_surplus": math.inf}, "surplus"),
-    ({"mid_level_dataset_surplus": None}, "surplus"),
     ({"split": None}, "needs a split"),
-    ({"blend": ([], None)}, "a blend is"),
-    ({"blend": ("p", None)}, "a blend is"),
-    ({"blend": (HIDDEN, None)}, "a blend is"),
+    ({"blend": ([], None)}, "a blend: wanted"),
+    ({"blend": ("p", None)}, "a blend: wanted"),
+    ({"blend": (np.array(["s3://KEY:SECRET@bucket/c"]), None)}, "a blend: wanted"),
     ({"blend": (["p"], [-2])}, "weight of p"),
     ({"blend_per_split": PER_SPLIT, "blend": None}, "blend_per_split"),
     (WITHOUT_BLEND | {"blend_per_split": PER_SPLIT[:2]}, "blend_per_split"),
-    (WITHOUT_BLEND | {"blend_per_split": 5}, "blend_per_split"),
     ({"multiple_validation_sets": True}, "blend_per_split"),
-    (WITHOUT_BLEND | {"blend_phases": PHASES}, "blend_phases"),
     (WITHOUT_BLEND | {"blend_phases": PHASES, "blend_per_split": PER_SPLIT[::-1]}, "blend_phases"),
-    ({"blend_phases": PHASES, "split": "0,1,1"}, "blend_phases"),
     ({"tokenizer": "bytes"}, "got str, which lacks unique_identifiers"),
     ({"tokenizer": Tok}, "make an object of Tok"),
-    ({"tokenizer": Tok(unique_identifiers="Tok")}, "got Tok, which lacks unique_identifiers"),
     ({"tokenizer": Tok(eod="</s>"), "eod_mask_loss": True}, "lacks eod"),
     ({"tokenizer": Unfinished(), "reset_position_ids": True}, "got Unfinished, which lacks eod"),
     ({"hybrid_context_parallel": True}, "hybrid_context_parallel"),
@@ -941,9 +930,7 @@ def test_a_config_derives_its_other_fields(one):
     per_split = config(one, blend_per_split=PER_SPLIT)
     assert (per_split.mock, per_split.split, per_split.split_matrix) == (False, None, None)
     assert config(one, (["p"], None), blend_per_split=[None] * 3).blend_per_split is None
-    packed = config(one, create_attention_mask=True, inter_document_masking=True)
-    assert not packed.has_dense_mask
-    assert config(one, tokenizer=Unfinished()).eod_mask_loss is False  # so eod is not used
+    config(one, tokenizer=Unfinished())  # whose eod is not used
 
 
 def test_sequences_numbers_and_paths_of_any_kind(one, tmp_path):
@@ -960,7 +947,6 @@ def test_sequences_numbers_and_paths_of_any_kind(one, tmp_path):
         assert pairs_of(found) == pairs_of(wanted)
     found = one.BlendedDataset(wanted.datasets, None, None, wanted.config, phases=phases)
     assert found.unique_description == wanted.unique_description
-
     four = np.int64(4)
     weights = np.float32([1, 0.5])
     tokenizer = Tok(unique_identifiers={"file": path, "size": four})
@@ -971,8 +957,7 @@ def test_sequences_numbers_and_paths_of_any_kind(one, tmp_path):
         blend, four, micro_batch_size=four, dataloader_type="cyclic", seed=four
     )
     json.dumps([config(one, ([p, p], weights)).blend, loader.state_dict()])
-    for words in ('"num_samples": 20', '"random_seed": 4'):
-        assert words in blend.unique_description
+    assert '"num_samples": 20' in blend.unique_description
 
 
 # ==============================================================================
@@ -999,7 +984,7 @@ def test_epochs_are_counted_one_by_one(one):
     for stream, drop_last, x in itertools.product(counts, (False, True), (0, 1)):
         plan = one.plan_epochs(*stream, drop_last, bool(x))
         assert plan == plan_by_counting(*stream, drop_last, x), (stream, drop_last, x)
-    assert one.plan_epochs(0, 0, 4) == one.plan_epochs(0, None, 4) == (1, 0, False, 0)
+    assert one.plan_epochs(0, 0, 4) == (1, 0, False, 0)
     for tokens, wanted, word in ((0, 1, "no tokens"), (13, -1, "num_samples")):
         with pytest.raises(ValueError, match=word):
             one.plan_epochs(tokens, wanted, 4)
@@ -1017,16 +1002,12 @@ def int32(*values):
 
 
 def cut_into_samples(sizes, S, drop_last, x):
-    """The sample index of all documents by brute force: lay all tokens end to end, and cut.
-
-    Row k is the place behind the last token of sample k - 1, x tokens back: sample k reads the
-    extra token once more.
-    """
+    """The sample index of all documents by brute force: lay all tokens end to end, and cut."""
     stream = [(d, place) for d, size in enumerate(sizes) for place in range(size)]
     inputs = max(0, len(stream) - x)
     num_samples = inputs // S if drop_last else math.ceil(inputs / S)
     rows = [(0, 0)]
-    for k in range(1, num_samples + 1):
+    for k in range(1, num_samples + 1):  # behind sample k - 1, x tokens back: they are read again
         d, place = stream[min(k * S + x, len(stream)) - 1]
         rows.append((d, place + 1 - x))
     if num_samples * S > len(stream) and not x:  # upstream: the end of the last document
@@ -1063,7 +1044,7 @@ def test_a_wrong_stream_is_said(mm):
     """Upstream reads behind its arrays."""
     for wrong, error, word in (
         ({"sizes": np.array([4, 3, 6])}, TypeError, "sizes"),
-        ({"sizes": int32(4, 3, -6)}, ValueError, "size"),
+        ({"sizes": int32(8, -1, 6)}, ValueError, "size"),
         ({"document_indices": np.ones((3, 1), np.int32)}, ValueError, "document_indices"),
         ({"document_indices": int32(0, 3, 2)}, IndexError, r"document_indices\[1\] is 3 "),
         ({"document_indices": int32(0, -1, 2)}, IndexError, r"document_indices\[1\] is -1 "),
@@ -1112,10 +1093,7 @@ def random_parity_flags(rng):
 
 
 def orders_by_numpy(ds):
-    """document_index and shuffle_index: piles of epochs, each of them shuffled by numpy.
-
-    One generator draws both orders; with stable_order each epoch has one of its own.
-    """
+    """document_index and shuffle_index: piles of epochs, each of them shuffled by numpy."""
     cfg = ds.config
     S = cfg.sequence_length
     x = int(cfg.add_extra_token_to_sequence)
@@ -1161,9 +1139,10 @@ def file_of(folder, ending):
 
 def batch_of(ds, indices):
     """These samples as a loader makes a batch of them."""
-    modules = [sys.modules[cls.__module__] for cls in type(ds).__mro__]
-    module = next(module for module in modules if hasattr(module, "_make_batch"))
-    return module._make_batch(ds, indices)
+    for cls in type(ds).__mro__:
+        module = sys.modules[cls.__module__]
+        if hasattr(module, "_make_batch"):
+            return module._make_batch(ds, indices)
 
 
 def read_in_all_ways(ds, indices):
@@ -1177,13 +1156,9 @@ def read_in_all_ways(ds, indices):
 
 def check_refused(ds, k, error, words=None):
     """Sample k cannot be read: not alone, not among several, not in a batch."""
-    for read, argument in (
-        (ds.__getitem__, k),
-        (ds.__getitems__, [0, k]),
-        (functools.partial(batch_of, ds), [k]),
-    ):
+    for read, *arguments in ((ds.__getitem__, k), (ds.__getitems__, [0, k]), (batch_of, ds, [k])):
         with pytest.raises(error, match=words):
-            read(argument)
+            read(*arguments)
 
 
 def brute_sample(ds, whole, k):
@@ -1259,18 +1234,13 @@ def test_orders_and_samples_equal_the_loops(mm, tmp_path):
 @pytest.mark.parametrize("flag", ["create_attention_mask", "inter_document_masking"])
 def test_samples_have_whole_numbers_and_memory_of_their_own(mm, tmp_path, flag):
     """Nor do they share it with the corpus, here of int64.  Upstream: masks are shared."""
-    prefix = mk(mm, tmp_path / "p", [np.arange(30)], np.int64)
-    ds = gpt(mm, prefix, **{flag: True})
+    ds = gpt(mm, mk(mm, tmp_path / "p", [np.arange(30)], np.int64), **{flag: True})
     for data in (ds, mm.BlendedDataset([ds, ds], [1, 2], 3, ds.config)):
-        for k in (1.0, "1", [1]):
+        for k in (1.0, "1"):
             check_refused(data, k, TypeError)
-        for k in (3, -4, 2**32, 2**63, -(2**63) - 1):
+        for k in (3, -4, 2**32, 2**63):
             check_refused(data, k, IndexError, f"index {k} ")
-        for k in (np.int64(1), torch.tensor(1), True):
-            same_samples(data[k], data[1])
-        for indices in (np.array([0, 1]), torch.tensor([0, 1]), (0, 1), range(2)):
-            same_samples(batch_of(data, indices), batch_of(data, [0, 1]))
-        assert data.__getitems__([]) == []
+        same_samples(batch_of(data, np.array([0, 1])), batch_of(data, [0, torch.tensor(1)]))
         one_by_one, several, _ = read_in_all_ways(data, [0, 1, 0, None])
         arrays = [ds.dataset[0], ds.shuffle_index]
         for sample in [*one_by_one, *several, batch_of(data, [0, 1])]:
@@ -1291,30 +1261,28 @@ PADS = {  # a tokenizer, the pad id that counts, and the one where it may be amb
 }
 
 
-def test_pad_id(one, pair):
-    """A pad that is also another special token is not used, with a warning."""
+def test_what_a_tokenizer_says_of_pad_and_eod(one, tmp_path):
+    """A warning: a pad that is also another special token is not used; a corpus has no eod."""
+    with_eod = mk(one, tmp_path / "with", [[1, 2, 0]] * 9)
+    without = mk(one, tmp_path / "without", [[1, 2, 3]] * 9)
     for case, (tokenizer, pad, if_allowed) in PADS.items():
         for allowed, wanted in ((False, pad), (True, if_allowed)):
             fields = {"tokenizer": tokenizer, "allow_ambiguous_pad_tokens": allowed}
-            ds, messages = heard(gpt, one, pair, **fields)
+            ds, messages = heard(gpt, one, without, **fields)
             assert ds._pad_token_id == wanted, case  # upstream's name, too
             warned = ["pad id" in message for message in messages]
             assert warned == ([] if wanted == if_allowed else [True]), case
-
-
-def test_resets_without_eod_in_the_corpus_warn(one, tmp_path):
-    for last_token, wanted in ((3, [True]), (0, [])):
-        prefix = mk(one, tmp_path / str(last_token), [[1, 2, last_token]] * 9)
-        for flag in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
-            fields = {"create_attention_mask": True, flag: True}
-            _, messages = heard(gpt, one, prefix, 1, path_to_cache=tmp_path / flag, **fields)
+    for flag in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+        fields = {"create_attention_mask": True, flag: True}
+        for prefix, wanted in ((without, [True]), (with_eod, [])):
+            _, messages = heard(gpt, one, prefix, 1, path_to_cache=f"{prefix} {flag}", **fields)
             assert ["--append-eod" in message for message in messages] == wanted, flag
 
 
 def test_datasets_that_cannot_be(one, tmp_path):
     """Upstream never returns from a split without tokens."""
     for dtype, documents, error, words in (
-        (np.int32, [], ValueError, "train of split '1,0,0' holds no tokens"),
+        (np.int32, [], ValueError, "/p: train of split '1,0,0': 1 samples .* no tokens"),
         (np.int32, [0, 3], IndexError, "/p: .* documents are 0 to 2"),
         (np.int32, [-2, 0], IndexError, "/p: .* documents are 0 to 2"),
         (np.int32, [True, False], TypeError, "integers, got bool"),
@@ -1340,6 +1308,7 @@ def test_arrays_of_other_data_that_are_set(mm, toy, extra):
         ("sample_index", (1, 0), -1),
         ("sample_index", (1, 1), -1),
         ("sample_index", (1, 1), 99),
+        ("sample_index", (2, 0), -2),
         ("sample_index", (2, 0), 0),
         ("sample_index", (2, 0), 3),
         ("sample_index", (2, 1), -1),
@@ -1358,11 +1327,6 @@ def test_arrays_of_other_data_that_are_set(mm, toy, extra):
 # -- subclasses --------------------------------------------------------------------------------
 
 
-def with_class(cls, ds):
-    """A GPTDataset again, of another class."""
-    return cls(ds.dataset, ds.dataset_path, ds.indices, ds.num_samples, ds.index_split, ds.config)
-
-
 @pytest.mark.parametrize("calls_super", [True, False])
 def test_a_subclass_may_have_other_orders(mm, tmp_path, monkeypatch, calls_super):
     """They are asked for each time.  None but these are built, and only super()'s have a cache."""
@@ -1375,12 +1339,13 @@ def test_a_subclass_may_have_other_orders(mm, tmp_path, monkeypatch, calls_super
             rows = np.array([[0, 0], [0, 8], [0, 16]], np.int32)
             return int32(0), rows, np.array([0, 1], np.uint32)
 
-    plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(100)]), path_to_cache=str(tmp_path / "cache"))
+    prefix = mk(mm, tmp_path / "p", [np.arange(100)])
+    plain = gpt(mm, prefix)
     before = files_of(tmp_path)
     if not calls_super:
         monkeypatch.setattr(mm.GPTDataset, "_build_arrays", None)
     for _ in range(2):
-        ds = with_class(InOrder, plain)
+        ds = gpt(mm, prefix, cls=InOrder)
         again = InOrder.__new__(InOrder)  # as a pickle does, which a class of a test's own has not
         again.__setstate__(ds.__getstate__())
         for each in (ds, again):
@@ -1392,44 +1357,37 @@ def test_a_subclass_may_have_other_orders(mm, tmp_path, monkeypatch, calls_super
 
 def test_a_subclass_keeps_its_own_method(mm, tmp_path):
     """Here the sample behind the one that is asked for; also in a blend with one that C reads."""
-    plain = gpt(mm, mk(mm, tmp_path / "p", [np.arange(90)] * 3))
-    for base, method in (
-        (mm.BlendedDataset, "__getitem__"),
-        (mm.GPTDataset, "__getitem__"),
-        (mm.GPTDataset, "_query_document_sample_shuffle_indices"),
-        (mm.GPTDataset, "pieces"),
-    ):
-        of_base = getattr(base, method)
 
-        def of_next_sample(self, k, of_base=of_base):
-            return of_base(self, k + 1)
+    class Own(mm.GPTDataset):
+        def __getitem__(self, k):
+            return super().__getitem__(k + 1)
 
-        own = type("Own", (base,), {method: of_next_sample})
-        if base is mm.BlendedDataset:
-            found = read_in_all_ways(own([plain], [1], 10, plain.config), range(5))
-        else:
-            own = with_class(own, plain)
-            blend = mm.BlendedDataset([own, plain], [1, 1], 10, plain.config)
-            of_blend = read_in_all_ways(blend, range(10))
-            found = [*read_in_all_ways(own, range(5)), *[samples[::2] for samples in of_blend]]
-        for samples in found:
-            for k, sample in enumerate(samples):
-                same(sample["tokens"], plain[k + 1]["tokens"])
+    class OwnBlend(mm.BlendedDataset):
+        def __getitem__(self, k):
+            return super().__getitem__(k + 1)
+
+    prefix = mk(mm, tmp_path / "p", [np.arange(90)] * 3)
+    plain = gpt(mm, prefix)
+    own = gpt(mm, prefix, cls=Own)
+    blend = mm.BlendedDataset([own, plain], [1, 1], 10, plain.config)
+    found = [samples[::2] for samples in read_in_all_ways(blend, range(10))]
+    for data in (own, OwnBlend([plain], [1], 10, plain.config)):
+        found += read_in_all_ways(data, range(5))
+    for samples in found:
+        for k, sample in enumerate(samples):
+            same(sample["tokens"], plain[k + 1]["tokens"])
 
 
 def test_a_subclass_may_return_other_tokens_and_lengths(mm, tmp_path):
-    """Lengths of documents as in upstream's newest class; tokens are filled up to S + 1.
-
-    What it returns stays as it is.
-    """
+    """Lengths of documents as in upstream's newest class; tokens, which stay, are filled up."""
     kept = np.arange(10)
 
     class Own(mm.GPTDataset):
         def _query_document_sample_shuffle_indices(self, k):
             return kept[:k] if k < 11 else kept / 2, [], [2, 0, 3, 4]
 
-    fields = {"tokenizer": Tok(pad=7), "inter_document_masking": True}
-    own = with_class(Own, gpt(mm, mk(mm, tmp_path / "p", [np.arange(90)]), **fields))
+    prefix = mk(mm, tmp_path / "p", [np.arange(90)])
+    own = gpt(mm, prefix, cls=Own, tokenizer=Tok(pad=7), inter_document_masking=True)
     for whole, short in read_in_all_ways(own, [9, 5]):
         assert whole["cu_seqlens"].tolist() == [0, 2, 5, 8, 8, 8, 8, 8, 8]
         assert whole["max_seqlen"].item() == 3
@@ -1476,16 +1434,17 @@ def test_blends_by_a_loop(mm):
         n = int(rng.choice([rng.integers(1, 40), rng.integers(33, 300)]))  # C has loops for both
         shapes = [rng.random(n), rng.integers(1, 4, n), rng.dirichlet(np.full(n, 0.2)), np.ones(n)]
         weights = shapes[rng.integers(4)] + 1e-9  # with ties, near ties and tiny ones
-        if rng.random() < 0.7:
-            weights /= weights.sum()
+        weights /= weights.sum()
         size = int(rng.integers(0, 600 if n < 33 else 150))
         sizes = rng.integers(0, 2 + 200 // n, n)
         total = int(sizes.sum())
         of_weights = blend_by_a_loop([(size, weights.tolist())])
         of_sizes = blend_by_a_loop([(total, (sizes / max(total, 1)).tolist())], sizes.tolist())
+        of_limits = blend_by_a_loop([(total, weights.tolist())], sizes.tolist())
         for function, inputs, wanted in (
             (mm.build_blending_indices, (weights, n, size), of_weights),
             (mm.build_exhaustive_blending_indices, (sizes, n), of_sizes),
+            (mm._fill_blend, (weights, sizes.astype(float), total), of_limits),
         ):
             outputs = np.full(len(wanted) + 1, 77, np.int16), np.full(len(wanted) + 1, 77)
             function(*outputs, *inputs)
@@ -1507,10 +1466,7 @@ def blended(mm, sizes, weights, size, phases=None, **fields):
 def test_a_blend_by_counts(mm):
     """Without a size the weights are counts.  Upstream: counts that are floats are an error."""
     ds = blended(mm, [9, 9], [1.0, 3.0], None)
-    same(ds.dataset_index, np.array([1, 0, 1, 1], np.int16))
-    same(ds.dataset_sample_index, np.array([0, 0, 1, 2], np.int64))
-    assert (len(ds), len(blended(mm, [9, 9], [1, 1], 0))) == (4, 0)
-    assert len(blended(mm, [9, 9], [0, 1], 4).datasets) == 1
+    assert pairs_of(ds) == [(1, 0), (0, 0), (1, 1), (1, 2)]
     assert ds[3] == ds[-1] == {"dataset_id": 1, "sample": 2}
     long = blended(mm, [20_000] * 2, [1, 2], 30_000)  # more than are counted at a time
     same(long.samples_taken(), np.array([10_000, 20_000]))
@@ -1522,7 +1478,6 @@ def test_refused_blends(one):
         (([1, math.nan], 4), "weight of bare"),
         (([1, math.inf], 4), "weight of bare"),
         (([0, 0], 4), "sum"),
-        (([1], 4), "wanted 2 weights"),
         ((2, 4), "wanted 2 weights"),
         (([1.5, 2.5], None), "numbers of samples"),
         (([1, 1], -1), "size"),
@@ -1531,15 +1486,14 @@ def test_refused_blends(one):
         (([12, 10], None), "takes 12 .* has 9; .* takes 10 .* has 9"),
         (([1, 1], 4, [(4, [1, 1])]), "None"),  # phases stand for weights and size
         ((None, None, []), "wanted"),
-        ((None, None, [(4, [1])]), "phase 0: .*wanted 2 weights"),
         ((None, None, [(0, [1, 1])]), "phase 0: .*1 sample or more: got 0"),
         ((None, None, [(4.5, [1, 1])]), "phase 0: .*float"),
-        ((None, None, [(4, [1, 1]), (4, [1, -1])]), "phase 1: .*weight of bare"),
+        ((None, None, [(4, [1, 1]), (4, [1])]), "phase 1: .*wanted 2 weights"),
     ):
         with pytest.raises(ValueError, match=word):
             blended(one, [9, 9], *arguments)
     with pytest.raises(ValueError, match="phase 0: .*wanted 1 weights"):
-        build(one, [4, 0, 0], config(one, (["p"], None), blend_phases=[(4, [1, 1])]))
+        config(one, (["p"], None), blend_phases=[(4, [1, 1])])
 
 
 def pairs_of(ds):
@@ -1582,16 +1536,15 @@ def test_a_blend_has_the_samples_of_its_datasets(mm, tmp_path):
     for dtype in (np.uint8, np.uint16, np.int64):
         docs = random_docs(np.random.default_rng(len(prefixes)), vocab=5)
         prefixes.append(mk(mm, tmp_path / np.dtype(dtype).name, docs, dtype))
-    for fields, of_blend, of_last in (  # of all datasets, of the blend, of its last dataset
-        ({"create_attention_mask": True, "reset_attention_mask": True}, {}, {}),
-        ({"inter_document_masking": True}, {}, {}),
-        ({"reset_position_ids": True, "eod_mask_loss": True, "mmap_bin_files": False}, {}, {}),
-        ({}, {"sequence_length": 5}, {"eod_mask_loss": True, "random_seed": 5}),
+    for fields, of_last in (  # of the blend and its datasets, of its last dataset
+        ({"create_attention_mask": True, "reset_attention_mask": True}, {}),
+        ({"inter_document_masking": True}, {}),
+        ({"reset_position_ids": True, "eod_mask_loss": True, "mmap_bin_files": False}, {}),
+        ({}, {"eod_mask_loss": True, "random_seed": 5}),
     ):
         ds = quiet(build, mm, [30, 0, 0], config(mm, (prefixes, [1, 2, 3]), **fields))[0]
-        if of_blend:
-            parts = [*ds.datasets[:2], quiet(gpt, mm, prefixes[2], 30, **of_last)]
-            ds = mm.BlendedDataset(parts, [1, 2, 3], 30, config(mm, (prefixes, None), **of_blend))
+        if of_last:
+            ds.datasets[2] = quiet(gpt, mm, prefixes[2], 30, **of_last)
         indices = [7, 0, None, 29, 7, -1, 3, *range(12)]
         places = pairs_of(ds)
         wanted = []
@@ -1634,16 +1587,11 @@ def parts_of(dataset):
 
 
 def test_which_datasets_a_config_means(mm, corpora, caplog):
-    """One corpus is no blend, whatever its weight, and needs no size; a weight of 0 opens nothing.
-
-    Without weights it is one epoch of each corpus, or as many samples as are wanted.  Phases are
-    for train, and each corpus lasts for all of them.
-    """
+    """A weight of 0 opens nothing; phases are for train, and each corpus lasts for all of them."""
     short = mk(mm, "in/short", [[1, 2]])  # which has no sample
-    counts = [len(gpt(mm, prefix)) for prefix in corpora]
+    total = sum(len(gpt(mm, prefix)) for prefix in corpora)
     epoch = {"blend": ([A, short, B, C], None)}
-    of_epoch = [(A, 40, None), (B, 25, None), (C, 10, None)]
-    nothing = {"blend": ([short, short], None)}
+    of_epoch = [[(A, 40, None), (B, 25, None), (C, 10, None)], None, None]
     cut = {"blend": ([A], None), "split": "1,1,0"}
     own = {"blend_per_split": [([A, "in/none", B], [1, 0.0, 3]), ([C], [7]), None]}
     phases = {"blend": (corpora, [0, 1, 1]), "split": "8,1,1"}
@@ -1653,27 +1601,23 @@ def test_which_datasets_a_config_means(mm, corpora, caplog):
         [(B, 2, 4), (C, 1, 4)],
         [(B, 3, 4), (C, 1, 4)],
     ]
-    of_one = {"blend_per_split": [([A], None), None, None]}
-    of_one["blend_phases"] = [(9, [1]), (6, [1])]
+    of_one = {"blend_per_split": [([A], None), None, None], "blend_phases": [(9, [1]), (6, [1])]}
     no_share = ["5 samples are wanted of test"]
-    too_short = [f"train: an epoch has {sum(counts)} samples"]
+    too_short = ["1,000,000 samples are wanted of train"]
     for sizes, fields, wanted, size, warned in (
         ([40, 5, 0], own, [[(A, 40, 11), (B, 25, 31)], (C, 10, 5), None], 40, []),
-        ([40, None, 5], own, [[(A, 40, 11), (B, 25, 31)], (C, 10, None), None], 40, no_share),
-        ([None, None, None], epoch, [of_epoch, None, None], None, []),
-        ([10, 0, 0], epoch, [of_epoch, None, None], 10, []),
-        ([sum(counts), 0, 0], epoch, [of_epoch, None, None], sum(counts), []),
-        ([10**6, 0, 0], epoch, [of_epoch, None, None], sum(counts), too_short),
-        ([0, 0, 0], nothing, [None, None, None], None, []),
+        ([None, None, None], epoch, of_epoch, None, []),
+        ([total, 0, 0], epoch, of_epoch, total, []),
+        ([10**6, 0, 0], epoch, of_epoch, total, too_short),
+        ([0, 0, 0], {"blend": ([short, short], None)}, [None, None, None], None, []),
         ([0, 5, 5], cut, [(A, 20, 0), (A, 20, 5), None], None, no_share),
-        ([0, 5, None], cut, [(A, 20, 0), (A, 20, 5), None], None, []),
         ([15, 0, 0], of_one, [[(A, 40, 16)], None, None], 15, []),
         ([12, 5, 5], phases, of_phases, 16, []),
     ):
         built, messages = heard(build, mm, sizes, config(mm, **fields))
         assert [parts_of(dataset) for dataset in built] == wanted
         assert getattr(built[0], "size", None) == size
-        assert [message.partition(",")[0] for message in messages] == warned
+        assert [message.partition(", which")[0] for message in messages] == warned
     train, valid, _ = built
     assert train.phases == [(9, [0.5, 0.5, 0.0]), (7, [0.0, 1 / 3, 2 / 3])]
     assert pairs_of(train) == blend_by_a_loop(train.phases)
@@ -1701,6 +1645,9 @@ def test_datasets_of_the_users_own_are_built_side_by_side(one):
     all_threads = threading.Barrier(2, timeout=20)
 
     class Numbers(one.MegatronDataset):
+        build_low_level_dataset = mock.Mock(return_value=range(10, 20))
+        numel_low_level_dataset = len
+
         def __init__(self, numbers, path, documents, *others):
             all_threads.wait()
             assert isinstance(documents, np.ndarray), "as upstream gives them to a class"
@@ -1713,38 +1660,27 @@ def test_datasets_of_the_users_own_are_built_side_by_side(one):
             return {"number": self.dataset[self.indices[idx]]}
 
     cfg = config(one, (["ten", "too"], [3, 1]), split="5,5,0", num_dataset_builder_threads=2)
-    open_ten = mock.Mock(return_value=range(10, 20))
-    methods = {"build_low_level_dataset": open_ten, "numel_low_level_dataset": len}
-    for name, function in methods.items():
-        with pytest.raises(NotImplementedError, match=name):
-            build(one, [3, 3, 0], cfg, Numbers)
-        setattr(Numbers, name, function)
     train, valid, test = build(one, [3, 3, 0], cfg, Numbers)
     assert (parts_of(train), test) == ([("ten", 5, 4), ("too", 5, 2)], None)
     assert batch_of(valid, [0, 1, 2])["number"].tolist() == [15, 15, 16]
 
 
 def test_what_a_builder_refuses(one, corpora):
-    """Sizes before a file is opened.  Pairs of different tokenizers, in whatever split.
-
-    A pair without a record may be of any tokenizer.  Upstream builds them.
-    """
+    """A pair without a record may be of any tokenizer.  Upstream builds pairs of several."""
     two = ([A, B], [1, 1])
     sets = {"blend_per_split": [None, two, two], "multiple_validation_sets": True}
-    none = {"blend": (["in/none"], None)}
     for prefix, name in ((A, "bytes"), (B, "BPE")):
         one._write_record(prefix, {"class": name}, [])
     other_tokenizer = f"{B} was made with .*BPE.* that of {A} is .*bytes"
     for sizes, fields, words in (
-        ([1, 2], none, "sizes"),
-        ([-1, 0, 0], none, "train.*-1"),
-        ([0, math.inf, 0], none, "valid.*inf"),
+        ([1, 2], {"blend": (["in/none"], None)}, "expected 3"),
+        ([0, -1, 0], {"blend": two}, "sizes: .*-1"),
         ([None, 0, 0], {"blend": two}, "train .*needs a size"),
         ([0, None, None], sets, "test .*needs a size"),  # valid is two datasets, and test a blend
         ([0, 5, 9], sets | {"full_validation": True}, "must be None"),
         ([20, 0, 0], {"blend": two, "blend_phases": [(16, [1, 1])]}, "16 samples, but 20"),
         ([9, 0, 0], {}, "no blend is given"),
-        ([5, 0, 0], {"blend": ([mk(one, "in/short", [[1]])] * 2, None)}, "train: .* no corpus"),
+        ([5, 0, 0], {"blend": ([mk(one, "in/short", [[1]])] * 2, None)}, "finite sum > 0"),
         ([5, 5, 0], {"blend": ([C, A, B], [1, 1, 1])}, other_tokenizer),
         ([5, 5, 0], {"blend_per_split": [([A, C], None), ([B], None), None]}, other_tokenizer),
     ):
@@ -1800,15 +1736,13 @@ def rounds_of_turn(kind, total, micro, ranks, seed, turn, done):
         order = torch.randperm(total // micro * micro, generator=generator)
     else:
         of_rank = total // (micro * ranks) * micro
-        order = (
-            torch.randperm(of_rank, generator=generator)[:, None] + torch.arange(ranks) * of_rank
-        )
+        order = torch.randperm(of_rank, generator=generator)[:, None]
+        order = order + torch.arange(ranks) * of_rank
     rounds = []
     for part in order.flatten()[done:].split(micro * ranks):
-        if len(part) < micro * ranks:  # left out
-            break
-        dealt = part.view(ranks, micro) if kind == "single" else part.view(micro, ranks).T
-        rounds.append(dealt.tolist())
+        if len(part) == micro * ranks:  # a short one is left out
+            dealt = part.view(ranks, micro) if kind == "single" else part.view(micro, ranks).T
+            rounds.append(dealt.tolist())
     return rounds
 
 
@@ -1820,11 +1754,6 @@ def sampler_of(mm, kind, *sizes, seed=0, drop_last=True):
         total, consumed, _, *place = sizes
         return mm.MegatronFullValidationSampler(total, *place, consumed_samples=consumed)
     return mm.MegatronPretrainingRandomSampler(None, *sizes, kind == "sharded", seed=seed)
-
-
-def samplers(mm, kind, *sizes, ranks, **more):
-    """The samplers of all ranks; sizes: samples in all, consumed samples, micro-batch size."""
-    return [sampler_of(mm, kind, *sizes, rank, ranks, **more) for rank in range(ranks)]
 
 
 def rounds_of(samplers):
@@ -1847,7 +1776,8 @@ def test_an_order_is_dealt_round_by_round(one, kind):
         if kind != "single":
             done = int(rng.integers(total // per_round)) * per_round
             consumed = turn * (total - total % per_round) + done
-        all_ranks = samplers(one, kind, total, consumed, micro, ranks=ranks, seed=seed)
+        sizes = kind, total, consumed, micro
+        all_ranks = [sampler_of(one, *sizes, r, ranks, seed=seed) for r in range(ranks)]
         assert len(all_ranks[0]) == total // per_round, "that of a whole turn"
         for later in range(3):
             wanted = rounds_of_turn(kind, total, micro, ranks, seed, turn + later, done)
@@ -1856,12 +1786,16 @@ def test_an_order_is_dealt_round_by_round(one, kind):
 
 
 def test_a_last_short_round_is_shared_out(one):
-    """All ranks have equally many full batches, padded with None.  Upstream: they have not."""
+    """All ranks have equally many full batches, padded with None.  Upstream: they have not.
+
+    Full validation is just so, with one sample for each rank.
+    """
     for rng in cases(200):
         total, micro, ranks = rng.integers(1, [60, 5, 5]).tolist()
         consumed = int(rng.integers(total + 1))
-        sizes = total, consumed, micro
-        all_ranks = samplers(one, "single", *sizes, ranks=ranks, drop_last=False)
+        kind = "full_validation" if micro == 1 else "single"
+        sizes = kind, total, consumed, micro
+        all_ranks = [sampler_of(one, *sizes, r, ranks, drop_last=False) for r in range(ranks)]
         rounds = rounds_of(all_ranks)
         assert len(rounds) == math.ceil((total - consumed) / (micro * ranks))
         assert len(all_ranks[0]) == math.ceil(total / (micro * ranks)), "that of a whole turn"
@@ -1873,26 +1807,24 @@ def test_a_last_short_round_is_shared_out(one):
             assert max(counts) - min(counts) <= 1
             found += itertools.chain(*samples)
         assert found == list(range(consumed, total))
-        if micro == 1:  # full validation is just so
-            assert rounds_of(samplers(one, "full_validation", *sizes, ranks=ranks)) == rounds
 
 
 def test_a_sampler_refuses_sizes_and_places_that_cannot_be(one):
-    for kind, sizes, field in (  # see sampler_of
-        ("single", (0, 0, 1, 0, 1), "total_samples"),
+    for kind, sizes, words in (  # see sampler_of
+        ("single", (0, 0, 1, 0, 1), r"total_samples, .* got \[0, 1, 1\]"),
         ("single", (8, -1, 1, 0, 1), "consumed_samples"),
         ("single", (8, 9, 1, 0, 1), "consumed_samples"),
-        ("single", (8, 1.5, 1, 0, 1), "consumed_samples"),
-        ("single", (8, 0, 1.5, 0, 1), "micro_batch_size"),
-        ("single", (8, 0, "2", 0, 1), "micro_batch_size"),
         ("single", (8, 0, 1, 2, 2), "data_parallel_rank"),
         ("full_validation", (8, 0, 1, -1, 2), "data_parallel_rank"),
-        ("sharded", (3, 0, 2, 0, 2), "total_samples"),  # no whole round
+        ("sharded", (3, 0, 2, 0, 2), r"total_samples \(3\)"),  # no whole round
         ("unsharded", (64, 24, 16, 0, 2), "consumed_samples"),  # no whole number of rounds
         ("sharded", (8, -2, 2, 0, 1), "consumed_samples"),
     ):
-        with pytest.raises(ValueError, match=f"^{field}"):
+        with pytest.raises(ValueError, match=f"^{words}"):
             sampler_of(one, kind, *sizes)
+    for sizes in ((8, 1.5, 1, 0, 1), (8, 0, 1.5, 0, 1), (8.5, 0, 1, 0, 1), (8, 0, 1, 0, 1.5)):
+        with pytest.raises(TypeError):
+            sampler_of(one, "single", *sizes)
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -1914,6 +1846,11 @@ def fields_of(kind):
     if kind == "single":
         return {"dataloader_type": "single", "drop_last": False}
     return {"dataloader_type": "cyclic", "data_sharding": np.bool_(kind == "sharded")}
+
+
+def refusal(words):
+    """The ValueError that is wanted; of None: that there is none."""
+    return contextlib.nullcontext() if words is None else pytest.raises(ValueError, match=words)
 
 
 def loader_of(mm, dataset, consumed=0, **fields):
@@ -1942,14 +1879,9 @@ def test_a_run_goes_on_where_its_order_is_the_same(one):
         (20, 40, ("unsharded", 4, 1), ("unsharded", 4, 2), "done in the turn"),
         (64, 8, ("unsharded", 4, 1), ("unsharded", 4, 4), "consumed_samples"),  # within a round
     ):
-        state = loader(total, before, consumed).state_dict()
         resumed = loader(total, after)
-        if refused:
-            with pytest.raises(ValueError, match=refused):
-                resumed.load_state_dict(state)
-        else:
-            resumed.load_state_dict(state)
-            assert len(resumed) == len(loader(total, after)), "that of a whole turn"
+        with refusal(refused):
+            resumed.load_state_dict(loader(total, before, consumed).state_dict())
             same_batches(resumed, loader(total, after, consumed))
 
 
@@ -1967,35 +1899,26 @@ def test_groups_of_one_process_and_what_cannot_be(one, monkeypatch):
     for kind in ("tp", "dp-cp", "cp-pp"):  # any kind has a size, though not a process group
         assert (groups.rank(kind), groups.size(kind)) == (0, 1)
     assert groups.group("tp") is None
-    with pytest.raises(ValueError, match="cp-pp"):
-        groups.group("cp-pp")
     with pytest.raises(ValueError, match="tp-ep"):
         groups.rank_lists("tp-ep")
-    with pytest.raises(ValueError, match="context=0"):
-        groups.rank_lists("tp", context=0)
     for tensor in (0, 2):
         with pytest.raises(ValueError, match=f"tensor {tensor}"):
             one.ParallelGroups(tensor=tensor)
     monkeypatch.setenv("WORLD_SIZE", "4")  # every rank would be rank 0 of one
-    with pytest.raises(ValueError, match="WORLD_SIZE"):
+    with pytest.raises(ValueError, match="WORLD_SIZE is 4"):
         one.ParallelGroups()
 
 
-def test_batches_of_a_job_with_nccl_travel_over_gloo_to_the_gpu(one, monkeypatch):
+def test_batches_of_a_job_with_nccl_travel_over_gloo_to_the_gpu(one, group, monkeypatch):
     """One process, whose backend is not gloo alone."""
-    torch.distributed.init_process_group(
-        "cpu:gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    try:
+    both = "cpu:gloo,cuda:nccl"
+    with mock.patch.object(torch.distributed, "get_backend", return_value=both):
         groups = one.ParallelGroups()
-        assert groups.batch_group is not groups.group("tp")
-        assert torch.distributed.get_backend(groups.batch_group) == "gloo"
-        assert one._device_of_group() == torch.device("cpu")
-        both = mock.Mock(return_value="cpu:gloo,cuda:nccl")
-        monkeypatch.setattr(torch.distributed, "get_backend_config", both)
-        assert one._device_of_group() == torch.device("cuda")
-    finally:
-        torch.distributed.destroy_process_group()
+    assert groups.batch_group is not groups.group("tp")
+    assert torch.distributed.get_backend(groups.batch_group) == "gloo"
+    assert one._device_of_group() == torch.device("cpu")
+    monkeypatch.setattr(torch.distributed, "get_backend_config", mock.Mock(return_value=both))
+    assert one._device_of_group() == torch.device("cuda")
 
 
 # -- A batch that one process reads for itself -------------------------------------------------
@@ -2011,11 +1934,11 @@ PACKED = {"packed": True}
 def hand_made_batch(rng, rows=ROWS, length=LENGTH):
     """A batch as a loader's, in which all tokens count; with any positions.
 
-    Its mask is any that hides no first token from a last one, as one that keeps documents apart.
+    Its mask is any, but a last token may not attend to the first, nor to itself.
     """
     ids = torch.from_numpy(rng.integers(0, 50, (rows, length + 1)))
     mask = torch.from_numpy(rng.random((rows, 1, length, length)) < 0.5)
-    mask[:, 0, -1, 0] = False
+    mask[:, 0, -1, [0, -1]] = True
     return {
         "tokens": ids[:, :-1].contiguous(),
         "labels": ids[:, 1:].contiguous(),
@@ -2089,18 +2012,14 @@ def test_a_batch_that_does_not_fit_is_refused(one, tmp_path):
     fields = WITH_MASK | {"reset_attention_mask": True, "sequence_length": LENGTH}
     apart = batch_of(gpt(one, prefix, **fields), range(ROWS))
     for batch, options, word in (
-        (plain | {"tokens": torch.zeros(2, 7, dtype=torch.int64)}, {}, "tokens.*wanted shape"),
-        (plain | {"tokens": torch.zeros(2, 16)}, {}, "tokens.*wanted torch.int64"),
-        (plain | {"attention_mask": None}, WITH_MASK, "attention_mask"),
+        (plain | {"tokens": torch.zeros(1, 16)}, {}, "tokens.*wanted shape"),
+        (plain | {"attention_mask": None}, WITH_MASK, "attention_mask.*got None"),
         (plain, PACKED, "packed=True does not fit"),
         (packed, {}, "packed=False does not fit"),
         (apart, {}, "keeps documents apart.*create_attention_mask=True, or batches without"),
-        ([], {}, "wanted a batch as a dict"),
     ):
         with pytest.raises(ValueError, match=word):
             one.get_batch(iter([batch]), one.ParallelGroups(), **SHAPE, **options)
-    with pytest.raises(ValueError, match="data_iterator"):
-        one.get_batch(None, one.ParallelGroups(), **SHAPE)
 
 
 # -- The cut for context parallelism -----------------------------------------------------------
@@ -2132,26 +2051,25 @@ def test_documents_are_cut_one_by_one_or_as_a_row(one):
 
 def test_what_cannot_be_cut_is_refused(one):
     """Upstream: another error, or none.  A stage between knows a row from cu_seqlens alone."""
-    by_row = {"use_per_sequence_balancing": True}
     rest = 13 * [16]  # cu_seqlens has an entry more than a row has tokens
-    for cu_seqlens, options, word in (
-        ([[0, 4, *9 * [10]]], by_row, "a row of 10 tokens"),
-        ([[0, 8, 16, 16, *rest], [0, 4, 10, 16, *rest]], {}, "document 1 of row 1.*per_sequence"),
-        ([[0, 12, 8, 16, *rest]], {}, "cu_seqlens of row 0"),  # out of order
-        ([[-8, 8, 8, 16, *rest]], {}, "cu_seqlens of row 0"),  # before the row
-        ([[0, 8, 24, 24, *rest]], {}, "cu_seqlens of row 0"),  # behind it
+    for cu_seqlens, by_row, words in (
+        ([[0, 4, *9 * [10]]], True, "a row of 10 tokens"),
+        ([[0, 8, 16, 16, *rest], [0, 4, 10, 16, *rest]], False, "t 1 of row 1.*per_sequence_"),
+        ([[0, 12, 8, 16, *rest]], False, "1 of row 0 has -4 tokens"),  # out of order
+        ([[-8, 8, 8, 16, *rest]], False, "0 of row 0 has -8 tokens"),  # before the row
+        ([[0, 8, 24, 24, *rest]], False, "2 of row 0 has -8 tokens"),  # behind it
+        ([[0, 4, *7 * [8]]], False, None),
     ):
         part = dict.fromkeys(FIVE) | {"cu_seqlens": torch.tensor(cu_seqlens)}
         for tokens in (None, torch.zeros(2, len(cu_seqlens[0]) - 1)):
-            with pytest.raises(ValueError, match=word):
-                one.get_batch_on_this_cp_rank(part | {"tokens": tokens}, 1, 2, **options)
-    whole = {"tokens": torch.zeros(2, 10)}
-    for rank, word in ((1, "a row of 10 tokens"), (2, "cp_rank")):
-        with pytest.raises(ValueError, match=word):
-            one.get_batch_on_this_cp_rank(whole, rank, 2)
-    between = dict.fromkeys(FIVE) | {"cu_seqlens": torch.tensor([[0, 4, 8, 8, 8, 8, 8, 8, 8]])}
-    assert one.get_batch_on_this_cp_rank(between, 1, 2) == between
-    assert one.get_batch_on_this_cp_rank({}, 1, 2) == {}
+            with refusal(words):
+                one.get_batch_on_this_cp_rank(
+                    part | {"tokens": tokens}, 1, 2, use_per_sequence_balancing=by_row
+                )
+    for rank, words in ((1, "a row of 10 tokens"), (2, "cp_rank")):
+        with refusal(words):
+            one.get_batch_on_this_cp_rank({"tokens": torch.zeros(2, 10)}, rank, 2)
+    assert one.get_batch_on_this_cp_rank(dict.fromkeys(FIVE), 1, 2) == dict.fromkeys(FIVE)
 
 
 # -- Jobs of real processes --------------------------------------------------------------------
@@ -2227,8 +2145,6 @@ def check_groups(job, groups, layout):
         [mine] = [ranks for ranks in lists if job.rank in ranks]
         assert torch.distributed.get_process_group_ranks(groups.group(kind)) == mine
         assert (groups.rank(kind), groups.size(kind)) == (mine.index(job.rank), len(mine))
-    assert groups.is_first_stage == (groups.rank("pp") == 0)
-    assert groups.is_last_stage == (groups.rank("pp") == groups.size("pp") - 1)
 
 
 RESETS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
@@ -2357,7 +2273,6 @@ def test_batches_are_pinned_where_there_is_a_gpu(c, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", yes)
     monkeypatch.setattr(torch.Tensor, "pin_memory", mock.Mock(return_value=5))
     loader = loader_of(c, dataset_of(c, tmp_path, "plain"))
-    assert loader.pin_memory
     assert set(next(iter(loader)).values()) == {5}
 
 
@@ -2371,12 +2286,29 @@ def test_which_loader(one, monkeypatch):
     assert next(iter(shuffled)).tolist() == [4, 0, 7, 3, 2, 5, 1, 6]  # that of seed 0
     whole = loader_of(one, range(9), data_parallel_size=2, full_validation=True)
     assert [batch.tolist() for batch in whole] == [[0], [2], [4], [6], [8]]  # none is left out
-    some = torch.utils.data.Subset(Numbers(9), range(5, 8))
+    some = torch.utils.data.Subset(torch.utils.data.Subset(Numbers(9), range(4, 9)), [1, 2, 3])
     ranks = {"data_parallel_rank": 1, "data_parallel_size": 2}
     padded = loader_of(one, some, full_validation=True, **ranks)
     assert [batch["k"].tolist() for batch in padded] == [[6], [-1]]
     sampler = one.MegatronPretrainingSampler(8, 0, 4, 0, 1)
     assert list(one.PretrainingDataLoader(Numbers(8), sampler, collate_fn=len)) == [4, 4]
+    for data, fields, words in (
+        (Numbers(9), {"dataloader_type": "odd"}, "dataloader_type"),
+        (Numbers(9), {"num_workers": -1}, "num_workers"),
+        ([Numbers(9)] * 2, {}, "got 2 datasets.*a loader for each"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            loader_of(one, data, **fields)
+    with pytest.raises(ValueError, match="in_order=False"):
+        one.PretrainingDataLoader(Numbers(8), sampler, in_order=False)
+    with pytest.warns(UserWarning, match="6 samples are fewer than the 16 of a round"):
+        assert list(loader_of(one, Numbers(6), micro_batch_size=16)) == []
+    ending = loader_of(one, Numbers(9))
+    with mock.patch.object(Numbers, "__getitem__", side_effect=[1, 2, 3, 4, StopIteration]):
+        batches = iter(ending)
+        next(batches)
+        with pytest.raises(RuntimeError, match="the batches ended at sample 4, not at 8"):
+            next(batches)
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     given = {"data_parallel_rank": 0, "data_parallel_size": 1}
@@ -2390,20 +2322,6 @@ def test_which_loader(one, monkeypatch):
     with mock.patch.multiple(one, _is_distributed=yes):  # which counts, where it is initialized
         with mock.patch.object(torch.distributed, "get_world_size", return_value=1):
             assert len(loader_of(one, Numbers(9))) == 2
-
-
-def test_what_a_loader_refuses(one):
-    """An order that cannot be counted, say, or a list of validation sets."""
-    for field, value in (("dataloader_type", "odd"), ("num_workers", -1)):
-        with pytest.raises(ValueError, match=field):
-            loader_of(one, [1, 2], **{field: value})
-    with pytest.raises(ValueError, match="got 2 datasets.*a loader for each"):
-        loader_of(one, [Numbers(9)] * 2)
-    with pytest.raises(ValueError, match="in_order=False"):
-        sampler = one.MegatronPretrainingSampler(8, 0, 4, 0, 1)
-        one.PretrainingDataLoader(Numbers(8), sampler, in_order=False)
-    with pytest.warns(UserWarning, match="6 samples are fewer than the 16 of a round"):
-        assert list(loader_of(one, Numbers(6), micro_batch_size=16)) == []
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])
@@ -2463,17 +2381,15 @@ def test_which_iterator_goes_on_where_a_state_was_taken(one, kind):
     """
     fields = {} if kind == "whole rounds" else fields_of(kind)
     loader = loader_of(one, Numbers(23), **fields)
-    fresh = loader_of(one, Numbers(23), **fields)
+    whole = list(loader_of(one, Numbers(23), **fields))
     running = iter(loader)
     found = [next(running), next(running)]
     state = loader.state_dict()
-    next(running)
     loader.load_state_dict(state)
     with pytest.raises(RuntimeError, match="load_state_dict"):
         next(running)
-    assert loader.state_dict() == state
-    found += itertools.islice(loader, 4 if kind == "single" else 3)
-    same_batches(found, loader_of(one, Numbers(23), **fields))
+    found += itertools.islice(loader, len(whole) - 2)
+    same_batches(found, whole)
     assert heard(next, iter(loader))[1] == []
     for _ in range(2):  # loaded again: that is no iterator to be warned of
         loader.load_state_dict(state)
@@ -2481,8 +2397,7 @@ def test_which_iterator_goes_on_where_a_state_was_taken(one, kind):
     begin = 12 if kind in SHUFFLED else 0
     with pytest.warns(UserWarning, match=f"at sample 12, and this one begins at sample {begin}:"):
         next(iter(loader))
-    for which in (loader, fresh, fresh):  # nor are those that did not go on from a state
-        assert heard(next, iter(which))[1] == []
+    assert heard(next, iter(loader))[1] == []  # it did not go on from a state
 
 
 @pytest.mark.parametrize("kind", ["single", *SHUFFLED])
@@ -2491,18 +2406,17 @@ def test_of_two_iterators_the_newest_counts(one, kind):
 
     A pass in order starts at 0; a shuffled one goes on, and counts the samples of all turns.
     """
-    whole = [batch["k"].tolist() for batch in loader_of(one, Numbers(64), **fields_of(kind))]
+    whole = list(loader_of(one, Numbers(64), **fields_of(kind)))
     loader = loader_of(one, Numbers(64), **fields_of(kind))
     start = 1 if kind in SHUFFLED else 0
     older = iter(loader)
-    found = [next(older)["k"].tolist()]
+    same_samples(next(older), whole[0])
     newest = iter(loader)
-    assert next(newest)["k"].tolist() == whole[start]
-    found += [batch["k"].tolist() for batch in older]
-    assert found == whole
+    same_samples(next(newest), whole[start])
+    same_batches(older, whole[1:])
     assert loader.state_dict()["consumed_samples"] == 4 * (start + 1)
-    assert [batch["k"].tolist() for batch in newest] == whole[start + 1 :]
-    list(loader)
+    same_batches(newest, whole[start + 1 :])
+    same_batches(loader, loader_of(one, Numbers(64), 64 * start, **fields_of(kind)))
     assert loader.state_dict()["consumed_samples"] == 64 * (start + 1)
 
 
@@ -2513,12 +2427,10 @@ def test_with_persistent_workers_an_older_iterator_raises(one):
     older = iter(loader)
     next(older)
     newest = iter(loader)
-    found = next(newest)["k"].tolist()
+    found = [next(newest)]
     with pytest.raises(RuntimeError, match="a newer iterator has begun"):
         next(older)
-    for batch in newest:
-        found += batch["k"].tolist()
-    assert found == list(range(12))
+    same_batches(found + list(newest), loader_of(one, Numbers(12)))
 
 
 # -- The generators and the default device of the process --------------------------------------
@@ -2527,15 +2439,13 @@ def test_with_persistent_workers_an_older_iterator_raises(one):
 def test_samples_are_on_the_cpu_and_no_global_generator_is_drawn_from(mm, tmp_path):
     """With masks, of a blend, of chats; whatever the default device is, here one without values."""
     texts = [" ".join(str(n) for n in range(k, k + 9)) for k in range(12)]
+    source = jsonl(tmp_path / "t", texts)
+    chat = jsonl(tmp_path / "chat.jsonl", [ROW] * 12, "messages")
     generators = states_of_generators()
     found = {"cpu": [], "meta": []}
     for device, samples in found.items():
         with torch.device(device):
-            chat = jsonl(tmp_path / "chat.jsonl", [ROW] * 12, "messages")
-            prefix = tmp_path / device
-            pair = mm.preprocess(jsonl(tmp_path / "t", texts), prefix, Tok(), append_eod=True)[
-                "text"
-            ]
+            pair = mm.preprocess(source, tmp_path / device, Tok(), append_eod=True)["text"]
             for cls, prefixes, fields in (
                 (mm.GPTDataset, [pair], WITH_MASK | RESETS),
                 (mm.GPTDataset, [pair, pair], DOCUMENTS),
@@ -2574,11 +2484,6 @@ def test_what_worker_processes_draw_depends_on_the_seed_the_rank_and_the_place(o
 # -- The state: what it holds ------------------------------------------------------------------
 
 
-def state_of(mm, dataset, consumed, **fields):
-    """The state after so many samples."""
-    return loader_of(mm, dataset, consumed, **fields).state_dict()
-
-
 class Wrapped(Numbers):
     """A dataset that makes its samples of another's, if it has one; they may not be read here."""
 
@@ -2591,17 +2496,14 @@ class Wrapped(Numbers):
         pytest.fail("a file is opened by whoever reads first, and then workers share its place")
 
 
-def goes_on_or_is_refused(mm, before, after, consumed, words, **fields):
-    """A job with other data goes on from a state, or these words say what differs, if not None."""
-    state = state_of(mm, before, consumed, **fields)
-    loader = loader_of(mm, after, **fields)
-    if words is None:
-        loader.load_state_dict(state)
-        assert loader.state_dict()["consumed_samples"] == consumed
-    else:
+def load_state_of(before, after, consumed, words):
+    """A loader loads the state of another one: of other data, or what differs is said."""
+    before.consumed_samples = consumed
+    if words is not None:
         words = f"^the state does not fit: {words}.*stable_order=True.*strict=False"
-        with pytest.raises(ValueError, match=words):
-            loader.load_state_dict(state)
+    with refusal(words):
+        after.load_state_dict(before.state_dict())
+        assert after.consumed_samples == consumed
 
 
 def test_the_state_of_a_blend_by_hand(one, tmp_path):
@@ -2632,8 +2534,8 @@ def test_the_state_of_a_blend_by_hand(one, tmp_path):
     data["which corpus gave which sample (weights, blend_phases)"] = order
     past = json.dumps({"sampler": {"kind of the sampler": "single"}, "data": data})
     wanted = {"version": 7, "consumed_samples": 6, "past": past}
-    assert state_of(one, blend, 6, micro_batch_size=2) == wanted
-    assert state_of(one, blend, 0)["past"] == "{}", "nothing was consumed"
+    assert loader_of(one, blend, 6, micro_batch_size=2).state_dict() == wanted
+    assert loader_of(one, blend).state_dict()["past"] == "{}", "nothing was consumed"
 
 
 def test_no_sample_is_read_for_a_state_and_no_storage_is_asked(one):
@@ -2647,7 +2549,7 @@ def test_no_sample_is_read_for_a_state_and_no_storage_is_asked(one):
     blend = one.BlendedDataset([part] * 3, None, None, config(one), phases=phases)
     data = torch.utils.data.Subset(blend, range(60))
     part.fingerprint = part.dataset.fingerprint = mock.Mock(return_value=5)
-    states = [state_of(one, data, consumed) for consumed in (8, 20, 12, 40, 4)]
+    states = [loader_of(one, data, n).state_dict() for n in (8, 20, 12, 40, 4)]
     loader = loader_of(one, data)
     part.fingerprint.side_effect = OSError("the storage does not answer")
     with mock.patch.object(one, "_count_datasets", wraps=one._count_datasets) as counts:
@@ -2662,8 +2564,10 @@ def test_no_sample_is_read_for_a_state_and_no_storage_is_asked(one):
 # -- The state: of two runs --------------------------------------------------------------------
 
 
-def data_of_run(mm, folder, corpora="ab", mix=((40, (1, 2)),), samples=None, which=0, **fields):
-    """Corpora that are mixed by phases, or laid end to end; or the given samples of them."""
+def loader_of_run(
+    mm, folder, corpora="ab", mix=((40, (1, 2)),), samples=None, which=0, order="single", **fields
+):
+    """A loader of corpora that are mixed by phases, or laid end to end; or of some samples."""
     prefixes = [str(folder / name) for name in corpora]
     if mix is not None:
         mix = [(count, weights[: len(corpora)]) for count, weights in mix]
@@ -2671,7 +2575,10 @@ def data_of_run(mm, folder, corpora="ab", mix=((40, (1, 2)),), samples=None, whi
     sizes = [0, 0, 0]
     sizes[which] = None
     data = build(mm, sizes, config(mm, (prefixes, None), **fields))[which]
-    return data if samples is None else torch.utils.data.Subset(data, samples)
+    if samples is not None:
+        data = torch.utils.data.Subset(data, samples)
+    kind, _, seed = order.partition(" ")
+    return loader_of(mm, data, **fields_of(kind), seed=int(seed or 0))
 
 
 U = (1, 2)  # weights of phases, as V and W
@@ -2679,35 +2586,23 @@ V = (2, 1)
 W = (1, 1)
 TWO_PHASES = {"mix": [(24, U), (24, V)]}
 UNSTABLE = {"stable_order": False}
-FEW_OF_B = UNSTABLE | {"mix": [(4, (1, 0)), (1, (0, 1)), (95, (1, 0))]}
-B_GROWS = {"mix": [*FEW_OF_B["mix"], (300, (0, 1))]}  # by epochs, so its sample 0 is another
 OTHER_MIX = r"which corpus gave which sample \(weights, blend_phases\) was \d+ in the state, and is"
-RUNS = [  # order; a run, what is another in the next one; what is said of it, or None: it fits
-    ("single", {}, {"corpora": ["copies/of a", "copies/b"]}, None),
-    ("single", {}, {"mix": [(99, U)]}, None),
-    ("single", {}, {"corpora": "abc", "mix": [(40, (1, 2, 0)), (9, (1, 1, 1))]}, None),
-    ("single", TWO_PHASES, {"mix": [(24, U), (99, V), (9, W)]}, None),
-    ("single", TWO_PHASES, {"mix": [(24, U), (16, V), (9, W)]}, None),
-    ("single", TWO_PHASES, {"mix": [(48, U)]}, OTHER_MIX),
-    ("single", TWO_PHASES, {"mix": [(48, (1, 0))]}, OTHER_MIX),
-    ("single", {"mix": [(48, (1, 0))]}, TWO_PHASES, OTHER_MIX),
-    ("single", TWO_PHASES, {"mix": [(24, U), (24, W)]}, OTHER_MIX),
-    ("single", UNSTABLE | {"mix": [(400, U)]}, {"mix": [(40, V)]}, OTHER_MIX),  # epochs, too
-    ("single", {}, {"corpora": "a", "mix": None}, "class was BlendedDataset in .* is GPTDataset"),
-    (
-        "single",
-        {},
-        {"corpora": "ba"},
-        r"bin_size of fingerprint of corpus 0 \(b\) was \d+ in .* is",
-    ),
-    ("single", {}, {"corpora": ["other tokens/a", "b"]}, r"bin_ends_crc32 of .*corpus 0 \(a\) was"),
-    ("single", {}, {"random_seed": 2}, r"random_seed of corpus 0 \(a\) was 1234 in the .* is 2\."),
-    ("sharded", {}, {"random_seed": 2}, r"random_seed of corpus 0 \(a\) was 1234"),
-    ("single", {}, {"sequence_length": 9}, r"sequence_length of corpus 0 \(a\) was 8 in .* is 9\."),
-    ("single", {}, {"split": "8,2,0"}, r"documents \(split\) of corpus 0 \(a\) was range\(0, 40"),
-    ("single", UNSTABLE, {"mix": [(400, U)]}, "stable_order, or one epoch of .* True .* False"),
-    ("single", FEW_OF_B, B_GROWS, r"stable_order, or one epoch of corpus 1 \(b\) was True"),
-    ("single", {"samples": range(0, 40, 2)}, {"samples": range(8, 40)}, "indices was"),
+RUNS = [  # a run; what is another in the next one; what is said of it, or None: it fits
+    ({}, {"corpora": ["copies/of a", "copies/b"]}, None),
+    ({}, {"mix": [(99, U)]}, None),
+    ({}, {"corpora": "abc", "mix": [(40, (1, 2, 0)), (9, (1, 1, 1))]}, None),
+    (TWO_PHASES, {"mix": [(24, U), (16, V), (9, W)]}, None),
+    (TWO_PHASES, {"mix": [(48, U)]}, OTHER_MIX),
+    (TWO_PHASES, {"mix": [(48, (1, 0))]}, OTHER_MIX),  # and nothing is known of b
+    ({"mix": [(48, (1, 0))]}, TWO_PHASES, OTHER_MIX),
+    (UNSTABLE | {"mix": [(400, U)]}, {"mix": [(40, V)]}, OTHER_MIX),  # epochs, too
+    ({}, {"corpora": "a", "mix": None}, "class was BlendedDataset in .* is GPTDataset"),
+    ({}, {"corpora": "ba"}, r"bin_size of fingerprint of corpus 0 \(b\) was \d+ in .* is"),
+    ({}, {"corpora": ["other tokens/a", "b"]}, r"bin_ends_crc32 of .*corpus 0 \(a\) was"),
+    ({}, {"random_seed": 2}, r"random_seed of corpus 0 \(a\) was 1234 in the .* is 2\."),
+    ({}, {"split": "8,2,0"}, r"documents \(split\) of corpus 0 \(a\) was range\(0, 40"),
+    (UNSTABLE, {"mix": [(400, U)]}, "stable_order, or one epoch of .* True .* False"),
+    ({"samples": range(0, 40, 2)}, {"samples": range(8, 40)}, "indices was"),
 ]
 
 
@@ -2730,13 +2625,12 @@ def consumed_texts(loader, consumed):
 def test_a_state_fits_where_the_samples_are_equal(one, tmp_path):
     """Where they are not, the error says what differs, and what to do."""
     make_corpora(one, tmp_path)
-    for kind, run, changes, words in RUNS:
-        before = data_of_run(one, tmp_path, **run)
-        after = data_of_run(one, tmp_path, **run | changes)
-        consumed = min(40, len(before))
-        texts = [consumed_texts(loader_of(one, data), consumed) for data in (before, after)]
-        assert (texts[0] == texts[1]) == (words is None), changes
-        goes_on_or_is_refused(one, before, after, consumed, words, **fields_of(kind))
+    for run, changes, words in RUNS:
+        before = loader_of_run(one, tmp_path, **run)
+        after = loader_of_run(one, tmp_path, **run | changes)
+        n = min(40, len(before.dataset))
+        assert (consumed_texts(before, n) == consumed_texts(after, n)) == (words is None), changes
+        load_state_of(before, after, n, words)
 
 
 VALUES = {  # of each setting of a random run
@@ -2755,16 +2649,15 @@ VALUES = {  # of each setting of a random run
     "drop_last_partial_validation_sequence": [True, False],
     "stable_order": [True, False],
     "add_extra_token_to_sequence": [True, True, False],
-    "kind": ["single", "single", *SHUFFLED],  # of the order, as seed
-    "seed": [0, 1],
+    "order": ["single", "single", "unsharded 0", "unsharded 1", "sharded 0", "sharded 1"],
 }
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [10, pytest.param(300, marks=pytest.mark.slow)])
 def test_of_random_runs_a_state_fits_only_where_the_samples_are_equal(one, tmp_path, count):
     """It prints what refused how many runs, also of those whose consumed samples are equal.
 
-    Three times as many: MEGATRON_MIN_CASES=3 pytest -m slow -s -k random_runs
+    Ten times as many: MEGATRON_MIN_CASES=10 pytest -m slow -s -k random_runs
     """
     make_corpora(one, tmp_path)
     no_folder = str(tmp_path / "a.bin")  # the arrays stay in memory
@@ -2774,23 +2667,19 @@ def test_of_random_runs_a_state_fits_only_where_the_samples_are_equal(one, tmp_p
         other = dict(run)
         for name in rng.permutation(list(VALUES))[: rng.integers(1, 3)]:
             other[name] = VALUES[name][rng.integers(len(VALUES[name]))]
-        loaders = []
-        for fields in (dict(run), dict(other)):
-            order = fields_of(fields.pop("kind")) | {"seed": fields.pop("seed")}
-            data = quiet(data_of_run, one, tmp_path, path_to_cache=no_folder, **fields)
-            loaders.append(loader_of(one, data, **order))
-        most = min(len(loader.dataset) for loader in loaders) // 4
-        before, after = loaders
+        before, after = (
+            quiet(loader_of_run, one, tmp_path, path_to_cache=no_folder, **fields)
+            for fields in (run, other)
+        )
+        most = min(len(before.dataset), len(after.dataset)) // 4
         before.consumed_samples = consumed = 4 * int(rng.integers(1, most + 1))
-        state = before.state_dict()
         same_texts = consumed_texts(before, consumed) == consumed_texts(after, consumed)
         words = "it fits"
         try:
-            after.load_state_dict(state)
+            after.load_state_dict(before.state_dict())
         except ValueError as error:
-            words = re.match(
-                "the state does not fit: (.+?)(?: of (?:corpus|data) .*?)? was ", str(error)
-            )[1]
+            pattern = "the state does not fit: (.+?)(?: of (?:corpus|data) .*?)? was "
+            words = re.match(pattern, str(error))[1]
         assert same_texts or words != "it fits", (run, other)
         found[words, "equal" if same_texts else "other samples"] += 1
     print(found)
@@ -2800,12 +2689,9 @@ def test_of_random_runs_a_state_fits_only_where_the_samples_are_equal(one, tmp_p
 # -- The state: datasets of other classes ------------------------------------------------------
 
 
-def reader(lengths, *fingerprint):
-    """A reader of the user's own; with a fingerprint(), if one is given."""
-    found = types.SimpleNamespace(sequence_lengths=np.array(lengths, np.int32))
-    if fingerprint:
-        found.fingerprint = mock.Mock(return_value=fingerprint[0])
-    return found
+def reader(lengths, **methods):
+    """A reader of the user's own."""
+    return types.SimpleNamespace(sequence_lengths=np.array(lengths, np.int32), **methods)
 
 
 def test_what_a_state_asks_of_other_classes(one, tmp_path):
@@ -2845,64 +2731,49 @@ def test_what_a_state_asks_of_other_classes(one, tmp_path):
         phases = [(samples, (1, 1)) for samples in phases]
         return cls([plain(80), plain(80)], None, None, plain().config, phases=phases)
 
-    named = [reader([9], {"name": name}) for name in "ab"]
+    named = [reader([90, 80], fingerprint=functools.partial(dict, name=name)) for name in "ab"]
     short = {"split": "valid", "drop_last_partial_validation_sequence": False}
     renamed = type("Renamed", (Wrapped,), {})
-    permuted = [with_class(Permuted, plain(random_seed=seed)) for seed in (1, 1, 2)]
+    permuted = [plain(cls=Permuted, random_seed=seed) for seed in (1, 1, 2)]
     later = plain()
     later.config.random_seed = 5  # after it was built
     for before, after, words in (
         (plain(), later, None),
-        (plain(), plain(200), None),
         (plain(**short), plain(80, **short), "epochs was 1 in"),  # its last sample was short
         (plain(documents=np.array([3, 0, 9])), plain(documents=np.array([3, 9, 0])), "documents"),
         (part(range(40)), part([*range(40), 60, 70]), None),
         (part([5, -1] * 16), part([5, len(plain(80)) - 1] * 16), None),
-        (part([5, -1] * 16), part([5, 60] * 16), "indices was"),
         (part(range(40)), part(range(40), random_seed=5), r"random_seed of data \(p\) was 1234"),
         (Wrapped(plain()), Wrapped(plain(400)), None),
         (Wrapped(blend(one.BlendedDataset, 40)), Wrapped(blend(one.BlendedDataset, 32, 60)), None),
         (Wrapped(plain()), Wrapped(plain(random_seed=5)), "random_seed of data .* was 1234"),
         (Wrapped(), renamed(), "class was Wrapped in the state, and is Renamed"),
-        (Wrapped(reader([9])), Wrapped(reader([8])), None),  # which is not seen
         (Wrapped(named[0]), Wrapped(named[1]), "name of fingerprint of data .* was a in"),
         (over(reader([90, 80])), over(reader([80, 90])), r"sequence_lengths \(CRC-32\) was"),
-        (over(reader([90] * 2, 1)), over(reader([90] * 2, 2)), "fingerprint was 1 in"),
+        (over(named[0]), over(named[1]), "name of fingerprint was a in"),
         (*permuted[:2], None),
         (*permuted[1:], r"document_index \(CRC-32\) was"),
         (blend(Reversed, 40), blend(Reversed, 40), None),
         (blend(Reversed, 40), blend(Reversed, 48), "which sample each corpus gave was"),
-        (over([0], Own), over([0], Own), None),
         (over([0], Own), over([0], Own, sequence_length=9), "sequence_length was 8 in"),
-        (chats(), chats(), None),
         (chats(), chats(context_parallel_size=2), "context_parallel_size was 1 in"),
     ):
-        goes_on_or_is_refused(one, before, after, 32, words)
+        load_state_of(loader_of(one, before), loader_of(one, after), 32, words)
     mock_data = one.MockGPTLowLevelDataset(Tok(vocab_size=9))
     assert mock_data.fingerprint() == {"vocab_size": 9, "eod": 0}
 
 
-def test_what_is_no_state_is_refused(one):
+def test_a_state_of_another_version_or_place_is_refused(one):
     """strict=False accepts another version, but no place where there is no sample."""
     loader = loader_of(one, Numbers(64))
-    state = state_of(one, Numbers(64), 16)
-    for wrong in (
-        None,
-        {"consumed_samples": 16, "past": "{}"},
-        state | {"consumed_samples": 1.5},
-        state | {"version": torch.tensor([7, 7])},
-        *(state | {"past": past} for past in ("{", "5", "[[1, 2]]", '{"data": 5}', "[" * 10**5)),
-    ):
-        for strict in (True, False):
-            with pytest.raises(ValueError, match="wanted a state of PretrainingDataLoader"):
-                loader.load_state_dict(wrong, strict)
-    other = state | {"version": 6}
-    for changed, word in (
+    state = loader_of(one, Numbers(64), 16).state_dict()
+    other = {"version": 6, "consumed_samples": 16}
+    for changed, words in (
         (other, "it has version 6, and this release reads 7.*strict=False"),
         (state | {"past": "{}"}, "kind of the sampler was None in the state, and is single"),
         (state | {"past": state["past"].replace("}}", ', "x": 5}}')}, "x was 5 in .* is None"),
     ):
-        with pytest.raises(ValueError, match=f"the state does not fit.*{word}"):
+        with pytest.raises(ValueError, match=f"the state does not fit.*{words}"):
             loader.load_state_dict(changed)
     with pytest.raises(ValueError, match="consumed_samples"):
         loader.load_state_dict(state | {"consumed_samples": 65}, strict=False)
@@ -2996,14 +2867,14 @@ def test_a_gradient_that_would_be_in_no_average_is_refused(one):
 
     A reentrant checkpoint, too, runs a backward of its own.
     """
-    models = [one_layer(one) for _ in range(3)]
-    replaced, unfrozen, converted = models
+    replaced, unfrozen, converted = (one_layer(one) for _ in range(3))
     replaced.module.weight = torch.nn.Parameter(torch.ones(1, 2))
     unfrozen.requires_grad_()
-    converted.double()
-    for ddp in models:
-        with pytest.raises(ValueError, match="was converted, replaced or unfrozen"):
+    for ddp, name in ((replaced, "weight"), (unfrozen, "bias")):
+        with pytest.raises(ValueError, match=f"^{name} was replaced or unfrozen"):
             ddp.zero_grad_buffer()
+    with pytest.raises(RuntimeError):
+        converted.double().zero_grad_buffer()
     ddp = one_layer(one, overlap_grad_reduce=True)
     backward_of_ones([ddp.module], 1)
     with pytest.raises(RuntimeError, match=r"weight after it was sent.*no_sync\(\).*reentrant"):
@@ -3058,12 +2929,11 @@ def test_a_step_in_float32(one, overlap):
         with ddp.no_sync():
             for value in [256] + 62 * [1]:
                 backward_of_ones(layers, value)
-        ddp.zero_grad()  # not of this class: the sums stay
         ddp.scale_gradients(0.5)
         backward_of_ones(layers, 1)
         assert all(param.grad is None for param in ddp.parameters())
         ddp.finish_grad_sync()
-        ddp.zero_grad()
+        ddp.zero_grad()  # not of this class: the sums stay
         ddp.scale_gradients(2)
         assert lists(ddp.grad_buffers) == [4 * [320]]
         for param in ddp.parameters():
@@ -3120,33 +2990,16 @@ def test_a_step_has_the_gradients_of_the_mean_over_its_micro_batches(one, means)
         assert not any(gradient.any() for gradient in gradients(net).values())
 
 
-class Averaged(torch.nn.parallel.DistributedDataParallel):
-    """A class of a user's own."""
-
-
-def wrapped_by_torch(kind):
-    """A model whose gradients torch averages over the ranks."""
-    net = torch.nn.Embedding(50, 50)
-    if kind == "Averaged":
-        return Averaged(net)
-    fsdp = importlib.import_module("torch.distributed.fsdp")
-    if kind == "FullyShardedDataParallel":
-        return quiet(fsdp.FullyShardedDataParallel, net, device_id=torch.device("cpu"))
-    return fsdp.fully_shard(net, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "Averaged",
-        pytest.param("FullyShardedDataParallel", marks=pytest.mark.slow),  # to import it takes 3 s
-        pytest.param("FSDPEmbedding", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("kind", ["Own", pytest.param("FSDPEmbedding", marks=pytest.mark.slow)])
 def test_sums_over_the_tokens_of_one_rank_are_refused(one, group, monkeypatch, kind):
     """Where torch averages over several ranks, the tokens of one would divide what is of all."""
     data = [step_data()]
-    model = wrapped_by_torch(kind)
+    model = torch.nn.Embedding(50, 50)
+    if kind == "Own":  # a class of a user's own
+        model = type(kind, (torch.nn.parallel.DistributedDataParallel,), {})(model)
+    else:  # to import it takes 3 s
+        fsdp = importlib.import_module("torch.distributed.fsdp")
+        fsdp.fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
     run_step(one, data, model)
     monkeypatch.setattr(torch.distributed, "get_world_size", mock.Mock(return_value=2))
     run_step(one, data, model, means=True)
@@ -3154,16 +3007,6 @@ def test_sums_over_the_tokens_of_one_rank_are_refused(one, group, monkeypatch, k
     run_step(one, data, Net())  # what a plain model needs, its user knows
     with pytest.raises(ValueError, match=f"is a {kind} of torch.*tokens of this rank"):
         run_step(one, data, model)
-
-
-def test_steps_that_cannot_be(one):
-    """Without pipelining there is one model: a second would be left out in silence."""
-    with pytest.raises(ValueError, match="num_microbatches"):
-        run_step(one, [], Net())
-    with pytest.raises(ValueError, match="one model"):
-        run_step(one, [step_data()], [Net(), Net()])
-    with pytest.raises(ValueError, match="bucket_size must be at least 1"):
-        one.DistributedDataParallel(Net(), bucket_size=0)
 
 
 # -- Gradients on ranks: any number of ranks gives those of one process ------------------------
@@ -3232,9 +3075,9 @@ def gradients_of_uneven_tokens(job, options):
 def what_is_not_finite_is_named_with_its_parameter_and_rank(job):
     """And what was named is not named again."""
     last = job.world - 1
-    layers = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in range(3)])
+    layers = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in range(2)])
     ddp = job.mm.DistributedDataParallel(layers, check_for_nan_in_grad=True)
-    for number, value in enumerate((math.nan, math.inf, -math.inf)):
+    for number, value in enumerate((math.nan, -math.inf)):
         backward_of_ones(layers, 1)
         if job.rank == last:
             backward_of_ones([layers[number]], value)
@@ -3307,9 +3150,8 @@ def gradients_of_parallel_batches(job, layout):
 @two_or_four_ranks
 def test_gradients_on_ranks(tmp_path, world):
     """With a third of the options on two ranks, with all of them on four."""
-    options = OPTIONS[::3] if world == 2 else OPTIONS
-    scenarios = [gradients_of_several_steps, gradients_of_uneven_tokens]
-    calls = list(itertools.product(scenarios, options))
+    steps = [gradients_of_several_steps, gradients_of_uneven_tokens]
+    calls = [*itertools.product(steps, OPTIONS[::3] if world == 2 else OPTIONS)]
     calls.append([what_is_not_finite_is_named_with_its_parameter_and_rank])
     calls.append([gradients_are_sent_during_backward])
     calls.append([parameters_of_the_groups_first_rank_reach_all])
@@ -3368,20 +3210,11 @@ def test_samples_of_a_run_by_hand(one):
         ({"train_iters": 100}, (800, 4 * 16, 16)),
         ({"train_samples": 719}, (719, 3 * 16, 16)),  # 89 whole steps
         ({"train_samples": 720}, (720, 4 * 16, 16)),
-        ({"train_iters": 3, "eval_interval": 1, "global_batch_size": 1}, (3, 4 * 2, 2)),
         ({"train_iters": 10, "full_validation": True}, (80, None, 16)),
         ({"train_iters": 100, "skip_train": True}, (800, 16, 16)),
-        ({"train_iters": 100, "eval_iters": 0}, (800, 0, 0)),
         ({"train_iters": 120, "train_samples": 719}, (719, 5 * 16, 16)),  # the batch size grew
     ):
         assert one.get_train_valid_test_num_samples(**run | arguments) == wanted
-    for wrong, word in (
-        ({}, "train_iters"),
-        ({"train_samples": -1}, "train_samples"),
-        ({"train_samples": 8, "eval_interval": 0}, "eval_interval"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            one.get_train_valid_test_num_samples(**run | wrong)
 
 
 def test_a_batch_size_that_does_not_grow(one):
@@ -3389,14 +3222,13 @@ def test_a_batch_size_that_does_not_grow(one):
     for ramp in (None, (16, 8, 0), (32, 8, 100)):
         number = one.NumMicroBatches(32, 4, 2, ramp)
         assert (number.get(), number.get_current_global_batch_size()) == (4, 32)
-    for arguments, word in (
-        ((30, 4, 2, None), "30"),
-        ((32, 4, 2, (16, 6, 100)), "equal"),
-        ((32, 4, 2, (16, 4, 100)), "20"),
-        ((32, 4, 2, (16, 0, 100)), "increment"),
+    for size, ramp, words in (
+        (30, None, "of 30"),
+        (32, (16, 6, 9), "equal"),
+        (32, (0, 8, 9), "of 0"),
     ):
-        with pytest.raises(ValueError, match=word):
-            one.NumMicroBatches(*arguments)
+        with pytest.raises(ValueError, match=words):
+            one.NumMicroBatches(size, 4, 2, ramp)
 
 
 # ==============================================================================
@@ -3621,25 +3453,20 @@ def stamps(folder):
     return found
 
 
-# -- what is in the files ----------------------------------------------------------------------
+# -- what a start finds ------------------------------------------------------------------------
 
 
 def test_a_cache_is_built_once_then_found(one, pair, cache, monkeypatch):
-    """Plain .npy files; a second job writes nothing.
-
-    Flags that upstream's key leaves out are in it.  Other documents are not, as in upstream, where
-    they share arrays; a range of documents is as a list.
-    """
+    """Flags that upstream's key leaves out are in it, documents are not; a range is as a list."""
     build = mock.Mock(wraps=one.build_sample_idx)
     monkeypatch.setattr(one, "build_sample_idx", build)
     num_files = 0
     for fields in (
         {"split": "train"},
-        {"split": "valid"},
         {"split": "train", "add_extra_token_to_sequence": False},
         {"split": "valid", "drop_last_partial_validation_sequence": False},
         {"stable_order": True, "fast_cache_load": True, "defer_npy_index_mmap": True},
-        *[{"documents": numbers} for numbers in ([0, 1], [0, 2, 3], [0, 2, 1, 3], [3, 2, 1])],
+        *[{"documents": numbers} for numbers in ([0, 1], [0, 2, 1, 3], [3, 2, 1])],
     ):
         options = {"n": 9, "wanted": arrays(quiet(gpt, one, pair, 9, **fields)), **fields}
         words = ["made from {'documents'"] if "documents" in fields else []
@@ -3657,22 +3484,15 @@ def test_a_cache_is_built_once_then_found(one, pair, cache, monkeypatch):
     assert files_of(cache) == files_of(f"{pair}/cache/GPTDataset_indices")  # without path_to_cache
 
 
-# -- what a start finds ------------------------------------------------------------------------
-
-
-class LeavesATrace:
-    """What unpickles it makes the file "ran"."""
-
-    def __reduce__(self):
-        return open, ("ran", "w")
+RUNS_CODE = b"cposix\nsystem\n(S'touch ran'\ntR."  # where something unpickles it
 
 
 def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache, monkeypatch):
-    """To the same bytes, with one warning, which says why; the next job finds the cache whole.
+    """To the same bytes, with one warning, which says why; without one where no manifest is.
 
-    No manifest is no reason to warn: so are upstream's caches, and those being written.  An error
-    of the build is raised, after one call, and nothing is written.
+    An error of the build is raised, after one call, and nothing is written.
     """
+    monkeypatch.chdir(os.path.dirname(pair))
     start(one, pair, cache)
     before = files_of(cache)
     text = file_of(cache, "manifest.json").read_bytes()
@@ -3684,12 +3504,10 @@ def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache, monkeypat
         ("manifest.json", None),
         ("manifest.json", json.dumps(older).encode()),
         ("manifest.json", text[:-1], "JSON"),
-        ("manifest.json", b"[]", "list"),
         ("manifest.json", json.dumps(other_facts).encode(), "damaged"),
-        ("sample_index.npy", array[:-5], "sample_index.npy"),
-        ("sample_index.npy", array[:-8] + bytes(8), "sample_index.npy has another CRC"),
-        ("sample_index.npy", array.replace(b"<i4", b">i4"), "sample_index.npy has another CRC"),
-        ("sample_index.npy", pickle.dumps(LeavesATrace()).ljust(len(array)), "another CRC"),
+        ("sample_index.npy", array[:-5], "sample_index.npy: size"),
+        ("sample_index.npy", array[:-8] + bytes(8), "sample_index.npy: crc32"),
+        ("sample_index.npy", RUNS_CODE.ljust(len(array)), "sample_index.npy: crc32"),
         ("document_index.npy", None, "document_index.npy"),
     ):
         path = file_of(cache, file)
@@ -3711,10 +3529,7 @@ def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache, monkeypat
 
 
 def test_regenerated_data_make_a_cache_stale(one, tmp_path, cache):
-    """Upstream: the key is the path and the config, so the old indices are used.
-
-    Nor is a cache taken for one of the new data that is made of the old, which are open still.
-    """
+    """Also one that is made of the old data, open still.  Upstream: the old indices are used."""
     old = random_docs(np.random.default_rng(5), most=40) * 3
     for docs, word in (([[1, 2, 3]] * 20, "documents"), (old[::-1], "the pair was")):
         corpus = mk(one, tmp_path / word, old)
@@ -3723,13 +3538,12 @@ def test_regenerated_data_make_a_cache_stale(one, tmp_path, cache):
         mk(one, corpus, docs)
         os.utime(f"{corpus}.idx", (1, 1))  # as what unpacks it may do: size and time are the same
         wanted = arrays(start(one, corpus, f"{cache} of the new"))
-        for is_made_late in (False, True):
-            if is_made_late:
-                shutil.rmtree(cache)
-                of_job = opened.indices, 50, opened.index_split, opened.config
-                one.GPTDataset(opened.dataset, corpus, *of_job)
-            start(one, corpus, cache, word, wanted=wanted)
-            start(one, corpus, cache)
+        start(one, corpus, cache, word, wanted=wanted)
+        shutil.rmtree(cache)
+        of_job = opened.indices, 50, opened.index_split, opened.config
+        one.GPTDataset(opened.dataset, corpus, *of_job)
+        start(one, corpus, cache, word, wanted=wanted)
+        start(one, corpus, cache)
 
 
 def test_other_lengths_of_a_reader_of_ones_own_make_a_cache_stale(one, cache):
@@ -3744,10 +3558,9 @@ def test_other_lengths_of_a_reader_of_ones_own_make_a_cache_stale(one, cache):
 
 
 def test_a_touched_pair_and_a_copy_find_the_cache(one, pair, wanted, cache, tmp_path, monkeypatch):
-    """Nodes with a copy each and one path_to_cache do not overwrite each other's files.
+    """Such a copy is looked at as a whole: no sample shows where a document ends.
 
-    A relative path_to_cache is that of the start: also for a pickle, in another folder.  Such a
-    copy is looked at as a whole: no sample shows where a document ends.
+    A relative path_to_cache is that of the start: also for a pickle, in another folder.
     """
     monkeypatch.chdir(tmp_path)
     ds = start(one, "pair", "cache")
@@ -3755,10 +3568,9 @@ def test_a_touched_pair_and_a_copy_find_the_cache(one, pair, wanted, cache, tmp_
     before = stamps(cache)
     (tmp_path / "node 1").mkdir()
     monkeypatch.chdir(tmp_path / "node 1")
-    for dataset in (ds, pickle.loads(pickle.dumps(ds))):
-        same_arrays(arrays(dataset), wanted)
-        assert len(dataset[3]["tokens"]) == 8
-    assert len(pickle.loads(pickle.dumps(blend)).dataset_index) == 9
+    again = pickle.loads(pickle.dumps(blend))
+    same_arrays(arrays(again.datasets[0]), wanted)
+    same_samples(again[3], blend[3])
     assert os.listdir() == []
     for kind in ("bin", "idx"):
         shutil.copyfile(f"{pair}.{kind}", f"pair.{kind}")
@@ -3785,10 +3597,9 @@ def is_mapped(folder):
 def test_an_array_is_read_up_to_64_kib_and_checked_up_to_1_mib(
     one, tmp_path, cache, monkeypatch, size, n
 ):
-    """Of a larger one the ends are checked, as the last 4,096 bytes here.
+    """Of a larger one the ends are checked, and it is on the disk before it has its name.
 
-    It is on the disk before it has its name: no loss of power leaves holes in it.  Where the system
-    refuses to map it, it is read, as an .idx is; of a .bin the error says what to do.
+    One that the system refuses to map is read, as an .idx is; of a .bin the error says what to do.
     """
     corpus = mk(one, tmp_path / "p", np.ones((4000, 1), np.int32))
     synced = []
@@ -3802,15 +3613,14 @@ def test_an_array_is_read_up_to_64_kib_and_checked_up_to_1_mib(
     before = path.read_bytes()
     assert size < len(before) < 1.3 * size
     assert len(synced) == ("document_index" in "".join(synced)) == (size > 1 << 20)
-    for place in (4096, len(before) - 4100, 4090, len(before) - 4096, len(before) - 4):
+    for place in (4096, len(before) - 4100, 4090, len(before) - 4096):
         is_seen = size < 1 << 20 or not 4096 <= place < len(before) - 4096
         path.write_bytes(before)
         patch(path, place, b"\xff\xff\xff\xff")
-        ds = start(one, corpus, cache, *(["another CRC"] if is_seen else []), n=n)
+        ds = start(one, corpus, cache, *(["crc32"] if is_seen else []), n=n)
         assert is_mapped(path) == (size > 1 << 16)
-        if is_seen:
-            assert path.read_bytes() == before
-            same(ds.document_index, np.load(path))
+        assert not is_seen or path.read_bytes() == before
+        same(ds.document_index, np.load(path))
         del ds
         assert not is_mapped(path)
     refused = OSError(errno.ENODEV, "refused")
@@ -3824,10 +3634,9 @@ def test_an_array_is_read_up_to_64_kib_and_checked_up_to_1_mib(
 
 @linux
 def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache):
-    """Who unpickles it finds them, or builds and saves them.  Upstream: all travel to each worker.
+    """Who unpickles it finds them, or builds and saves them; one that a user has set travels.
 
-    An array that a user has set travels.  A dataset that nobody uses any more lets go of its files
-    at once.
+    Upstream: all travel to each worker.  A dataset that is gone lets go of its files at once.
     """
     corpus = mk(one, tmp_path / "p", [[1] * 8] * 3000)
     cfg = config(one, ([corpus, corpus], [1, 2]), path_to_cache=cache)
@@ -3851,7 +3660,7 @@ def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache):
         shutil.rmtree(cache)
 
 
-# -- errors of the build and of the disk, and other jobs ---------------------------------------
+# -- errors of the disk, and other jobs --------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -3873,8 +3682,7 @@ def before_rename(number, act):
 def test_a_job_that_dies_or_whose_disk_is_full_in_the_middle(one, pair, cache, number):
     """Nothing that it leaves is believed, nor the cache of other data that was there before.
 
-    Where the disk is full, or no folder can be made, as below a regular file, the arrays stay in
-    memory, and are pickled whole.
+    Where nothing can be written the arrays stay in memory, and are pickled whole.
     """
     start(one, pair, cache)
     mk(one, pair, [[1] * 20] * 7)
@@ -3885,7 +3693,7 @@ def test_a_job_that_dies_or_whose_disk_is_full_in_the_middle(one, pair, cache, n
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with before_rename(number, die):
-        ds = start(one, pair, cache, "is rebuilt", "cannot be written .*No space left")
+        ds = start(one, pair, cache, "is rebuilt", "cannot be written.*No space left")
     below_file = start(one, pair, f"{pair}.bin/below", "cannot be written")
     for dataset in (ds, pickle.loads(pickle.dumps(ds)), below_file):
         same_arrays(arrays(dataset), wanted)
@@ -3897,7 +3705,7 @@ def test_a_job_that_dies_or_whose_disk_is_full_in_the_middle(one, pair, cache, n
 
 def test_another_job_writes_the_cache_while_it_is_found(one, pair, cache, monkeypatch):
     """Where its arrays have the sizes, and the CRCs, of the old ones, a mix would not be seen."""
-    monkeypatch.setattr(one, "_crc32_of_file", mock.Mock(return_value=0))
+    monkeypatch.setattr(zlib, "crc32", mock.Mock(return_value=0))
     wanted = arrays(start(one, pair, cache))
     as_array = one._as_array
 
@@ -3922,7 +3730,7 @@ def test_two_jobs_write_a_cache_at_one_moment(one, tmp_path, cache, monkeypatch,
 
     with before_rename(number, run_another_job):
         start(one, corpus, cache, n=600, wanted=wanted)
-    start(one, corpus, cache, "another CRC", n=600, wanted=wanted)
+    start(one, corpus, cache, "crc32", n=600, wanted=wanted)
     start(one, corpus, cache, n=600, wanted=wanted)
 
 
@@ -4297,10 +4105,7 @@ class Panic(BaseException):
 
 
 def an_error_on_one_rank_is_raised_on_all(job):
-    """Of several, that of the lowest rank.  What works on all ranks returns on each its value.
-
-    What ends a process is told to no other.
-    """
+    """Of several, that of the lowest rank.  What ends a process is told to no other."""
     mute = type("Mute", (Exception,), {"__str__": None})  # to ask for its words is an error
     for error, kind, words in (
         (ValueError("no \udcff"), ValueError, "no \udcff"),
@@ -4334,33 +4139,26 @@ def an_error_on_one_rank_is_raised_on_all(job):
 def an_error_stays_in_its_group(job):
     """The ranks of a group, of which R is the number in the whole job; alone there is no R."""
     groups = job.mm.ParallelGroups(tensor=2)
-    pairs = groups.group("tp")
     last = job.world - 1
     step = mock.Mock(side_effect=ValueError("broken") if job.rank == last else None)
-    if job.rank < last - 1:
-        job.mm._on_every_rank(step, pairs)
-    else:
-        words = "^broken$" if job.rank == last else f"^rank {last}: broken$"
-        with pytest.raises(ValueError, match=words):
-            job.mm._on_every_rank(step, pairs)
-    if job.rank == last:
-        with pytest.raises(ValueError, match="^broken$"):
-            job.mm._on_every_rank(step, groups.group("cp"))
-
-
-def consumed_samples_are_compared(job):
-    job.mm.check_data_consistency(64)
-    with pytest.raises(ValueError, match=f"from 64 to {63 + job.world} "):
-        job.mm.check_data_consistency(64 + job.rank)
-    pairs = job.mm.ParallelGroups(tensor=2).group("tp")
-    job.mm.check_data_consistency(job.rank // 2, pairs)
+    for kind, first_told in (("tp", last - 1), ("cp", last)):
+        if job.rank < first_told:
+            job.mm._on_every_rank(step, groups.group(kind))
+            continue
+        with pytest.raises(ValueError) as caught:
+            job.mm._on_every_rank(step, groups.group(kind))
+        assert str(caught.value) == ("broken" if job.rank == last else f"rank {last}: broken")
 
 
 def on_another_default_device(job):
-    """Nothing that the ranks send each other is made there: two scenarios run in this way alone."""
+    """Nothing that the ranks send each other is made there: some run in this way alone."""
     model = torch.nn.Linear(2, 1, bias=False)
     with torch.device("meta"):
-        consumed_samples_are_compared(job)
+        job.mm.check_data_consistency(64)
+        with pytest.raises(ValueError, match=f"from 64 to {63 + job.world} "):
+            job.mm.check_data_consistency(64 + job.rank)
+        pairs = job.mm.ParallelGroups(tensor=2).group("tp")
+        job.mm.check_data_consistency(job.rank // 2, pairs)
         an_error_on_one_rank_is_raised_on_all(job)
         each_rank_gets_its_part_of_a_batch(job, {"tensor": 2})
         ddp = job.mm.DistributedDataParallel(model, check_for_nan_in_grad=True)
@@ -4373,13 +4171,13 @@ def on_another_default_device(job):
 # -- The builder on ranks ----------------------------------------------------------------------
 
 
-def built_tokens(job, cache, is_built_on_rank=yes, prefixes=("a", "b")):
-    """Build a blend of corpora, with a cache of this name -> each split's tokens, or None."""
-    prefixes = [str(job.folder / prefix) for prefix in prefixes]
+def built_tokens(job, cache, is_built_on_rank=yes, b="b"):
+    """Build a blend of a and b, with a cache of this name -> each split's tokens, or None."""
+    prefixes = [str(job.folder / "a"), str(job.folder / b)]
     cache = str(job.folder / cache)
     cfg = config(job.mm, (prefixes, (1, 3)), split="9,1,0", path_to_cache=cache)
-    cls = job.mm.GPTDataset
-    builder = job.mm.BlendedMegatronDatasetBuilder(cls, [60, 6, 0], is_built_on_rank, cfg)
+    sizes = [60, 6, 0]
+    builder = job.mm.BlendedMegatronDatasetBuilder(job.mm.GPTDataset, sizes, is_built_on_rank, cfg)
     tokens = []
     for dataset in builder.build():
         if dataset is not None:
@@ -4410,11 +4208,10 @@ def a_failed_build_is_raised_on_all(job):
     """Upstream: the other ranks wait for ten minutes.  Afterwards the ranks can build again."""
     for failing in range(job.world):
         is_mine = job.rank == failing
-        prefixes = ("a", "none" if is_mine else "b")  # a file that this rank alone does not see
-        kind = FileNotFoundError if is_mine else RuntimeError
+        b = "none" if is_mine else "b"  # a file that this rank alone does not see
         words = r"none\.idx" if is_mine else rf"^rank {failing}: .*none\.idx"
-        with pytest.raises(kind, match=words):
-            built_tokens(job, f"broken {failing}", prefixes=prefixes)
+        with pytest.raises(FileNotFoundError if is_mine else RuntimeError, match=words):
+            built_tokens(job, f"broken {failing}", b=b)
         cannot_tell = mock.Mock(side_effect=ZeroDivisionError if is_mine else None)
         with pytest.raises(ZeroDivisionError if is_mine else RuntimeError):
             built_tokens(job, "shared", cannot_tell)
@@ -4424,14 +4221,11 @@ def a_failed_build_is_raised_on_all(job):
 def built_on_nodes(job, stale=(), weights=(1, 3)):
     """Build on ranks of which each has a copy of its own; some of b are stale."""
     folder = job.folder / f"node {job.rank}"
-    for name in "ab":
-        docs = [[1] * 40, [2] * (30 if name == "b" and job.rank in stale else 33)]
-        mk(job.mm, folder / name, docs)
-    blends = [([str(folder / name) for name in "ab"], weights)] * 2 + [None]
+    a = mk(job.mm, folder / "a", [[1] * 40])
+    b = mk(job.mm, folder / "b", [[1] * 40, [2] * (30 if job.rank in stale else 33)])
+    blends = [([a, b], weights), ([a, b], weights), None]
     fields = {"multiple_validation_sets": True, "stable_order": True}
-    cfg = config(job.mm, blend_per_split=blends, **fields)
-    builder = job.mm.BlendedMegatronDatasetBuilder(job.mm.GPTDataset, [60, 6, 0], yes, cfg)
-    return builder.build()
+    return build(job.mm, [60, 6, 0], config(job.mm, blend_per_split=blends, **fields))
 
 
 def the_data_of_the_ranks_are_compared(job):
@@ -4476,15 +4270,13 @@ def c():
 
 
 NO_BUILD = "raise ModuleNotFoundError('no build')"
-FUSED = "fused multiply-adds.*-ffp-contract=off"
 BUILDS = [  # what lies in the place of the C module, MEGATRON_MIN_C, what is said
     (NO_BUILD, "1", "no build"),
     (NO_BUILD, "", None),
     ("shuffle = None", "", "wanted version 2, got None of "),
     ("VERSION = 3", "1", r"wanted version 2, got 3 of .*_megatron_min\.py.*: build it again"),
     ("VERSION = 3", "0", None),
-    pytest.param("fused", "", FUSED, marks=pytest.mark.slow),
-    pytest.param("fused", "1", FUSED, marks=pytest.mark.slow),
+    pytest.param("fused", "", "fused .*-ffp-contract=off", marks=pytest.mark.slow),
 ]
 
 
@@ -4517,7 +4309,7 @@ def build_with_fused_operations(folder):
         pytest.skip("this machine fuses no multiply-adds, or nothing says so")
     if "c" not in IMPLEMENTATIONS or not (HERE / "_helpers.c").exists():
         pytest.skip("there is no C compiler, or nothing to compile")
-    command = [*shlex.split(sysconfig.get_config_var("CC")), "-O3", "-mfma", "-ffp-contract=fast"]
+    command = shlex.split(sysconfig.get_config_var("CC")) + ["-O3", "-mfma", "-ffp-contract=fast"]
     command += ["-shared", "-fPIC", f"-I{sysconfig.get_path('include')}", HERE / "_helpers.c"]
     subprocess.run([*command, "-o", folder / "_megatron_min.abi3.so"], check=True)
 
@@ -4552,7 +4344,7 @@ def test_shuffle_goes_on_where_numpy_would(c, dtype):
 def test_what_c_can_read_is_left_to_c(c, toy, monkeypatch):
     """Else all would be right, and ten times slower."""
     monkeypatch.setattr(c, "_FEW_ITEMS", 0)
-    for name in ("_make_batch", *ARGUMENTS):
+    for name in ("_make_batch", "_fill_blend", "build_sample_idx", "shuffle"):
         monkeypatch.setattr(getattr(c, name), "__wrapped__", None)
     monkeypatch.setattr(c.GPTDataset.__getitem__, "__wrapped__", None)
     for fields in ({"tokenizer": Tok(eod=None)}, DOCUMENTS, WITH_MASK | RESETS):
@@ -4565,14 +4357,13 @@ def test_what_c_can_read_is_left_to_c(c, toy, monkeypatch):
 def test_what_c_cannot_read_is_left_to_the_definition(mm, toy):
     """A reader of one's own, of which C would read the file; a large id; a batch of no sample."""
 
-    class Shifted(mm.IndexedDataset):
+    class Plus(mm.IndexedDataset):
         def get(self, *arguments):
             return super().get(*arguments) + 1
 
-    fields = {"n": 3, "sequence_length": 4}
-    own = gpt(mm, toy, **fields)
-    own.dataset = Shifted(toy)
-    large = gpt(mm, toy, tokenizer=Tok(eod=2**63), **fields)
+    own = gpt(mm, toy, 3, sequence_length=4)
+    own.dataset = Plus(toy)
+    large = gpt(mm, toy, 3, sequence_length=4, tokenizer=Tok(eod=2**63))
     for ds, k, wanted in ((own, 0, b"cccd"), (large, 1, b"cccc")):
         for [sample] in read_in_all_ways(ds, [k]):
             assert bytes(sample["tokens"].tolist()) == wanted
@@ -4609,12 +4400,10 @@ def other_forms(value):
     """A good argument as something else, which may be taken or refused."""
     if isinstance(value, np.ndarray):
         forms = [*wrong_forms(value), read_only(value), value[::-1], value[:-1], value[0]]
-        forms += [value.tolist(), tuple(value), memoryview(value), torch.from_numpy(value)]
-        forms += [array.array(value.dtype.char, value), bytes(value), value.astype(float)]
-        return [*forms, value > 0, np.array(None), None]
+        forms += [value.tolist(), memoryview(value), torch.from_numpy(value)]
+        return [*forms, bytes(value), value.astype(float), value > 0, None]
     if isinstance(value, np.random.RandomState):
-        of_another_kind = np.random.RandomState(np.random.PCG64(3))
-        return [of_another_kind, np.random.default_rng(3), 3, None]
+        return [np.random.RandomState(np.random.PCG64(3)), np.random.default_rng(3), 3, None]
     forms = [float(value), str(value), np.int64(value), np.uint8(value), np.array(value)]
     return [*forms, torch.tensor(value), value > 0, -value, 0, 2, 2**63, None]
 
@@ -4626,19 +4415,19 @@ def good_arguments(name):
 
 
 def odd_calls(name):
-    """Calls with an argument, or two, in other forms -> (call, is it refused?  None: perhaps)."""
+    """Calls with an argument, or two, in other forms -> (call, has it to be refused?)."""
     good = good_arguments(name)
     for argument, value in good.items():
+        for other in other_forms(value):
+            yield good_arguments(name) | {argument: other}, False
         if "blend" in name:
             for other in HOSTILE[argument]:
                 yield good_arguments(name) | {argument: other}, True
-        for other in other_forms(value):
-            yield good_arguments(name) | {argument: other}, None
     if name == "build_sample_idx":  # a document that is none, of a stream too long for memory
         too_long = {"sequence_length": 1, "tokens_per_epoch": 6 * 10**9}
-        yield good | too_long | {"document_indices": int32(0, 3, 2)}, None
+        yield good | too_long | {"document_indices": int32(0, 3, 2)}, False
     elif name != "shuffle":
-        yield good | dict(zip(good, overlapping(*BLEND), strict=False)), None
+        yield good | dict(zip(good, overlapping(*BLEND), strict=False)), False
 
 
 def outcome(mm, name, call):
@@ -4687,10 +4476,10 @@ CALLS = {  # {function: how many arrays it fills, good arguments}: the toy corpu
 def toy_call(c, name):
     """A good call.  In front and behind each array lies an item, which would do as one more."""
     names = inspect.signature(getattr(c._megatron_min, name)).parameters  # as help() shows them
-    call = dict(zip(names, CALLS[name][1], strict=True))
-    for key, value in call.items():
-        if isinstance(value, np.ndarray):
-            call[key] = np.concatenate([value[:1], value, value[-1:]])[1:-1]
+    call = {}
+    for key, value in zip(names, CALLS[name][1], strict=True):
+        is_array = isinstance(value, np.ndarray)
+        call[key] = np.concatenate([value[:1], value, value[-1:]])[1:-1] if is_array else value
     return call
 
 
@@ -4732,10 +4521,8 @@ WRONG = {  # {function: {argument: values that it refuses in the toy call}}
     },
 }
 NO_PLACES = [  # (the one sample that is wanted, array, values that lead it to no place)
-    (1, "sample_index", [[0, 0], [1, 0], [2, -1], [2, 5]]),
     (1, "sample_index", [[0, 0], [1, 0], [2, 2**32], [2, 5]]),
     (2, "sample_index", [[0, 0], [1, 0], [2, 2], [2, 6]]),  # ends behind a document
-    (0, "sample_index", [[0, 0], [2, 0], [2, 1], [2, 5]]),  # has more tokens than a sample
     (0, "pointers", [-4, 16, 28]),
     (2, "pointers", [0, 16, 32]),
     (2, "pointers", [0, 16, 26]),  # in the middle of a token
@@ -4762,10 +4549,11 @@ def overlapping(values, others):
 
 def refused_changes(name, usual):
     """Changes of the toy call, of an argument or two, that a function of C has to refuse."""
+    arrays = {key: value for key, value in usual.items() if isinstance(value, np.ndarray)}
     filled = list(usual)[: CALLS[name][0]]
     for key, value in usual.items():
         wrong = list(WRONG[name].get(key, []))
-        if isinstance(value, np.ndarray):
+        if key in arrays:
             wrong += wrong_forms(value)
         elif type(value) is int:
             wrong += [None, "4", 1.5]
@@ -4773,9 +4561,9 @@ def refused_changes(name, usual):
             wrong.append(read_only(value))
             if key != "array":  # any array may be shuffled
                 wrong += [np.delete(value, -1, axis) for axis in range(value.ndim)]
-            for other, values in usual.items():
-                if other != key and isinstance(values, np.ndarray):
-                    yield dict(zip((key, other), overlapping(value, values), strict=True))
+            for other in arrays.keys() - {key}:
+                a, b = overlapping(value, arrays[other])
+                yield {key: a, other: b}
         yield from [{key: one_of_them} for one_of_them in wrong]
     if name == "read_samples":
         for k, key, values in NO_PLACES:
@@ -4804,15 +4592,12 @@ def test_c_releases_the_gil(c, name):
     before = sys.getswitchinterval()
     sys.setswitchinterval(1000)  # only a lock that is released lets the other thread in
     thread.start()
-    try:
-        for _ in range(1_000_000):  # a call is short, and the system may wake the thread late
+    for _ in range(1_000_000):  # a call is short, and the system may wake the thread late
+        if thread.is_alive():
             is_refused(c, name, call)
-            if not thread.is_alive():
-                break
-        assert not thread.is_alive()
-    finally:
-        sys.setswitchinterval(before)
-        thread.join()
+    is_released = not thread.is_alive()
+    sys.setswitchinterval(before)
+    assert is_released
 
 
 # -- what setup.py builds and packs ------------------------------------------------------------
@@ -4903,11 +4688,7 @@ def test_tokenizer_by_module_and_attribute(one, tmp_path, monkeypatch):
 
 @pytest.fixture
 def hf(tmp_path):
-    """A tokenizer.json of whole words, made here, which puts </s> in front of a text, if asked.
-
-    Its ids have a gap.  It asks for texts to be cut off and filled up: for models that read one
-    text, not for a corpus.
-    """
+    """A tokenizer.json of words, with a gap in its ids; if asked, </s> goes in front of a text."""
     tokenizers = pytest.importorskip("tokenizers")
     words = {"[UNK]": 0, "ja": 1, "nein": 2, "<|endoftext|>": 3, "</s>": 4, "weit": 70_000}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
@@ -4916,7 +4697,7 @@ def hf(tmp_path):
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="</s> $A", special_tokens=[("</s>", 4)]
     )
-    tokenizer.enable_truncation(2)
+    tokenizer.enable_truncation(2)  # as models that read one text want it
     tokenizer.enable_padding(length=3)
     path = str(tmp_path / "tokenizer.json")
     tokenizer.save(path)
@@ -4924,10 +4705,7 @@ def hf(tmp_path):
 
 
 def test_hugging_face_tokenizer(one, hf):
-    """Its identifiers tell apart what makes other tokens.
-
-    Upstream counts the ids, 6 here, so that the file would get two bytes for an id of 70,000.
-    """
+    """Upstream counts the ids, 6 here: the file would get two bytes for an id of 70,000."""
     texts = ["nein ja ja", "", "was", "weit"]
     of_file = {"class": "HuggingFaceTokenizer", "package": "tokenizers"}
     of_file["tokenizer.json"] = hashlib.md5(pathlib.Path(hf).read_bytes()).hexdigest()
@@ -4944,16 +4722,11 @@ def test_hugging_face_tokenizer(one, hf):
 
 
 def test_the_eod_of_a_folder(one, tmp_path, hf):
-    """Its eos_token, in the two forms that it has, unless another one is asked for.
-
-    Where tokenizer_config.json cannot be used, no other token is taken without a word.
-    """
+    """Its eos_token, in the two forms that it has, unless another one is asked for."""
     for content, eod in (
         ('{"eos_token": null}', 3),
         ('{"eos_token": "ja"}', 1),
         ('{"eos_token": {"content": "ja", "lstrip": false}}', 1),
-        ('{"eos_token": "j', "tokenizer_config.json: "),
-        ("[]", "tokenizer_config.json: "),
         ('{"eos_token": {"text": "ja"}}', "tokenizer_config.json: .*content"),
         ('{"eos_token": 12}', "tokenizer.json: no token 12"),
     ):
@@ -4973,11 +4746,9 @@ def test_a_tokenizer_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
     (tmp_path / "no.json").write_text('{"a": 1}')
     monkeypatch.chdir(tmp_path)
     for name, eod_text, adds_special_tokens, words in (
-        ("none", None, False, "unknown tokenizer 'none'"),
         ("no.json", None, False, r"no\.json: wanted a tokenizer\.json"),
         (f"gigatoken:{hf}", None, False, r"tokenizer\.json: gigatoken refuses it: "),
         (hf, "<none>", False, "<none>"),
-        ("bytes", None, True, "special tokens"),
         (f"gigatoken:{hf}", None, True, "special tokens"),
         ("null:9", "</s>", False, "eod and special tokens can be chosen"),
         ("null:x", None, False, "unknown tokenizer 'null:x'"),
@@ -5001,10 +4772,7 @@ def test_a_package_that_is_missing_is_named(one, tmp_path, hf, monkeypatch):
 
 
 def test_text_and_ids_of_all_kinds(one, hf):
-    """Of each tokenizer; ids are lists, arrays, tensors, and what can be read only once.
-
-    The text of a special token is that token.
-    """
+    """Of each tokenizer; ids are lists, arrays, tensors, and what can be read only once."""
     ids = [1, 3, 1]
     for name, eod, vocab_size, text in (
         ("bytes", 256, 257, "\x01\x03\x01"),
@@ -5027,15 +4795,15 @@ def test_text_and_ids_of_all_kinds(one, hf):
 def test_what_is_no_tokenizer_makes_no_corpus(one, tmp_path):
     """By the attributes that it lacks; it is given no text to try it."""
     path = jsonl(tmp_path / "a.jsonl", ["12 7"])
-    for missing in ("tokenize", "vocab_size", "eod"):
-        for make in (one.preprocess, one.encode_jsonl):
-            with pytest.raises(ValueError, match=f"got Tok, which lacks {missing}"):
-                make(path, tmp_path / "o", Tok(**{missing: None}), append_eod=True)
-    assert os.listdir(tmp_path) == ["a.jsonl"]
     tokenize = mock.Mock(return_value=[1, 0])
-    made = one.preprocess(path, tmp_path / "o", Tok(tokenize=tokenize), append_eod=True)
-    assert texts_of(one, made["text"]) == [[1, 0, 0]]  # a tokenizer's own eod is its own
-    tokenize.assert_called_once_with("12 7")
+    for missing, make in itertools.product(
+        ("tokenize", "vocab_size", "eod"), (one.preprocess, one.encode_jsonl)
+    ):
+        tokenizer = Tok(**{"tokenize": tokenize} | {missing: None})
+        with pytest.raises(ValueError, match=f"got Tok, which lacks {missing}"):
+            make(path, tmp_path / "o", tokenizer, append_eod=True)
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+    tokenize.assert_not_called()
 
 
 PIECES = ["the", " the", "The", " ", "\n", "\r\n", "\t", "12345", "don't", "é", "e\u0301", "日本"]
@@ -5051,10 +4819,7 @@ def odd_texts(rng, count):
 
 
 def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path):
-    """Of a file as GPT-2's, for any number of workers; only the name of the package differs.
-
-    It is made anew after much text, and where it was pickled.
-    """
+    """It is made anew after much text, and where it was pickled."""
     pytest.importorskip("gigatoken")
     tokenizers = pytest.importorskip("tokenizers")
     trained = tokenizers.ByteLevelBPETokenizer()
@@ -5798,10 +5563,7 @@ def write_parquet(path, columns, **arguments):
 
 
 def random_rows(rng, count, longest):
-    """Rows of some conversations each, of numbers for ChatTokenizer.
-
-    A template of the tokenizer's own gets all keys of a message, weight too.
-    """
+    """Rows of some conversations each, of numbers for ChatTokenizer, with a key more."""
     rows = []
     for _ in range(count):
         messages = []
@@ -5884,10 +5646,7 @@ def test_samples_of_conversations_equal_the_rules(one, tmp_path, kind, pad):
 @pytest.mark.parametrize("changed", [0, -1])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_file_of_rows_that_is_replaced(one, tmp_path, kind, changed):
-    """By one of equal size: the file that was opened is read on; who unpickles it refuses another.
-
-    A pickle has no row of Parquet.  A file that is written where it lies, as by cp, is an error.
-    """
+    """The file that was opened is read on; who unpickles it refuses another."""
     old, new = tmp_path / f"a.{kind}", tmp_path / f"b.{kind}"
     rows = [[ROW[0], {"role": "assistant", "content": str(k)}] for k in range(100, 199)]
     write_rows(old, rows, np.random.default_rng(0))
@@ -5911,22 +5670,16 @@ def test_a_file_of_rows_that_is_replaced(one, tmp_path, kind, changed):
 
 
 def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
-    """Each of these lines, all but the first and the last, with a word of the error.
-
-    Keys that hold nothing, as Parquet files and converters write them, are no loss.
-    """
+    """The first and the last line can: keys that hold nothing, as converters write, are no loss."""
     nothing = {"tool_calls": None, "name": "", "tools": [], "function_call": {}}
     good = json.dumps({"messages": [message | nothing for message in ROW * 2]})
     bad = {
         "{oops": "wanted a JSON object on the line, which begins '{oops",
         '{"text": "a"}': "KeyError: 'messages'",
         '{"messages": []}': "empty",
-        '{"messages": "a"}': "string indices",
         '{"messages": [{"from": "human", "value": "a"}]}': "KeyError: 'role'",
         '{"messages": [{"role": "user", "content": null}]}': "wanted texts",
-        '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}': "wanted texts",
         '{"messages": [{"role": "user", "content": "1", "weight": 0}]}': "weight .* lost",
-        '{"messages": [{"role": "user", "content": "", "tool_calls": [1]}]}': "tool_calls .* lost",
     }
     path = tmp_path / "chat.jsonl"
     path.write_text("\n\n".join([good, *bad, good]))  # with blank lines
@@ -5939,62 +5692,47 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
     for number, words in enumerate(bad.values(), 1):
         with pytest.raises(ValueError, match=rf"chat\.jsonl, line {2 * number + 1}: .*{words}"):
             ds[number]
-    folder = tmp_path  # such as that of the index cache of a pair
-    with pytest.raises(FileNotFoundError, match="no such file of conversations"):
-        chat(one, folder)
-
-
-def test_a_file_of_no_rows_is_refused_when_it_is_opened(one, tmp_path):
-    """By its first row, as a whole epoch may pass before another one is read."""
-    good = json.dumps({"messages": ROW})
-    write_parquet(tmp_path / "text.parquet", {"text": ["a"]})
-    write_parquet(tmp_path / "no_lists.parquet", {"messages": [good]})
-    no_parquet = "wanted a Parquet file with"
-    no_row = "1: wanted .messages., a list"
-    for name, content, words in (
-        ("list.jsonl", json.dumps([{"messages": ROW}], indent=1).encode(), no_row),
-        ("compressed.jsonl", gzip.compress(good.encode()), no_row),
-        ("compressed.jsonl.GZ", gzip.compress(good.encode()), "unpack it first"),
-        ("other_rows.jsonl", f'{{"text": "a"}}\n{good}'.encode(), no_row),
-        ("no_lists.parquet", None, no_row),
-        ("text.parquet", None, no_parquet),
-        ("damaged.parquet", b"nothing", no_parquet),
-    ):
-        if content is not None:
-            (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=f"{name}.*{words}"):
-            chat(one, tmp_path / name)
-
-
-def test_the_first_sample_without_any_loss_is_told(one, tmp_path):
-    """One for each dataset: of roles that are called otherwise, or prompts that are too long."""
-    other = [{"role": "human", "content": "1"}, {"role": "gpt", "content": "2"}]
-    long = [{"role": "user", "content": "1 " * 9}, ROW[1]]
-    path = jsonl(tmp_path / "chat.jsonl", [ROW, long, other, long], "messages")
-    for rows, lines in (([0, 1, 2], [2]), ([2, 1], [3]), ([0], [])):
-        fields = {"tokenizer": one.ByteTokenizer(), "sequence_length": 32}
-        ds = chat(one, path, documents=np.array(rows), **fields)
-        _, messages = heard(list, (ds[k] for k in (*range(len(ds)), None)))
-        for message, line in zip(messages, lines, strict=True):
-            assert f"chat.jsonl, line {line}: nothing is learned" in message
 
 
 def test_what_fine_tuning_refuses(one, tmp_path):
-    """Such as one target for three tokens, which would be spread over all of them."""
+    """A file by its first row, when it is opened; one target for three tokens would be spread."""
     one_target = mock.Mock(return_value=([1, 2, 3], [5]))
     with_start = {"": [5]}.get  # as a BOS around each text, of which this has none
-    path = jsonl(tmp_path / "chat.jsonl", [ROW], "messages")
-    for fields, words in (
-        ({"create_attention_mask": True}, "create_attention_mask must be False"),
-        ({"reset_position_ids": True}, "reset_position_ids must be False"),
-        ({"n": 3, "documents": np.array([])}, "holds no rows for 3 samples"),
-        ({"tokenizer": Tok(tokenize=with_start)}, r"without add_special_tokens: .* \[5\] around"),
-        ({"tokenizer": Tok(eod=None)}, "lacks eod"),
-        ({"tokenizer": Tok(tokenize_conversation=one_target)}, "line 1: .*3 tokens have 1 targets"),
+    good = json.dumps({"messages": ROW})
+    jsonl(tmp_path / "good.jsonl", [ROW], "messages")
+    (tmp_path / "list.jsonl").write_text(json.dumps([{"messages": ROW}], indent=1))
+    (tmp_path / "compressed.jsonl").write_bytes(gzip.compress(good.encode()))
+    write_parquet(tmp_path / "text.parquet", {"text": ["a"]})
+    write_parquet(tmp_path / "no_lists.parquet", {"messages": [good]})
+    for name, fields, words in (
+        ("list.jsonl", {}, "1: wanted .messages., a list"),
+        ("compressed.jsonl", {}, "1: wanted .messages., a list"),
+        ("compressed.jsonl.GZ", {}, "unpack it first"),
+        ("no_lists.parquet", {}, "1: wanted .messages., a list"),
+        ("text.parquet", {}, "wanted a Parquet file with"),
+        ("good.jsonl", {"create_attention_mask": True}, "create_attention_mask must be False"),
+        ("good.jsonl", {"reset_position_ids": True}, "reset_position_ids must be False"),
+        ("good.jsonl", {"n": 3, "documents": np.array([])}, "holds no rows for 3 samples"),
+        ("good.jsonl", {"tokenizer": Tok(tokenize=with_start)}, r"special_tokens: .* \[5\] around"),
+        ("good.jsonl", {"tokenizer": Tok(eod=None)}, "lacks eod"),
+        ("good.jsonl", {"tokenizer": Tok(tokenize_conversation=one_target)}, "1: .*same shape"),
     ):
         with pytest.raises(ValueError, match=words):
-            chat(one, path, **fields)[0]
-    chat(one, path, tokenizer=Tok(tokenize=with_start, tokenize_conversation=print))
+            chat(one, tmp_path / name, **fields)[0]
+    template = Tok(tokenize=with_start, tokenize_conversation=print)
+    chat(one, tmp_path / "good.jsonl", tokenizer=template)
+
+
+def test_the_first_sample_without_any_loss_is_told(one, tmp_path):
+    """Once: of roles that are called otherwise, or prompts that are too long."""
+    other = [{"role": "human", "content": "1"}, {"role": "gpt", "content": "2"}]
+    long = [{"role": "user", "content": "1 " * 9}, ROW[1]]
+    path = jsonl(tmp_path / "chat.jsonl", [ROW, long, other], "messages")
+    ds = chat(one, path, tokenizer=one.ByteTokenizer(), sequence_length=32)
+    for order in ([0, 1, 2, None], [0, 2, 1]):
+        ds._has_warned = False
+        _, [message] = heard(list, (ds[k] for k in order))
+        assert f"chat.jsonl, line {order[1] + 1}: nothing is learned" in message
 
 
 @pytest.mark.filterwarnings("ignore:.* nothing is learned")
@@ -6097,31 +5835,23 @@ def test_a_pair_is_found_by_any_path_that_means_it(one, tmp_path, monkeypatch):
         one.find(blend, "./a", 1)
 
 
-def test_what_cannot_be_traced_or_found(one, tmp_path):
-    a = mk(one, tmp_path / "a", [[1] * 9] * 9)
-    ds = gpt(one, a, 5, documents=np.arange(4, dtype=np.int32))
-    blend = build(one, [5, 0, 0], config(one, ([a, a], [1, 1])))[0]
-    chats = chat(one, jsonl(tmp_path / "chat.jsonl", [ROW], "messages"), 5)
-    of_chats = one.BlendedDataset([chats], [1], 5, chats.config)
-    others = [torch.utils.data.Subset(ds, [1, 2]), chats, of_chats, Numbers(5)]
-    assert one.find(ds, a, 8) == []  # of another split
-    for audit, datasets, arguments, error, words in (
-        (one.find, [ds, blend], ["other", 1], ValueError, f"other is not a pair.*{re.escape(a)}"),
-        (one.find, [ds, blend], [a, 9], IndexError, "9"),
-        (one.trace, [ds, blend], [9], IndexError, "9"),
-        (one.trace, others, [0], ValueError, "want a GPTDataset.*got (Subset|SFT|Numbers)"),
-        (one.find, others, [a, 0], ValueError, "want a GPTDataset.*got (Subset|SFT|Numbers)"),
-    ):
-        for dataset in datasets:
-            with pytest.raises(error, match=words):
-                audit(dataset, *arguments)
-
-
-def test_mock_data_have_no_file(one):
+def test_mock_data_and_what_cannot_be_found(one, tmp_path):
     ds = build(one, [10, 0, 0], config(one, sequence_length=4096), one.MockGPTDataset)[0]
     [*_, last] = one.trace(ds, 0)
     assert (last.path_prefix, last.byte_offset, last.document) == (None, None, last.sequence)
     assert 0 in one.find(ds, None, last.sequence)
+    a = mk(one, tmp_path / "a", [[1] * 9] * 9)
+    ds = gpt(one, a, 5, documents=np.arange(4, dtype=np.int32))
+    blend = build(one, [5, 0, 0], config(one, ([a, a], [1, 1])))[0]
+    assert one.find(ds, a, 8) == []  # of another split
+    for audit, arguments, error, words in (
+        (one.find, ["other", 1], ValueError, f"other is not a pair.*{re.escape(a)}"),
+        (one.find, [a, 9], IndexError, "9"),
+        (one.trace, [9], IndexError, "9"),
+    ):
+        for dataset in (ds, blend):
+            with pytest.raises(error, match=words):
+                audit(dataset, *arguments)
 
 
 # ==============================================================================
@@ -6133,9 +5863,7 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     jsonl("a.jsonl", ["aaaa", "bbb", "cccccc"])
     mk(one, tmp_path / "none", [])
-    mk(one, tmp_path / "minus", [[97, -1]])
     mk(one, tmp_path / "half", [[0.5]], np.float32)
-    mk(one, tmp_path / "foreign", [[97, 98]])
     with one.IndexedDatasetBuilder("modes.bin", multimodal=True) as builder:
         builder.add_document([1, 2, 3], [2, 1], [0, 5])
     prefix = "toy_text_document"
@@ -6145,10 +5873,7 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
         ("preprocess --input a.jsonl --output-prefix toy", [f"{prefix}: 3 sequences"]),
         (f"inspect {prefix}", inspected),
         ("inspect none", ["0 sequences, 0 documents, 0 tokens"]),
-        (f"inspect {prefix} --tokenizer null:200", ["not decoded: toy", "NullTokenizer"]),
-        ("inspect foreign", ["decoded: 'ab'"]),
-        ("inspect foreign --tokenizer null:97", ["not decoded: name the tokenizer"]),
-        ("inspect minus", ["[97, -1]", "not decoded: name the tokenizer"]),
+        (f"inspect {prefix} --tokenizer null:96", ["not decoded: name the tokenizer"]),
         ("inspect half", ["[0.5]", "not decoded: name the tokenizer"]),
         (f"verify {prefix} modes", [f"whole: {prefix}: 3 sequences, 3 documents, 13 ", "modes: 2"]),
         (f"merge --input {prefix} --input {prefix}.idx --output-prefix two", ["26 tokens"]),
@@ -6163,11 +5888,7 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
 
 
 def test_options_of_preprocess_reach_the_function(one, hf, capsys, monkeypatch):
-    """Each of them; those that are not given have the function's defaults, but for verbose.
-
-    A flag of several values that is given again adds to them.  Special tokens, such as the BOS of
-    Llama's file, which upstream adds, are for those who ask.
-    """
+    """Those that are not given have its defaults, but for verbose; given again they add up."""
     made = mock.Mock(return_value={})
     defaults = inspect.signature(one.preprocess).parameters
     monkeypatch.setattr(one, "preprocess", made)
@@ -6188,7 +5909,7 @@ def test_options_of_preprocess_reach_the_function(one, hf, capsys, monkeypatch):
 
 
 def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys):
-    """Of the program as it was called; and it leaves no file."""
+    """And it leaves no file."""
     monkeypatch.chdir(tmp_path)
     jsonl("a.jsonl", ["a"])
     for name in ("good", "damaged"):
@@ -6199,19 +5920,16 @@ def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys):
     for arguments, wanted, word in (
         ("", 2, "COMMAND"),
         (f"{preprocess} --json-keys x", 1, "a.jsonl: line 1: "),
-        (f"{preprocess} --shard z", 2, "--shard: wanted i/n, such as 0/16 to 15/16, got 'z'"),
         (f"{preprocess} --shard 3/3", 2, "--shard: wanted i/n, such as 0/16 to 15/16, got '3/3'"),
         (f"{preprocess} --workers 0", 2, "argument --workers: wanted 1 or more, got '0'"),
         (f"{preprocess} --on-error foo", 2, "argument --on-error: invalid choice: 'foo'"),
         ("merge --input good none --output-prefix o", 1, "none.idx"),
         ("verify good damaged", 1, "damaged.idx: sequence_pointers[1]"),
     ):
-        code, _, err = command(one, capsys, *arguments.split(), program="megatron_min.py")
+        code, _, err = command(one, capsys, *arguments.split())
         *usage, sentence = err.splitlines()
-        for line in usage:
-            assert code == 2 and line.startswith(("usage: python megatron_min.py", " "))
-        assert code == wanted and word in sentence
-        assert sentence.startswith("python megatron_min.py")
+        assert len(usage) == 0 or code == 2
+        assert code == wanted and word in sentence and sentence.startswith("megatron-min")
         assert files_of(".") == before
 
 
@@ -6221,20 +5939,19 @@ def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch):
         raise ZeroDivisionError("a  bad\nvalue")
 
     monkeypatch.setattr(one, "merge", merge)
-    code, _, err = command(one, capsys, "merge", "--input", "p", "--output-prefix", "q")
-    sentence = "megatron-min: ZeroDivisionError: a bad value\n"
-    assert (code, err) == (1, f"warning: a warning of two lines\n{sentence}")
+    code, _, err = command(one, capsys, *"merge --input p --output-prefix q".split())
+    wanted = ["warning: a warning of two lines", "megatron-min: ZeroDivisionError: a bad value"]
+    assert (code, err.splitlines()) == (1, wanted)
 
 
-@pytest.mark.parametrize("encoding, text", [("ascii", r"\u65e5\xe9"), ("cp1252", r"\u65e5é")])
-def test_a_console_that_cannot_show_a_character(one, tmp_path, capsys, monkeypatch, encoding, text):
+def test_a_console_that_cannot_show_a_character(one, tmp_path, capsys, monkeypatch):
     """It shows an escape, of a path as of a text, and the command goes on to its end."""
     prefix = mk(one, tmp_path / "日é", [list("日é".encode())], np.uint8)
-    console = io.TextIOWrapper(io.BytesIO(), encoding, newline="\n")
+    console = io.TextIOWrapper(io.BytesIO(), "cp1252", newline="\n")
     monkeypatch.setattr(sys, "stdout", console)
     assert command(one, capsys, "inspect", prefix)[0] == 0
-    first, *_, last = console.buffer.getvalue().decode(encoding).splitlines()
-    assert f"/{text}: 1 sequences" in first and last == f"decoded: '{text}'"
+    first, *_, last = console.buffer.getvalue().decode("cp1252").splitlines()
+    assert "/\\u65e5é: 1 sequences" in first and last == "decoded: '\\u65e5é'"
 
 
 class Signalled(Tok):
@@ -6252,10 +5969,7 @@ class Signalled(Tok):
 @pytest.mark.parametrize("is_ignored", [False, True])
 @pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
 def test_a_signal_unwinds_a_command(one, tmp_path, capsys, name, code, is_ignored):
-    """It comes in the middle of the work: no file is left, and there is no message.
-
-    One that was ignored when the command began, as by nohup, stays ignored.
-    """
+    """No file is left, and there is no message; one that was ignored before stays ignored."""
     path = jsonl(tmp_path / "a.jsonl", [name])
     handler = signal.SIG_IGN if is_ignored else signal.SIG_DFL
     before = signal.signal(getattr(signal, name), handler)
@@ -6282,9 +5996,7 @@ def test_the_demo_of_the_file_as_a_program(tmp_path, capsys, monkeypatch):
         runpy.run_path(str(HERE / "megatron_min.py"), run_name="__main__")
     assert stop.value.code == 0
     out = capsys.readouterr().out
-    assert "600 samples of 256 tokens" in out and "70 more steps, equal: True\nNext, your" in out
-    assert out.splitlines()[-1].startswith("python megatron_min.py preprocess --input ")
-    assert out.count(" in the blend\n") == 2
+    assert "600 samples of 256 tokens" in out and "70 more steps, equal: True\n" in out
     assert os.listdir(tmp_path) == []
 
 
@@ -6308,11 +6020,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_platforms_without_fcntl_and_fork(tmp_path):
-    """As Windows lacks them; workers are spawned there, and on macOS.
-
-    They too find a tokenizer's module in the current folder.  Nor is there a package of an extra:
-    what does not use it does not import it.
-    """
+    """Spawned workers find a module in the current folder; no package of an extra is there."""
     (tmp_path / "program").mkdir()
     (tmp_path / "program" / "job.py").write_text(BARE_PLATFORM)
     module = "import megatron_min\nclass Tokenizer(megatron_min.ByteTokenizer): pass\n"
@@ -6328,15 +6036,12 @@ def test_a_list_is_read_as_prefixes_and_weights(one):
     read = one.get_blend_from_list
     assert read([30, "p1", 0.5, pathlib.Path("p2")]) == (["p1", "p2"], [30.0, 0.5])
     assert read([" 1e-3 ", " p1 "]) == (["p1"], [0.001])
-    names = ["2023_01", "inf", "nan", "1e999"]  # float() takes each of these for a number
+    names = ["2023_01", "inf", "nan"]  # float() takes each of these for a number
     assert read(names) == (names, None)
     # upstream pairs these anyway, or takes weights for prefixes
     for wrong in (["0.3", "A", "B", "C"], ["0.3", "A", "0.7"], [], ["A", "1"], ["1", "2"]):
         with pytest.raises(ValueError, match="prefixes"):
             read(wrong)
-    for no_list in ("wiki", HIDDEN, 5):
-        with pytest.raises(ValueError, match="wanted a list of prefixes"):
-            read(no_list)
 
 
 # -- Programs: they begin, end and are stopped as a user's do, but import torch once for all -----
@@ -6411,7 +6116,7 @@ class Killing(mm.ByteTokenizer):
 os.mkdir("out")
 preprocess("--output-prefix", "out/o", "--tokenizer", "__main__:Killing")
 """
-NO_ROOM = f"-c: [Errno 28] {os.strerror(errno.ENOSPC)}\n"
+NO_ROOM = f"megatron-min: [Errno 28] {os.strerror(errno.ENOSPC)}\n"
 MADE = ["o_text_document.bin", "o_text_document.idx", "o_text_document.record.json"]
 ENDS = {  # lines, the exit code, files, what stands on stderr
     # A forked process leaves the files of the one that forked it.
@@ -6615,10 +6320,7 @@ def same_items(ours, theirs, indices, note=""):
 
 @pytest.mark.parametrize("split", ["train", "valid"])
 def test_datasets_equal_upstreams(mm, up, tmp_path, split):
-    """Indices and samples, under every flag, with all kinds of padding.
-
-    Upstream: an AssertionError where a kept short sample ends in an empty document, with x = 1.
-    """
+    """Upstream: an error where a kept short sample ends in an empty document, with x = 1."""
     caches = [str(tmp_path / side) for side in ("ours", "theirs")]
     tokenizers = [tokenizer for tokenizer, _, _ in PADS.values()] + [LegacyTokenizer()]
     for case, rng in enumerate(cases(15)):
@@ -6729,11 +6431,7 @@ WAYS_TO_BUILD = [
 
 
 def test_built_datasets_and_caches_equal_upstreams(one, up, tmp_path, group):
-    """Every mode: the datasets, and each file of the cache byte for byte.
-
-    Then each builds from the other's cache.  Upstream writes nothing; we write the same arrays
-    again, with a manifest each.
-    """
+    """Each then builds from the other's cache, to which we add manifests, and upstream nothing."""
     counts = {}
     rng = np.random.default_rng(21)
     for name in "abcdef":
@@ -6981,12 +6679,13 @@ def test_readmes_shards_merge_to_the_pair_of_one_job(one, readme, tmp_path, monk
 
 
 def run_training(script, ranks=0, **layout):
-    """What a script of README prints, on so many ranks of torchrun, in the current folder."""
+    """What a script of README prints, its first rank alone, in the current folder."""
     pathlib.Path("train.py").write_text(script)
     env = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"} | layout
     launcher = []
     if ranks:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--local-ranks-filter", "0"]
+        launcher += ["--nproc-per-node", str(ranks)]
     run = [sys.executable, *launcher, "train.py", "corpus_text_document"]
     done = subprocess.run(run, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -7003,7 +6702,7 @@ def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, readme, tmp_pa
     lines = run_training(script)
     losses = [float(line.rpartition(" ")[2]) for line in lines]
     assert len(losses) == 4 and losses[-1] < losses[0]
-    for ranks, layout in ((2, {"TP": "2"}), (4, {}), (4, {"TP": "2", "CP": "2"})):
+    for ranks, layout in ((2, {}), (4, {"TP": "2", "CP": "2"})):
         assert run_training(script, ranks, **layout) == lines, layout
     begin = "import multiprocessing as mp\nmp.set_start_method('forkserver', force=True)\n"
     script = begin + script.replace(" **dp)", " num_workers=1, **dp)")  # as from 3.14 on
@@ -7015,6 +6714,7 @@ def test_two_processes_learn_what_one_does(first_lines, inputs):
     """By the changes that README's first lines tell of; one of torchrun goes on from two."""
     documents = pathlib.Path("documents.py").read_text()
     script = "import torch\ntorch.manual_seed(1)\n" + pathlib.Path("pretrain.py").read_text()
+    script = script.replace("S = 100,", "S = 40,")
     run_training(script)
     lines = run_training(documents)
     wanted = torch.load("checkpoint.pt")
@@ -7030,14 +6730,14 @@ def test_two_processes_learn_what_one_does(first_lines, inputs):
     ):
         assert old in script
         script = script.replace(old, new)
-    run_training(script.replace("S = 100,", "S = 60,"), 2)
-    assert torch.load("checkpoint.pt")["loader"]["consumed_samples"] == 60 * 8
+    run_training(script.replace("S = 40,", "S = 20,"), 2)
+    assert torch.load("checkpoint.pt")["loader"]["consumed_samples"] == 20 * 8
     run_training(script, 1)
     found = torch.load("checkpoint.pt")
     assert found["loader"] == wanted["loader"]
     torch.testing.assert_close(found["model"], wanted["model"], rtol=1e-3, atol=1e-3)
     pathlib.Path("pretrain.py").write_text(script)
-    assert sorted(run_training(documents, 2)) == sorted(2 * lines)  # each process prints them
+    assert run_training(documents, 2) == lines
 
 
 def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path):
@@ -7059,33 +6759,3 @@ def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path):
             with torch.no_grad():
                 estimated, _ = names["get_batch"]("train")
             same(estimated, batch_of(train, [4 * (step - iter_num) + k for k in (2, 3)])["tokens"])
-
-
-TOLD_TO_END = """
-import os, signal
-from megatron_min import *
-
-{definition}
-signal.signal(signal.SIGTERM, lambda *place: None)
-train = range(100_000)
-sampler = MegatronPretrainingSampler(len(train), 0, 4, 0, 1)
-loader = {loader}
-batches = iter(loader)
-for step in range(60):  # more than are made ahead
-    next(batches)
-    if step == 9:  # both workers have begun
-        os.killpg(0, signal.SIGTERM)
-print(loader.state_dict()["consumed_samples"])
-"""
-
-
-@linux
-@pytest.mark.slow
-def test_a_job_that_is_told_to_end_saves_its_state(readme):
-    """With README's option; without it torch's worker processes are gone."""
-    [definition] = re.findall("`(def leave_group.+?)`", readme)
-    [loader] = re.findall("`(PretrainingDataLoader.+leave_group.)`", readme)
-    script = TOLD_TO_END.format(definition=definition, loader=loader)
-    run = [sys.executable, "-c", script]
-    job = subprocess.run(run, cwd=HERE, start_new_session=True, capture_output=True, text=True)
-    assert (job.stdout, job.returncode) == ("240\n", 0), job.stderr
