@@ -638,8 +638,7 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #
 # A line that is not blank is a document.  It becomes one sequence, or, if the text is a list of
 # sentences, one sequence for each sentence that has tokens.  A document without tokens becomes no
-# sequence, but it has its entry in document_indices, where the number of sequences is repeated.
-# Upstream does the same.
+# sequence, but document_indices repeats the number of sequences for it, as upstream's does.
 #
 # The end-of-document token, eod, tells a model where one text stops and an unrelated one begins.
 # It is added only with append_eod=True, which is not the default.  Without it, reset_position_ids,
@@ -662,8 +661,7 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 class ByteTokenizer:
     """The UTF-8 bytes of a text are its tokens, 0 to 255; eod is 256.
 
-    Needs no files and loses nothing, but makes about four times as many tokens of English text as a
-    trained tokenizer.
+    It needs no files, and makes about four times as many tokens as a trained tokenizer.
 
     >>> tokenizer = ByteTokenizer()
     >>> tokenizer.tokenize("aaaa")
@@ -702,8 +700,6 @@ def encode_document(
     [[98, 98, 98, 256]]
     >>> encode_document(["aa", "", "b"], ByteTokenizer(), append_eod=True)
     [[97, 97], [98, 256]]
-    >>> encode_document("", ByteTokenizer(), append_eod=True)
-    []
     """
     sequences = []
     for sentence in _sentences(text):  # section 13, and so _as_ids()
@@ -729,11 +725,9 @@ def encode_jsonl(
     tokenizer     an object as described above; default ByteTokenizer()
     json_key      the text of a document is found in its object under this key
     append_eod    put tokenizer.eod after each document that has tokens
-    Raises        ValueError, KeyError or TypeError at a line that holds no such object; no pair
-                  appears then
+    Raises        ValueError, KeyError or TypeError at a line that has none; no pair appears then
 
-    This is the definition of preprocess() in section 20, which writes the same bytes, on all cores,
-    and names the file and the line of an error.
+    Section 20's preprocess() writes the same bytes, on all cores, and names the line of an error.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = pathlib.Path(folder, "corpus.jsonl")
@@ -2884,11 +2878,15 @@ def _layout_of_stage(groups, shape, create_attention_mask, mtp, packed):
     return layout
 
 
-def _read_batch(data_iterator, layout, create_attention_mask):
-    """Read the next batch, and return the tensors of the layout."""
+def _read_batch(data_iterator, layout, create_attention_mask, views=None):
+    """Return the tensors of the next batch that a layout has; they are copied into views, too."""
     batch = next(data_iterator)
     _refuse_batch(batch, layout, create_attention_mask)
-    return {key: batch[key].to("cpu", dtype) for key, (_, dtype) in layout.items()}
+    tensors = {key: batch[key].to("cpu", dtype) for key, (_, dtype) in layout.items()}
+    if views is not None:
+        for key, tensor in tensors.items():
+            views[key].copy_(tensor)
+    return tensors
 
 
 def _share_batch(data_iterator, layout, create_attention_mask, groups, device):
@@ -2905,10 +2903,7 @@ def _share_batch(data_iterator, layout, create_attention_mask, groups, device):
     error = None
     if groups.rank("tp") == 0:
         # Section 17: every error but KeyboardInterrupt, SystemExit and GeneratorExit.
-        tensors, error = _attempt(_read_batch, data_iterator, layout, create_attention_mask)
-        if error is None:
-            for key, tensor in tensors.items():
-                views[key].copy_(tensor)
+        _, error = _attempt(_read_batch, data_iterator, layout, create_attention_mask, views)
         views["failed"].fill_(error is not None)
     torch.distributed.broadcast(buffer, group=groups.batch_group, group_src=0)
     if views["failed"]:
@@ -2970,20 +2965,22 @@ def get_batch_on_this_cp_rank(
         if length % (2 * cp_size):
             wanted = f"cp_size {cp_size} wants a multiple of {2 * cp_size}"
             raise ValueError(f"a row of {length} tokens cannot be cut: {wanted}")
-        documents_of_rows = [[(0, length)]]  # the same in all rows
+        [places] = _places_of_cp_rank(torch.tensor([[0, length]]), cp_rank, cp_size)  # of all rows
     else:
-        documents_of_rows = []
-        for starts in cu_seqlens.tolist():
-            pairs = itertools.pairwise([0, *starts, length])  # at its end cu_seqlens repeats S
-            documents_of_rows.append([(begin, end) for begin, end in pairs if begin != end])
-        _refuse_uneven_documents(documents_of_rows, cp_size)
-    chunks_of_rows = [_chunks_of_row(row, cp_rank, cp_size) for row in documents_of_rows]
+        bounds = torch.nn.functional.pad(cu_seqlens.to("cpu", torch.int64), (1, 0))
+        bounds = torch.nn.functional.pad(bounds, (0, 1), value=length)
+        _refuse_uneven_documents(bounds, cp_size)
+        places = _places_of_cp_rank(bounds, cp_rank, cp_size)
     for key, value in batch.items():
-        if key == "cu_seqlens" or not isinstance(value, torch.Tensor):
-            continue
         dim = 2 if key == "attention_mask" else 1
-        if value.ndim > dim and value.shape[dim] == length:
-            part[key] = _take_chunks(value, dim, chunks_of_rows)
+        if key != "cu_seqlens" and isinstance(value, torch.Tensor):
+            if value.shape[dim : dim + 1] == (length,):
+                part[key] = _take_places(value, dim, places.to(value.device))
+            elif key in _BATCH_KEYS:
+                raise ValueError(
+                    f"batch[{key!r}]: wanted {length} tokens along dim {dim}, "
+                    f"got shape {tuple(value.shape)}"
+                )
     return part
 
 
@@ -2997,28 +2994,30 @@ def _length_of_rows(batch):
     return None
 
 
-def _chunks_of_row(documents, cp_rank, cp_size):
-    """What a cp rank keeps of a row: [(begin, length), ...].
+def _places_of_cp_rank(bounds, cp_rank, cp_size):
+    """Where in its row each token lies that a cp rank keeps: int64 (rows, S / cp_size).
 
-    Of each document, cut into 2 * cp_size chunks, these are number cp_rank from the front and
+    bounds   int64 (rows, n): of each row 0, where each next document begins, and S
+
+    Of each document, cut into 2 * cp_size chunks, the rank keeps number cp_rank from the front and
     number cp_rank from the back.
     """
-    chunks = []
-    for begin, end in documents:
-        size = (end - begin) // (2 * cp_size)
-        front = begin + cp_rank * size
-        back = end - (cp_rank + 1) * size
-        chunks += [(front, size), (back, size)]
-    return chunks
+    rows = len(bounds)
+    lengths = bounds.diff(dim=1).flatten()
+    length_of_document = lengths.repeat_interleave(lengths)  # of each token's
+    start_of_document = bounds[:, :-1].flatten().repeat_interleave(lengths)
+    places = torch.arange(len(length_of_document) // rows).repeat(rows)
+    chunks = (places - start_of_document) * (2 * cp_size) // length_of_document
+    is_kept = (chunks == cp_rank) | (chunks == 2 * cp_size - 1 - cp_rank)
+    return places[is_kept].view(rows, -1)
 
 
-def _take_chunks(tensor, dim, chunks_of_rows):
-    """The chunks of a tensor along an axis, joined; a single row's are those of all rows."""
-    if len(chunks_of_rows) > 1:
-        rows = zip(tensor.split(1), chunks_of_rows, strict=True)
-        return torch.cat([_take_chunks(row, dim, [chunks]) for row, chunks in rows])
-    pieces = [tensor.narrow(dim, begin, size) for begin, size in chunks_of_rows[0]]
-    return torch.cat(pieces, dim)
+def _take_places(tensor, dim, places):
+    """The places along an axis of a tensor: of all rows the same (1-D), or of each its own."""
+    if places.ndim == 1:
+        return tensor.index_select(dim, places)
+    rows = zip(tensor, places, strict=True)
+    return torch.stack([row.index_select(dim - 1, kept) for row, kept in rows])
 
 
 # ==============================================================================
@@ -3866,13 +3865,15 @@ def forward_backward_no_pipelining(
     """
     if isinstance(model, (list, tuple)):
         [model] = model  # without pipelining there is one
+    # Also inside of what wraps it, such as torch.compile().
+    parts = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
     reports = []
     token_counts = []
     for number in range(num_microbatches):
-        sync = contextlib.nullcontext()
-        if number < num_microbatches - 1 and isinstance(model, DistributedDataParallel):
-            sync = model.no_sync()
-        with sync:
+        with contextlib.ExitStack() as stack:
+            if number < num_microbatches - 1:
+                for part in parts:
+                    stack.enter_context(part.no_sync())
             output, loss_func = forward_step_func(data_iterator, model)
             result = loss_func(output)
             if len(result) == 3:
@@ -3891,8 +3892,8 @@ def forward_backward_no_pipelining(
     num_tokens = None
     if token_counts:
         num_tokens = sum(token_counts)
-    if isinstance(model, DistributedDataParallel):
-        finalize_model_grads([model], num_tokens)
+    if parts:
+        finalize_model_grads(parts, num_tokens)
     elif num_tokens:  # neither None nor 0
         for param in model.parameters():
             if param.grad is not None:
@@ -4364,8 +4365,7 @@ def _as_tokens(ids, dtype, values):
 def _sentences(text):
     """The sentences of a document: a str is one, a list has several; ValueError for all else."""
     sentences = [text] if isinstance(text, str) else text
-    is_list = isinstance(sentences, list)
-    if not is_list or not all(isinstance(sentence, str) for sentence in sentences):
+    if not isinstance(sentences, list) or not all(isinstance(each, str) for each in sentences):
         raise ValueError(f"wanted a text, or a list of sentences, got {text!r:.60}")
     return sentences
 
@@ -4375,7 +4375,7 @@ def _as_ids(tokenizer, found):
     ids = np.asarray(found)
     if ids.ndim != 1 or (len(ids) > 0 and ids.dtype.kind not in "iu"):
         name = type(tokenizer).__name__
-        raise ValueError(f"wanted a tokenizer, got {name}, whose tokenize() makes {found!r:.60}")
+        raise ValueError(f"wanted a list of ids from tokenize() of {name}, got {found!r:.60}")
     return ids
 
 
@@ -4763,17 +4763,19 @@ def _refuse_batch(batch, layout, create_attention_mask):
             )
 
 
-def _refuse_uneven_documents(documents_of_rows, cp_size):
-    """ValueError unless each (begin, end) of each row can be cut into 2 * cp_size chunks."""
-    for row, documents in enumerate(documents_of_rows):
-        for number, (begin, end) in enumerate(documents):
-            tokens = end - begin
-            if tokens < 0 or tokens % (2 * cp_size):
-                raise ValueError(
-                    f"cu_seqlens: document {number} of row {row} has {tokens} tokens ({begin} to "
-                    f"{end}): cp_size {cp_size} wants a multiple of {2 * cp_size} in every "
-                    "document; use_per_sequence_balancing=True cuts the whole row instead"
-                )
+def _refuse_uneven_documents(bounds, cp_size):
+    """ValueError unless each document, from bound to bound, can be cut into 2 * cp_size chunks."""
+    lengths = bounds.diff(dim=1)
+    wrong = ((lengths < 0) | (lengths % (2 * cp_size) != 0)).nonzero()
+    if len(wrong):
+        row, at = wrong[0].tolist()
+        begin, end = bounds[row, at : at + 2].tolist()
+        number = int((lengths[row, :at] > 0).sum())
+        raise ValueError(
+            f"cu_seqlens: document {number} of row {row} has {end - begin} tokens ({begin} to "
+            f"{end}): cp_size {cp_size} wants a multiple of {2 * cp_size} in every document; "
+            "use_per_sequence_balancing=True cuts the whole row instead"
+        )
 
 
 def _check_loader(sampler, arguments):
@@ -4882,14 +4884,20 @@ def _refuse_new_parameters(ddp):
 
 def _refuse_sums_of_one_rank(model):
     """ValueError where torch averages a model's gradients over ranks, before they are divided."""
+    if _num_processes() == 1:
+        return
     # Told by name: torch.distributed.fsdp is slow to import, and most jobs do without it.
-    names = {kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("torch.")}
-    averaging = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
-    if _num_processes() > 1 and names & averaging:
+    names = set()
+    for part in model.modules():
+        kinds = type(part).__mro__
+        names.update(kind.__name__ for kind in kinds if kind.__module__.startswith("torch."))
+    found = names & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+    if found:
         raise ValueError(
-            f"the model is a {type(model).__name__} of torch, which averages over the ranks, and "
-            "the loss is a sum, which the tokens of this rank alone would divide: have loss_func "
-            "return a mean, (loss, report), or take this module's DistributedDataParallel"
+            f"the model is, or has in it, a {found.pop()} of torch, which averages over the ranks, "
+            "and the loss is a sum, which the tokens of this rank alone would divide: have "
+            "loss_func return a mean, (loss, report), or take this module's "
+            "DistributedDataParallel"
         )
 
 
@@ -6182,15 +6190,6 @@ def _check_tokenizer_of_corpus(tokenizer, append_eod):
 # for each JSON key, whatever the number of workers.  A worker has one block at a time, so nothing
 # fills up; and where a worker dies its pipe ends, which is an error.
 #
-#   the loop of encode_jsonl()                  here, a block of lines at a time
-#
-#   with IndexedDatasetBuilder(...)             _write_pairs()
-#   for line in file                            _read_lines(), _cut_blocks()
-#       if line.isspace(): continue             _Encoder.encode()
-#       text = json.loads(...)[json_key]        _read_object(), _read_sentences()
-#       sequences = encode_document(text, ...)  _Encoder._encode_documents()
-#       builder.add_item(), .end_document()     _write_pairs()
-#
 # Many machines share the work as shards of whole inputs.  Laid end to end, the bytes of all inputs
 # have as many equal shares as there are shards, and an input belongs to that in which it begins:
 #
@@ -6226,9 +6225,8 @@ def preprocess(
 ) -> dict[str, str]:
     """Write files of JSON lines as pairs, <output_prefix>_<key>_document.bin and .idx for each key.
 
-    input         a path, URL or pattern such as s3://bucket/*.jsonl, or a list of these; the files
-                  of a pattern are read in sorted order, and decompressed if their names end in .gz
-                  or .zst.  "-" is standard input.
+    input         a path, URL or pattern such as s3://bucket/*.jsonl, whose files are read in sorted
+                  order, or a list of these; .gz and .zst are decompressed; "-" is standard input
     texts         in the place of input: an iterable of texts, or of dicts with the JSON keys; its
                   rows count as lines
     tokenizer     an object as described in section 2, or its name as in section 19
@@ -6238,10 +6236,9 @@ def preprocess(
     workers       how many processes tokenize
     shard         (i, n), 0 <= i < n: make the i-th of n shards; names end as in _00001_of_00016
     on_error      "stop": the first bad line is an error; "skip": each becomes a document without
-                  tokens, and a warning counts them and names the first five.  Bad is a line that is
-                  no JSON object in UTF-8 with a text under each key, is too long, or at which the
-                  tokenizer raises an error; but MemoryError, OSError, and a job of bad lines alone
-                  are an error also with "skip".
+                  tokens, and a warning counts them.  Bad is a line that is no JSON object in UTF-8
+                  with a text under each key, is too long, or at which the tokenizer raises an error
+                  other than MemoryError and OSError.  Bad lines alone are always an error.
     verbose       show a bar, where tqdm is installed, and at the end one line on stderr
     Returns       {key: path prefix of its pair}
     Raises        ValueError that names file, line and reason, or another error; no pair appears
@@ -6282,7 +6279,6 @@ def preprocess(
     counts = [[each.name, each.documents] for each in inputs]
     for prefix in prefixes.values():
         _write_record(prefix, _identity_of_tokenizer(tokenizer), counts, job)
-
     if verbose:
         documents = sum(each.documents for each in inputs)
         rate = num_bytes / 1e6 / (time.perf_counter() - started)
@@ -6292,24 +6288,21 @@ def preprocess(
         warnings.warn(f"{found}; the first: {'; '.join(first_bad)}", stacklevel=2)
     empty = [each.name for each in inputs if each.documents == 0]
     if len(empty) > 0:
-        found = f"{len(empty):,} of the inputs, such as {empty[0]}"
-        warnings.warn(f"no document came from {found}", stacklevel=2)
+        warnings.warn(f"{len(empty):,} inputs gave no document, such as {empty[0]}", stacklevel=2)
     return prefixes
 
 
 def _check_job(input, output_prefix, texts, json_keys, workers, shard, on_error):
     """Check the arguments of preprocess()."""
-    if on_error not in ("stop", "skip"):
-        raise ValueError(f"on_error must be stop or skip, got {on_error!r}")
-    if workers < 1:
-        raise ValueError(f"workers must be >= 1, got {workers}")
-    if workers > 1 and multiprocessing.current_process().daemon:
-        raise ValueError("a daemonic process, as this one is, may start no other: use workers=1")
     index, count = shard
     if not 0 <= index < count:
         raise ValueError(f"wanted a shard i/n with 0 <= i < n, got {index}/{count}")
-    if output_prefix is None or len(json_keys) == 0:
-        raise ValueError("preprocess wants an output_prefix, and at least one of json_keys")
+    if on_error not in ("stop", "skip"):
+        raise ValueError(f"on_error must be stop or skip, got {on_error!r}")
+    if workers < 1 or len(json_keys) == 0 or output_prefix is None:
+        raise ValueError("wanted workers >= 1, at least one of json_keys, and an output_prefix")
+    if workers > 1 and multiprocessing.current_process().daemon:
+        raise ValueError("a daemonic process, as this one is, may start no other: use workers=1")
     if (input is None) == (texts is None):
         raise ValueError("preprocess wants one of input, which are paths, and texts")
     is_table = isinstance(texts, collections.abc.Mapping) or hasattr(texts, "columns")
@@ -6318,14 +6311,10 @@ def _check_job(input, output_prefix, texts, json_keys, workers, shard, on_error)
 
 
 def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
-    """The loop of encode_jsonl(), for blocks of lines and {key: prefix of a pair}.
-
-    Returns how many bytes the lines have, how many lines are bad, and what is said of the first.
-    """
+    """The loop of encode_jsonl(), for blocks; return bytes, bad lines, and what is said of five."""
     num_bytes = 0
     num_bad = 0
     first_bad = []
-    without_tokens = dict.fromkeys(prefixes, (b"", [], [0]))  # a document of each pair
     with contextlib.ExitStack() as stack:
         bar = None
         if verbose:
@@ -6349,7 +6338,7 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
                     num_bad += 1
                     if num_bad <= 5:
                         first_bad.append(f"{source.name}: line {number}: {documents}")
-                    documents = without_tokens
+                    documents = dict.fromkeys(prefixes, (b"", [], [0]))  # without tokens
                 for key, (content, lengths, ends) in documents.items():
                     begin = len(builders[key].sequence_lengths)
                     builders[key].add_sequences(content, lengths)
@@ -6374,8 +6363,7 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
 class _Input:
     """A file of lines, as it is when the job begins, and what the job has read of it.
 
-    path   a path, a URL, or "-", which is standard input
-    size   in bytes; None: not known, as of standard input, a pipe, and some URLs
+    size   in bytes; None: not known, as of "-", standard input, of a pipe, and of some URLs
     lines  an iterator of lines, where they are not in the file
     """
 
@@ -6392,34 +6380,26 @@ class _Input:
 
 
 def _find_inputs(paths):
-    """Return an _Input of each file that is meant."""
+    """Return an _Input of each file that one path, or several, mean."""
+    if isinstance(paths, (str, os.PathLike)):
+        paths = [paths]
+    paths = [os.fspath(path) for path in paths]
+    _refuse_passwords(paths, is_input=True)
     inputs = []
-    for path in _as_paths(paths, is_input=True):
+    for path in paths:
         with _reading(path):
             found = _find_sizes(path)
         if len(found) == 0:
             name = _name_of_input(path)
             raise FileNotFoundError(f"{name}: no such file, and as a pattern it matches none")
         inputs.extend(_Input(name, size) for name, size in found)
+    if len(inputs) == 0:
+        raise ValueError("wanted at least one input, got none")
     return inputs
 
 
-def _as_paths(paths, is_input=False):
-    """One path, or several -> a list of str; ValueError if there is none, or for a password."""
-    if isinstance(paths, (str, os.PathLike)):
-        paths = [paths]
-    paths = [os.fspath(path) for path in paths]
-    if len(paths) == 0:
-        raise ValueError("wanted at least one input, got none")
-    _refuse_passwords(paths, is_input)
-    return paths
-
-
 def _find_sizes(path):
-    """Return [(path, bytes)] of a file that exists, or of all files that match a pattern, sorted.
-
-    A name that exists is no pattern.  None is the size of what has none, such as standard input.
-    """
+    """Return [(path, bytes or None)] of a file, or, if none has this name, of all that match it."""
     if _is_remote(path):
         return _RemoteFile(path, is_input=True).find()
     if path == "-":
@@ -6443,8 +6423,7 @@ def _reading(path):
     except OSError as error:
         if name == path:
             raise
-        reason = _one_line(error).replace(path, name)
-        raise OSError(re.sub(r"\?\S*", "", reason)) from None  # a client may write it otherwise
+        raise OSError(re.sub(r"\?\S*", "", _one_line(error))) from None
 
 
 def _find_compression(name):
@@ -6452,10 +6431,8 @@ def _find_compression(name):
     lower = name.lower()
     if lower.endswith((".bz2", ".xz", ".lzma", ".zip", ".tar")):
         # Python's bz2 and lzma take a damaged second stream for the end of the file.
-        raise ValueError(
-            f"{name}: only .gz and .zst are read: unpack or recompress it first, as by "
-            "bzcat F | zstd > F.zst"
-        )
+        advice = "unpack or recompress it first, as by bzcat F | zstd > F.zst"
+        raise ValueError(f"{name}: only .gz and .zst are read: {advice}")
     if lower.endswith(".gz"):
         return gzip
     if not lower.endswith(".zst"):
@@ -6479,15 +6456,14 @@ def _take_shard(inputs, index, count):
     if num_filled < count or max(sizes) * count > total:
         warnings.warn(
             f"the {len(inputs):,} inputs give {num_filled:,} of {count:,} shards, of unequal "
-            "sizes, as each is read whole: cut large ones first, as by split -n l/16 "
-            "--additional-suffix=.jsonl",
+            "sizes: cut large ones first, as by split -n l/16 --additional-suffix=.jsonl",
             stacklevel=3,
         )
     return [each for each, shard in zip(inputs, shards, strict=True) if shard == index]
 
 
 def _read_lines(source):
-    """Yield the lines of an _Input; one that is too long is cut off.  OSError if it changes."""
+    """Yield the lines of an _Input; OSError if it cannot be read, or has changed at the end."""
     with _reading(source.path), contextlib.ExitStack() as stack:
         if source.path == "-":
             file = sys.stdin.buffer
@@ -6495,21 +6471,15 @@ def _read_lines(source):
             import fsspec  # it comes with torch
 
             file = stack.enter_context(fsspec.open(source.path, "rb"))
-            file = io.BufferedReader(file, 1 << 16)  # its readline() takes a limit
+            file = io.BufferedReader(file, 1 << 16)  # a stream of HTTP has no lines
         else:
             file = stack.enter_context(open(source.path, "rb"))
-        lines = file if source.compression is None else source.compression.open(file)
-        is_rest = False  # of a line that is read already, as far as it is needed
-        while line := lines.readline(_LONGEST_LINE + 1):
-            if not is_rest:
-                yield line
-            is_rest = not line.endswith(b"\n")
+        yield from file if source.compression is None else source.compression.open(file)
         if source.size is not None:
-            told = f"it had {source.size:,} bytes when the job began"
-            if file.tell() != source.size:
-                raise OSError(f"{told}, and {file.tell():,} came")
-            if _find_sizes(source.path) != [(source.path, source.size)]:
-                raise OSError(f"{told}, and has another size now")
+            came = file.tell()
+            if (came, _find_sizes(source.path)) != (source.size, [(source.path, source.size)]):
+                told = f"it had {source.size:,} bytes when the job began"
+                raise OSError(f"{told}, and {came:,} came, or it has another size now")
 
 
 def _read_rows(texts, json_keys):
@@ -6545,37 +6515,34 @@ def _cut_blocks(inputs):
 
 
 def _read_object(line):
-    """Return the JSON object on a line; ValueError if there is none; a str says why itself."""
-    if isinstance(line, str):
-        raise ValueError(line)
+    """Return the JSON object on a line; a ValueError says why there is none."""
     if len(line) > _LONGEST_LINE:
         raise ValueError(f"longer than {_LONGEST_LINE:,} bytes")
     try:
         found = json.loads(line.decode("utf-8-sig"))  # of bytes json would guess the encoding
-        if isinstance(found, dict):
-            return found
-        reason = f"a {type(found).__name__}"
-    except json.JSONDecodeError as error:  # str(error) counts lines, too
-        reason = f"{error.msg}, character {error.pos}"
+        if not isinstance(found, dict):
+            raise ValueError(f"a {type(found).__name__}")
     except (ValueError, RecursionError) as error:
-        reason = str(error)
-    begin = line[:60].decode(errors="replace")
-    raise ValueError(f"wanted a JSON object on the line, which begins {begin!r}: {reason}")
+        reason = getattr(error, "msg", error)  # str() of an error of json counts lines, too
+        begin = f"which begins {line[:60].decode(errors='replace')!r}"
+        raise ValueError(f"wanted a JSON object on the line, {begin}: {reason}") from None
+    return found
 
 
-def _read_sentences(row, key):
-    """Return the sentences that an object has under a key; ValueError if it has none."""
-    try:
-        sentences = _sentences(row[key])
-        "".join(sentences).encode()
-        return sentences
-    except KeyError:
-        found = f"in an object with the keys {list(row)!s:.60}"
-    except UnicodeEncodeError:
-        found = "got one with a lone surrogate"
-    except ValueError:
-        found = f"got {row[key]!r:.60}"
-    raise ValueError(f"wanted a text under {key!r}, {found}")
+def _read_texts(line, json_keys):
+    """Return {key: sentences} of the JSON object on a line; a ValueError says why it is bad."""
+    if isinstance(line, str):  # _read_rows() says why
+        raise ValueError(line)
+    row = _read_object(line)
+    texts = {}
+    for key in json_keys:
+        try:
+            texts[key] = _sentences(row[key])
+            "".join(texts[key]).encode()  # an error at a lone surrogate
+        except (KeyError, ValueError) as error:
+            found = f"got {row!r:.60}: {_one_line(error)}"
+            raise ValueError(f"wanted a text under {key!r}, {found}") from None
+    return texts
 
 
 class _Encoder:
@@ -6597,21 +6564,15 @@ class _Encoder:
                 self.splitter = punkt.PunktTokenizer("english")
             except LookupError:
                 self.splitter = punkt.PunktSentenceTokenizer()
-                warnings.warn(
-                    "nltk has no model of English sentences here, and its untrained Punkt ends one "
-                    'after "Dr.", too: python -m nltk.downloader punkt_tab',
-                    stacklevel=3,
-                )
+                found = "nltk has no model of English here, and takes its untrained one"
+                warnings.warn(f"{found}: python -m nltk.downloader punkt_tab", stacklevel=3)
         self.dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
         eod = [tokenizer.eod] if append_eod else []
         # Unsigned: beside the uint64 of a tokenizer int32 would become a float.
         self.eod = np.frombuffer(_encode_tokens(eod, self.dtype), f"u{self.dtype.itemsize}")
 
     def encode_block(self, lines):
-        """Return, in a list, what encode() makes of the lines, or, if it raises an error, of each.
-
-        A str in the list says why a line is bad.  Of many lines an error does not say which.
-        """
+        """Return [what encode() makes of the lines], or of each; a str says why a line is bad."""
         documents, error = _attempt(self.encode, lines)
         if error is None:
             return [documents]
@@ -6623,9 +6584,8 @@ class _Encoder:
 
     def encode(self, lines):
         """Return {key: (content, lengths, ends)}: section 2's loop, for many lines."""
-        rows = [_read_object(line) for line in lines if not line.isspace()]
-        documents = {key: [_read_sentences(row, key) for row in rows] for key in self.json_keys}
-        return {key: self._encode_documents(found) for key, found in documents.items()}
+        rows = [_read_texts(line, self.json_keys) for line in lines if not line.isspace()]
+        return {key: self._encode_documents([row[key] for row in rows]) for key in self.json_keys}
 
     def _encode_documents(self, documents):
         """Return (content, lengths, ends) of lists of sentences: encode_document(), for many."""
@@ -6671,8 +6631,9 @@ def _encode_blocks(encoder, blocks, workers):
     try:
         for _ in range(workers):
             pipe, end_of_worker = context.Pipe()
-            arguments = (end_of_worker, encoder)
-            process = context.Process(target=_run_worker, args=arguments, daemon=True)
+            process = context.Process(
+                target=_run_worker, args=(end_of_worker, encoder), daemon=True
+            )
             turns.append((process, pipe, None))
             with warnings.catch_warnings():
                 # Python 3.12 and later warn of threads here: the worker does without them.
@@ -6691,29 +6652,24 @@ def _encode_blocks(encoder, blocks, workers):
                     pipe.send(block[1])
             except (EOFError, ConnectionError):  # the worker has closed its end
                 process.join()
-                raise ChildProcessError(
-                    f"a worker process ended with exit code {process.exitcode} (below 0: it was "
-                    "ended by the signal of that number)"
-                ) from None
+                code = process.exitcode  # below 0: the number of a signal
+                raise ChildProcessError(f"a worker process ended, exit code {code}") from None
             if isinstance(answer, Exception):
                 raise answer
             if done is not None:
                 yield done, answer  # it is written while the worker has a block already
     finally:
-        for process, pipe, _ in turns:
+        for process, _, _ in turns:
             if process.is_alive():
                 process.kill()
                 process.join()
-            pipe.close()
 
 
 def _run_worker(pipe, encoder):
     """Encode the lines that come through a pipe: this is all that a worker process does."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # A terminal sends these to all processes, but the parent alone answers: it ends its workers.
-    for name in ("SIGINT", "SIGHUP"):
-        if hasattr(signal, name):  # Windows has no SIGHUP
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    # A terminal sends Ctrl-C to all processes, but the parent alone answers: it ends its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The processes keep all cores busy already: threads of the tokenizers library would compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)  # a fork leaves those of torch behind, and it would wait for them
@@ -6757,10 +6713,12 @@ def merge(
     >>> IndexedDataset(prefix + "2").document_indices.tolist()
     [0, 1, 2, 3, 4, 5, 6]
     """
-    prefixes = _as_paths(prefixes)
-    records = {prefix: _read_record(prefix) for prefix in prefixes}
+    prefixes = [os.fspath(prefix) for prefix in prefixes]
+    if len(prefixes) == 0:
+        raise ValueError("wanted at least one pair, got none")
+    records = {prefix: _record_of(IndexedDataset(prefix)) for prefix in prefixes}
     _check_shards(prefixes, records)
-    tokenizer = _tokenizer_of(records)
+    tokenizer = _common_tokenizer(records)
     dtype = IndexedDataset(prefixes[0]).dtype
     inputs = []
     with IndexedDatasetBuilder(get_bin_path(output_prefix), dtype, multimodal) as builder:
@@ -6776,23 +6734,20 @@ def merge(
 def _check_shards(prefixes, records):
     """Check that of a job whose shards are merged all are there, in order, of the same inputs."""
     wanted = []  # the names of the shards of a job that must come next, in order
+    jobs = set()  # what the records of these shards say of their job
     for prefix in [*prefixes, "the end"]:
-        record = records.get(prefix, {})
         name = os.path.basename(prefix)  # each machine may have a folder of its own
         shard = re.fullmatch(r"(.*)_\d{5}_of_(\d{5})", name)
         if shard is not None and len(wanted) == 0:
             wanted = [f"{shard[1]}_{index:05}_of_{shard[2]}" for index in range(int(shard[2]))]
-            jobs = set()  # what the records of these shards say of their job
+            jobs.clear()
         next_name = wanted.pop(0) if len(wanted) > 0 else name
         if name != next_name:
             raise ValueError(f"wanted {next_name} in the place of {prefix}: merge all shards")
-        if shard is not None and record != {}:
-            jobs.add(record.get("job"))
-            if len(jobs) > 1:
-                raise ValueError(
-                    f"{prefix} was made from other inputs than the shards before it, or with "
-                    "another append_eod: its record says so; make all shards anew"
-                )
+        if shard is not None and records[prefix] != {}:
+            jobs.add(records[prefix].get("job"))
+        if len(jobs) > 1:
+            raise ValueError(f"{prefix}: not of the inputs, or append_eod, of the shards before it")
 
 
 def _make_record(path_prefix, tokenizer, inputs, job):
@@ -6803,9 +6758,7 @@ def _make_record(path_prefix, tokenizer, inputs, job):
         "bin": os.path.getsize(get_bin_path(path_prefix)),
         "idx": os.path.getsize(get_idx_path(path_prefix)),
     }
-    if job is not None:
-        record["job"] = str(job)
-    return record
+    return record if job is None else record | {"job": str(job)}
 
 
 def _write_record(path_prefix, tokenizer, inputs, job=None):
@@ -6815,27 +6768,22 @@ def _write_record(path_prefix, tokenizer, inputs, job=None):
         file.write(json.dumps(record, indent=1).encode())
 
 
-def _read_record(path_prefix):
-    """Return the record of a pair, a dict, which is empty if there is none of these sizes and form.
+def _record_of(pair):
+    """The record of an opened pair, which is read once; {} if there is none of its sizes and form.
 
     With "ends": how many documents all inputs up to each have given.
     """
-    # It may be missing, damaged, or of another release: no reason to stop.
-    with contextlib.suppress(Exception):
-        with open(f"{os.fspath(path_prefix)}.record.json", "rb") as file:
-            found = json.load(file)
-        job = found.get("job")
-        record = _make_record(path_prefix, found["tokenizer"], found["inputs"], job)
-        if found == record:
-            ends = itertools.accumulate(documents for _, documents in record["inputs"])
-            return record | {"ends": list(ends)}
-    return {}
-
-
-def _record_of(pair):
-    """The record of an opened pair, which is read once."""
     if pair._record is None:
-        pair._record = _read_record(pair.absolute_prefix)
+        record = {}
+        with contextlib.suppress(Exception):  # it may be missing, damaged, or of another release
+            with open(f"{pair.absolute_prefix}.record.json", "rb") as file:
+                found = json.load(file)
+            inputs = found["inputs"]
+            prefix = pair.absolute_prefix
+            if found == _make_record(prefix, found["tokenizer"], inputs, found.get("job")):
+                ends = itertools.accumulate(documents for _, documents in inputs)
+                record = found | {"ends": list(ends)}
+        pair._record = record
     return pair._record
 
 
@@ -6856,46 +6804,30 @@ def _identity_of_tokenizer(tokenizer):
     return identity if isinstance(identity, dict) else None
 
 
-def _compare_tokenizers(prefix, record, other_place, other):
-    """What to say of a pair whose record names another tokenizer than this; None if it does not.
-
-    None may be any one's identity.  Which package reads a tokenizer.json makes no other tokenizer.
-    """
-    found = record.get("tokenizer")
-    if found is None or other is None or found | {"package": None} == other | {"package": None}:
-        return None
-    return f"{prefix} was made with the tokenizer {found}, and that of {other_place} is {other}"
-
-
-def _tokenizer_of(records):
-    """The tokenizer that the records of {prefix: record} name; ValueError if they name several."""
-    first = None
-    tokenizer = None
-    for prefix, record in records.items():
-        difference = _compare_tokenizers(prefix, record, first, tokenizer)
-        if difference is not None:
-            raise ValueError(difference)
-        if tokenizer is None:
-            first = prefix
-            tokenizer = record.get("tokenizer")
-    return tokenizer
+def _common_tokenizer(records):
+    """The tokenizer that {name: record} name, or None; ValueError if they name several."""
+    found = {name: record.get("tokenizer") for name, record in records.items()}
+    named = {name: identity for name, identity in found.items() if identity is not None}
+    first = next(iter(named), None)
+    for name, identity in named.items():
+        # Which package reads a tokenizer.json makes no other tokenizer.
+        if identity | {"package": None} != named[first] | {"package": None}:
+            made = f"{name} was made with the tokenizer {identity}"
+            raise ValueError(f"{made}, and that of {first} is {named[first]}")
+    return named.get(first)
 
 
 def _check_tokenizers(opened, tokenizer):
-    """Check the records of {prefix: what is opened} against each other, and against a config's.
-
-    ValueError if they name several tokenizers; a warning if they name another than the config's.
-    """
+    """ValueError if {prefix: corpus} are of several tokenizers; a warning if not of a config's."""
+    of_config = {"the config": {"tokenizer": _identity_of_tokenizer(tokenizer)}}
     records = {}
     for prefix, pair in opened.items():
         if isinstance(pair, IndexedDataset):
             records[prefix] = _record_of(pair)
-    _tokenizer_of(records)
-    identity = _identity_of_tokenizer(tokenizer)
-    for prefix, record in records.items():
-        difference = _compare_tokenizers(prefix, record, "the config", identity)
-        if difference is not None:
-            warnings.warn(difference, stacklevel=3)
+            _, difference = _attempt(_common_tokenizer, of_config | {prefix: records[prefix]})
+            if difference is not None:
+                warnings.warn(str(difference), stacklevel=3)
+    _common_tokenizer(records)
 
 
 # ==============================================================================

@@ -2061,14 +2061,20 @@ def test_what_cannot_be_cut_is_refused(one):
         ([[0, 4, *7 * [8]]], False, None),
     ):
         part = dict.fromkeys(FIVE) | {"cu_seqlens": torch.tensor(cu_seqlens)}
-        for tokens in (None, torch.zeros(2, len(cu_seqlens[0]) - 1)):
+        for tokens in (None, torch.zeros(len(cu_seqlens), len(cu_seqlens[0]) - 1)):
             with refusal(words):
                 one.get_batch_on_this_cp_rank(
                     part | {"tokens": tokens}, 1, 2, use_per_sequence_balancing=by_row
                 )
-    for rank, words in ((1, "a row of 10 tokens"), (2, "cp_rank")):
+    for batch, rank, words in (
+        ({"tokens": torch.zeros(2, 10)}, 1, "a row of 10 tokens"),
+        ({"tokens": torch.zeros(2, 8)}, 2, "cp_rank"),
+        ({"tokens": torch.zeros(8)}, 1, r"tokens'\]: wanted 8 tokens along dim 1.*\(8,\)"),
+        ({"tokens": torch.zeros(1, 8), "labels": torch.zeros(1, 9)}, 1, "labels.*wanted 8"),
+        ({"tokens": torch.zeros(2, 8), "cu_seqlens": torch.tensor([[0, 8]])}, 1, "shorter|longer"),
+    ):
         with refusal(words):
-            one.get_batch_on_this_cp_rank({"tokens": torch.zeros(2, 10)}, rank, 2)
+            one.get_batch_on_this_cp_rank(batch, rank, 2)
     assert one.get_batch_on_this_cp_rank(dict.fromkeys(FIVE), 1, 2) == dict.fromkeys(FIVE)
 
 
@@ -2990,6 +2996,15 @@ def test_a_step_has_the_gradients_of_the_mean_over_its_micro_batches(one, means)
         assert not any(gradient.any() for gradient in gradients(net).values())
 
 
+def test_gradients_of_a_wrapper_are_sent_once_and_finished(one):
+    """As of what torch.compile() returns."""
+    net = Net()
+    options = {"overlap_grad_reduce": True, "grad_reduce_in_fp32": True}
+    model = torch.nn.Sequential(one.DistributedDataParallel(net, **options))
+    run_step(one, [step_data(seed) for seed in range(3)], model)
+    close(gradients(net), gradients_of_one(range(3)))
+
+
 @pytest.mark.parametrize("kind", ["Own", pytest.param("FSDPEmbedding", marks=pytest.mark.slow)])
 def test_sums_over_the_tokens_of_one_rank_are_refused(one, group, monkeypatch, kind):
     """Where torch averages over several ranks, the tokens of one would divide what is of all."""
@@ -2997,6 +3012,7 @@ def test_sums_over_the_tokens_of_one_rank_are_refused(one, group, monkeypatch, k
     model = torch.nn.Embedding(50, 50)
     if kind == "Own":  # a class of a user's own
         model = type(kind, (torch.nn.parallel.DistributedDataParallel,), {})(model)
+        model = torch.nn.Sequential(model)  # as torch.compile() wraps it, too
     else:  # to import it takes 3 s
         fsdp = importlib.import_module("torch.distributed.fsdp")
         fsdp.fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
@@ -3005,7 +3021,7 @@ def test_sums_over_the_tokens_of_one_rank_are_refused(one, group, monkeypatch, k
     run_step(one, data, model, means=True)
     run_step(one, data, model, forward_only=True)
     run_step(one, data, Net())  # what a plain model needs, its user knows
-    with pytest.raises(ValueError, match=f"is a {kind} of torch.*tokens of this rank"):
+    with pytest.raises(ValueError, match="a (Distr.*Parallel|FSDPModule) of .*tokens of this rank"):
         run_step(one, data, model)
 
 
@@ -4905,38 +4921,37 @@ def test_an_input_is_of_the_shard_in_whose_share_it_begins(one):
     """A warning says where shards are very unequal."""
     for sizes, wanted, num_filled in (
         ([22, 9, 16, 19], [[22], [9, 16], [19]], None),
-        ([1, 1, 1, 1], [[1, 1], [1, 1]], None),  # the third begins where a share does
-        ([5, 0, 5, 0], [[5], [0, 5, 0]], None),
+        ([5, 0, 5, 0], [[5], [0, 5, 0]], None),  # the third begins where a share does
         ([1, 2, 3], [[1, 2, 3]], None),
         ([1, 7, 1], [[1, 7], [], [1]], 2),
         ([2, 8, 1], [[2, 8], [1]], 2),  # both have an input, and one of these is too large
         ([0, 0], [[0, 0], [], []], 1),
     ):
         inputs = [one._Input("a", size) for size in sizes]
+        words = rf"the {len(sizes)} inputs give {num_filled} of {len(wanted)} .*split -n l/16"
         for index, shard in enumerate(wanted):
             found, messages = heard(one._take_shard, inputs, index, len(wanted))
             assert [each.size for each in found] == shard
             assert len(messages) == (num_filled is not None)
-            words = rf"the {len(sizes)} inputs give {num_filled} of {len(wanted)} .*split -n l/16"
             assert all(re.match(words, message) for message in messages)
 
 
 def test_all_shards_are_merged_or_none(one, tmp_path, monkeypatch):
     """In order; of several corpora, and of machines that have a folder each, too."""
     monkeypatch.chdir(tmp_path)
-    for name in ("a_00000_of_00002", "a_00001_of_00002", "n0/a_00000_of_00002", "n0/b"):
+    for name in ("a_00000_of_00002", "a_00001_of_00002", "n0/a_00000_of_00002", "b"):
         mk(one, tmp_path / name, [[1]])
     for prefixes, missing in (
         ("", "at least one"),
         ("n0/a_00000_of_00002", "a_00001_of_00002"),
         ("a_00001_of_00002 a_00000_of_00002", "a_00000_of_00002"),
         ("a_00000_of_00002 b", "a_00001_of_00002"),
-        ("a_00000_of_00002 a_00001_of_00002 b c_00000_of_00001", r"b\.idx"),
+        ("a_00000_of_00002 a_00001_of_00002 none", r"none\.idx"),
     ):
         with pytest.raises((ValueError, OSError), match=missing):
             one.merge(prefixes.split(), "o")
         assert glob.glob("o*") == []
-    one.merge(["n0/a_00000_of_00002", "a_00001_of_00002", "n0/b"], "o")
+    one.merge(["n0/a_00000_of_00002", "a_00001_of_00002", "b"], "o")
     assert texts_of(one, "o") == [[1]] * 3
 
 
@@ -4947,7 +4962,7 @@ def test_shards_are_of_the_same_inputs(one, tmp_path, monkeypatch):
         os.makedirs(os.path.dirname(tmp_path / name), exist_ok=True)
         jsonl(f"{name}.jsonl", ["1"] * count)
     first = one.preprocess(["a.jsonl", "b.jsonl"], "o", shard=(0, 2))["text"]
-    refused = pytest.raises(ValueError, match="_00001_of_00002 was made from .* its record says so")
+    refused = pytest.raises(ValueError, match="_00001_of_00002: not of the inputs, or append_eod")
     for names, append_eod, outcome in (
         ("a b c", False, refused),  # a new file
         ("a n1/b", False, refused),  # one that has grown
@@ -4964,7 +4979,8 @@ def test_shards_are_of_the_same_inputs(one, tmp_path, monkeypatch):
     with refused:
         one.merge([first, second], "merged")
     path.unlink()
-    one.merge([first, second, first, second], "merged")
+    others = [quiet(one.preprocess, "a.jsonl", "p", shard=(k, 2))["text"] for k in range(2)]
+    one.merge([first, second, *others, first, second], "merged")
 
 
 # -- Records -----------------------------------------------------------------------------------
@@ -4992,7 +5008,7 @@ def test_the_way_back_to_the_inputs(one, tmp_path, monkeypatch):
     assert texts_of(one, empty) == []  # no input begins in the second of three shares
     for prefix in (whole, first, last, merged, "all"):
         texts = [bytes(ids).decode() for ids in texts_of(one, prefix) if len(ids) > 0]
-        with mock.patch.object(one, "_read_record", wraps=one._read_record) as read:
+        with mock.patch.object(one, "_make_record", wraps=one._make_record) as read:
             found = inputs_of(one, prefix)
         assert read.call_count == 1
         assert [f"{name[0]}{number}" for name, number in found] == texts
@@ -5015,16 +5031,14 @@ def test_the_record_of_a_pair(one, tmp_path, monkeypatch, recwarn):
     mk(one, tmp_path / "upstream", [[1], [2], [3]], np.uint16)
     one.merge(["upstream", made], "all")
     merged = json.loads(pathlib.Path("all.record.json").read_text())
-    assert merged["inputs"] == [["upstream", 3], *inputs]
-    assert merged["tokenizer"] == record["tokenizer"]
+    assert merged.items() >= {**wanted, "inputs": [["upstream", 3], *inputs]}.items()
     mk(one, tmp_path / "all", [[5]])
     assert not os.path.exists("all.record.json")
 
-    wrong = [{"bin": 9}, {"idx": 9}, {"tokenizer": "bytes"}, {"tokenizer": [{}]}, {"inputs": None}]
-    wrong += [{"job": 5}, {"more": 5}]
-    wrong += [{"inputs": [part]} for part in (2, [2, 2], ["a", 2, 0], ["a", "2"], ["a", 2.5])]
+    wrong = [{"bin": 9}, {"idx": 9}, {"tokenizer": "bytes"}, {"inputs": None}, {"job": 5}]
+    wrong += [{"more": 5}, {"inputs": [[2, 2]]}, {"inputs": [["a", 2.5]]}]
     contents = [json.dumps(record | values) for values in wrong]
-    for content in [*contents, "", "[]", "{", "\0", "7", "[" * 99999]:
+    for content in [*contents, "", "[]", "\0", "[" * 99999]:
         path.write_text(content)
         assert inputs_of(one, made) == [(None, None)] * 3, content[:200]
     path.write_text(json.dumps(record | {"inputs": [["b.jsonl", 2]]}))  # of fewer documents
@@ -5050,27 +5064,21 @@ def test_another_tokenizer_than_that_of_the_pair(one, tmp_path):
         job = {"output_prefix": tmp_path / name, "tokenizer": tokenizer}
         prefixes[name] = one.preprocess(texts=["1 2 3 4 5 6 7 8 9"] * 2, **job)["text"]
     merged = str(tmp_path / "merged")
-    for names, words in (
-        ("tok five", "five_text_document was made .*'eod': 5.*tok_text_document is .*'eod': 0"),
-        ("tok tok bare file", "file_text_document was made .*HuggingFace.*'Tok'"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            one.merge([prefixes[name] for name in names.split()], merged)
-        assert not os.path.exists(f"{merged}.idx")
+    with pytest.raises(ValueError, match="/file_text_document was .*HuggingFace.*/tok_.* is .*Tok"):
+        one.merge([prefixes[name] for name in ("tok", "tok", "bare", "file")], merged)
+    assert not os.path.exists(f"{merged}.idx")
     for names in ("file gigatoken file", "bare tok nameless tok"):
         one.merge([prefixes[name] for name in names.split()], merged)
     blend = [prefixes["tok"], merged, prefixes["bare"]]
     fields = {"path_to_cache": str(tmp_path / "cache"), "split": "1,1,0"}
-    for name, corpora in (
-        ("tok", []),
-        ("five", ["tok", "merged"]),
-        ("gigatoken", ["tok", "merged"]),
-    ):
+    for name, corpora in (("tok", []), ("five", ["tok", "merged"])):
         cfg = config(one, (blend, None), tokenizer=tokenizers[name], **fields)
         for _ in range(2):  # the second finds a cache
             _, messages = heard(build, one, [1, 1, 0], cfg)
-            for corpus, message in zip(corpora, messages, strict=True):
-                assert re.search(rf"/{corpus}\S* was made .*Tok.*config is .*'eod'", message)
+            found = [
+                re.search("/(merged|tok)\\S* was made .* config is .*5", m)[1] for m in messages
+            ]
+            assert found == corpora
 
 
 # -- Inputs ------------------------------------------------------------------------------------
@@ -5081,8 +5089,8 @@ def test_a_compressed_file_that_is_cut_or_changed_is_named(one, tmp_path, extens
     """Cut anywhere, or with another beginning; as a whole it is read to the end."""
     path = tmp_path / f"b.jsonl{extension}"
     whole = compress(b"".join(b'{"text": "%d"}\n' % k**2 for k in range(300)), extension)
-    damaged = [whole[: rng.integers(1, len(whole))] for rng in cases(4)]
-    for content in [*damaged, b"\xff" * 20 + whole[20:]]:
+    cut = [whole[: rng.integers(1, len(whole))] for rng in cases(4)]
+    for content in [*cut, b"\xff" * 20 + whole[20:]]:
         path.write_bytes(content)
         with pytest.raises(OSError, match=r"b\.jsonl\S+: cannot be read"):
             one.preprocess(path, tmp_path / "o")
@@ -5092,9 +5100,8 @@ def test_a_compressed_file_that_is_cut_or_changed_is_named(one, tmp_path, extens
     assert texts_of(one, made) == [list(b"%d" % k**2) for k in range(300)]
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_inputs_of_all_kinds_from_all_places(one, tmp_path, count):
-    """Arguments keep their order, and a pattern is sorted; sharded, too.
+def test_inputs_of_all_kinds_from_all_places(one, tmp_path):
+    """Arguments keep their order, and a pattern is sorted.
 
     A list tells sizes: what matches a pattern is asked for its own once, when it has been read.
     """
@@ -5109,9 +5116,8 @@ def test_inputs_of_all_kinds_from_all_places(one, tmp_path, count):
     inputs = [f"memory://{compressed}?sig=1", compressed, f"memory://{tmp_path}/b*.jsonl"]
     inputs += [tmp_path / "d*.json", f"{tmp_path}/[de]*.json"]
     with mock.patch.object(type(memory), "info", side_effect=memory.info) as info:
-        merged = make_shards(one, inputs, tmp_path, count)
-    asked = [call.args[0] for call in info.call_args_list]
-    assert asked.count(f"{tmp_path}/b1.jsonl") == 1
+        merged = make_shards(one, inputs, tmp_path, 1)
+    assert [call.args[0] for call in info.call_args_list].count(f"{tmp_path}/b1.jsonl") == 1
     texts = [*["1"] * 18, "a", "x", *["1"] * 3, "d1", "d1.json::d", "d10", "d2", "[de]*"]
     assert texts_of(one, merged) == [list(text.encode()) for text in texts]
 
@@ -5132,10 +5138,10 @@ def test_compressed_files_that_are_not_read(one, tmp_path, monkeypatch):
     with pytest.raises(ImportError, match=r"compression\.zstd.*pip install backports\.zstd$"):
         one.preprocess(path, tmp_path / "o")
     for extension in ("bz2", "XZ", "lzma", "zip", "tar"):
-        path = path.rename(tmp_path / f"a.jsonl.{extension}")
         words = rf"a\.jsonl\.{extension}: only .* unpack .* bzcat F \| zstd > F\.zst$"
         with pytest.raises(ValueError, match=words):
-            one.preprocess(path, tmp_path / "o")
+            one.preprocess(path.rename(tmp_path / f"a.jsonl.{extension}"), tmp_path / "o")
+        path.touch()
 
 
 def test_sentences_are_sequences(one, tmp_path, monkeypatch):
@@ -5143,10 +5149,10 @@ def test_sentences_are_sequences(one, tmp_path, monkeypatch):
     punkt = pytest.importorskip("nltk.tokenize.punkt")
     monkeypatch.setattr(punkt, "PunktTokenizer", mock.Mock(side_effect=LookupError))
     # the last one is a list of parts, each of which is split
-    path = jsonl(tmp_path / "a.jsonl", ["I see.  You do? Yes", "", "4", ["7. A", "", "9."]])
-    flags = {"split_sentences": True, "append_eod": True, "workers": 2}
+    texts = ["I see.  You do? Yes", "", "4", ["7. A", "", "9."]]
+    job = {"output_prefix": tmp_path / "o", "append_eod": True, "workers": 2}
     with pytest.warns(UserWarning, match="punkt_tab"):
-        made = one.preprocess(path, tmp_path / "o", **flags)
+        made = one.preprocess(texts=[{"text": text} for text in texts], split_sentences=True, **job)
     punkt.PunktTokenizer.assert_called_with("english")
     assert made == {"text": f"{tmp_path}/o_text_sentence"}
     pair = one.IndexedDataset(made["text"])
@@ -5157,13 +5163,12 @@ def test_sentences_are_sequences(one, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
 def test_standard_input_and_pipes(one, tmp_path, monkeypatch):
-    """A file with the name of standard input is not meant; a folder ~ is one of this name."""
+    """A file with the name of standard input is not meant."""
     text = b'{"text": "ab"}\n{"text": "c"}'
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "-").write_bytes(b"oops")
-    os.mkdir("~")
-    path = jsonl("~/a.jsonl", ["d"])
+    path = jsonl("a.jsonl", ["d"])
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     threading.Thread(target=fifo.write_bytes, args=(text,), daemon=True).start()
@@ -5218,21 +5223,21 @@ def test_an_input_of_another_size_than_it_had(one, bucket, tmp_path, monkeypatch
     part = compress(GOOD * 5, extension)
     content = part * 2
     path = tmp_path / f"a.jsonl{extension}"
-    told = rf"{path.name}: cannot be read: it had {len(content)} bytes when the job began, and"
     for new in (part, part * 3):
 
         def change(text, new=new):
             path.write_bytes(new)
 
         path.write_bytes(content)
-        with pytest.raises(OSError, match=rf"{told} (has another size now|{len(new)} came)$"):
+        words = rf"{path.name}: cannot be read: it had {len(content)} bytes when the job began"
+        with pytest.raises(OSError, match=words):
             one.preprocess(path, tmp_path / "o", acting(change))
         assert os.listdir(tmp_path) == [path.name]
     memory = fsspec.filesystem("memory")
     memory.pipe_file(f"/bucket/{path.name}", content)
     info = mock.Mock(return_value={"type": "file", "size": 4000})
     monkeypatch.setattr(type(memory), "info", info)
-    with pytest.raises(OSError, match=rf" it had 4,000 bytes .*, and {len(content)} came$"):
+    with pytest.raises(OSError, match=rf" it had 4,000 bytes .*, and {len(content)} came"):
         one.preprocess(f"memory://bucket/{path.name}", tmp_path / "o")
 
 
@@ -5265,9 +5270,6 @@ def test_each_key_makes_a_pair(one, tmp_path, monkeypatch, capsys):
     for key, prefix in made.items():
         assert texts_of(one, prefix) == wanted[key]
         assert bytes_of_pair(of_texts[key]) == bytes_of_pair(prefix)
-    with pytest.raises(ZeroDivisionError):
-        one.preprocess(texts=(1 / k for k in [0]), output_prefix=tmp_path / "d")
-    assert not list(tmp_path.glob("d*"))
 
 
 def test_ids_may_be_of_any_kind(one, tmp_path):
@@ -5287,12 +5289,11 @@ def test_ids_may_be_of_any_kind(one, tmp_path):
     for found in (["3"], "3", [3.0], [True], [[3]], 3, None, {"input_ids": [3]}, iter([3])):
         tokenizer.tokenize.return_value = found
         for make in (one.encode_jsonl, one.preprocess):
-            with pytest.raises(ValueError, match="got NoBatches, whose tokenize"):
+            with pytest.raises(ValueError, match="of NoBatches, got"):
                 make(path, **job)
 
 
 TABLE = types.SimpleNamespace(columns=["text"])  # as pandas, pyarrow and polars have them
-NO_ITERABLE = "an iterable of texts or dicts"
 REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the error says
     "lost texts": (GOOD, {"tokenizer": Tok(tokenize_batch=mock.Mock(return_value=[]))}, "0 lists"),
     "an id that does not fit": (b'{"text": "70000"}', {"tokenizer": Tok()}, "line 1: .*70000"),
@@ -5301,15 +5302,14 @@ REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the err
     "two kinds of input": (GOOD, {"texts": ["a"]}, "one of input, which are paths, and texts"),
     "no input": (GOOD, {"input": []}, "at least one input"),
     "no folder": (GOOD, {"output_prefix": "none/o"}, "No such file or directory: .none/o"),
-    "no prefix": (GOOD, {"output_prefix": None}, "wants an output_prefix"),
+    "no prefix": (GOOD, {"output_prefix": None}, "and an output_prefix"),
     "no keys": (GOOD, {"json_keys": []}, "at least one of json_keys"),
     "bad lines alone": (b"oops\n\n{}\n", {"on_error": "skip"}, r"all 2 lines .*a\.jsonl: line 1: "),
-    "one text": (GOOD, {"input": None, "texts": "abc"}, NO_ITERABLE),
-    "bytes": (GOOD, {"input": None, "texts": b"abc"}, NO_ITERABLE),
-    "splits": (GOOD, {"input": None, "texts": {"train": ["a"]}}, NO_ITERABLE),
-    "a table": (GOOD, {"input": None, "texts": TABLE}, NO_ITERABLE),
+    "one text": (GOOD, {"input": None, "texts": b"abc"}, "an iterable of texts or dicts"),
+    "splits": (GOOD, {"input": None, "texts": {"train": []}}, "an iterable of texts or dicts"),
+    "a table": (GOOD, {"input": None, "texts": TABLE}, "an iterable of texts or dicts"),
     "a shard of a pipe": (GOOD, {"input": "-", "shard": (0, 2)}, "-: its size is not known"),
-    "workers": (GOOD, {"workers": 0}, "workers must be >= 1"),
+    "workers": (GOOD, {"workers": 0}, "wanted workers >= 1"),
     "workers that may not be started": (GOOD, {"workers": 2}, "use workers=1"),
     "shard": (GOOD, {"shard": (2, 2)}, "wanted a shard i/n .* got 2/2"),
     "on_error": (GOOD, {"on_error": "maybe"}, "stop or skip"),
@@ -5331,18 +5331,19 @@ def test_a_refusal_names_its_reason_and_leaves_nothing(one, tmp_path, monkeypatc
 WANTED = "wanted a JSON object on the line, which begins "
 UNDER = "wanted a text under 'text', "
 BAD_LINES = {  # and what is said of each
-    b'{"text": "a"': WANTED + r"""'{"text": "a"\n': Expecting ',' delimiter, character 13""",
-    b"[": WANTED + r"'[\n': Expecting value, character 2",  # the first line of a list
-    b"\0" * 98: WANTED + repr("\0" * 60) + ": Expecting value, character 0",
+    b'{"text": "a"': WANTED + r"""'{"text": "a"\n': Expecting ',' delimiter""",
+    b"[": WANTED + r"'[\n': Expecting value",  # the first line of a list
+    b"\0" * 98: WANTED + repr("\0" * 60) + ": Expecting value",
     '{"text": "a"}'.encode("utf-16-be") + b"\0": WANTED + r"""'\x00{\x00"\x00""",
     b'{"text": "\xff"}': "'utf-8' codec can't decode byte 0xff in position 10",
-    b'{"text": "a\\ud83d"}': UNDER + "got one with a lone surrogate",
-    b'{"other": "a"}': UNDER + "in an object with the keys ['other']",
-    b'{"text": ["a", 5]}': UNDER + "got ['a', 5]",
-    b'{"text": null}': UNDER + "got None",
+    b'{"text": "a\\ud83d"}': UNDER + r"got {'text': 'a\ud83d'}: 'utf-8' codec can't encode",
+    b'{"other": "a"}': UNDER + "got {'other': 'a'}: KeyError: 'text'",
+    b'{"text": ["a", 5]}': UNDER + "got {'text': ['a', 5]}: wanted ",
+    b'{"text": null}': UNDER + "got {'text': None}: wanted ",
     b'["text"]': WANTED + r"""'["text"]\n': a list""",
     b'{"n": %s}' % (b"1" * 5000): "4300 digits",  # Python reads no longer numbers
     b"[" * 100_000: "while decoding a JSON array",
+    b'{"text": "%s"}' % (b"a" * 200_000): "longer than 200,000 bytes",
 }
 
 
@@ -5351,6 +5352,8 @@ def test_bad_lines_anywhere_are_named_or_skipped(one, tmp_path, monkeypatch):
 
     Blank lines count among blocks of a few lines; files without a document are said.
     """
+    assert one._LONGEST_LINE == 2**31 - 1
+    monkeypatch.setattr(one, "_LONGEST_LINE", 200_000)
     monkeypatch.setattr(one, "_BLOCK_BYTES", 60)
     for k in range(5):
         (tmp_path / f"b{k}.jsonl").touch()
@@ -5364,13 +5367,14 @@ def test_bad_lines_anywhere_are_named_or_skipped(one, tmp_path, monkeypatch):
         with pytest.raises(ValueError) as refusal:
             one.preprocess(**job)
         said = str(refusal.value).replace("\N{REPLACEMENT CHARACTER}", r"\ufffd")
-        assert "a.jsonl: line 12: wanted a " in said and words in said and len(said) < 600, said
+        assert "a.jsonl: line 12: " in said and words in said and len(said) < 600, said
+        assert "column" not in said, "json counts lines, too"
     assert not list(tmp_path.glob("o*"))
     path.write_bytes(first + b"".join(bad))
     made, (skipped, empty) = heard(one.preprocess, on_error="skip", workers=3, **job)
     assert skipped.startswith(f"{len(bad)} bad lines became documents without tokens; the first: ")
     assert re.findall(r"a\.jsonl: line (\d+): ", skipped) == ["12", "14", "16", "18", "20"]
-    assert re.search(r"no document came from 5 of the inputs, such as .*b0\.jsonl$", empty)
+    assert re.search(r"5 inputs gave no document, such as .*b0\.jsonl$", empty)
     assert texts_of(one, made["text"]) == [[49]] * 9 + [[], [49]] * len(bad)
 
 
@@ -5387,23 +5391,6 @@ def test_rows_are_lines(one, tmp_path):
     with pytest.warns(UserWarning, match=said):
         made = one.preprocess(None, tmp_path / "o", texts=rows, **job)
     assert texts_of(one, made["text"]) == [[1], *[[]] * len(bad), [2], [3, 4]]
-
-
-def test_long_lines_and_many_bad_ones(one, tmp_path, monkeypatch):
-    """Held in memory is neither all of a long line, nor what is said of each of many."""
-    assert one._LONGEST_LINE == 2**31 - 1
-    monkeypatch.setattr(one, "_LONGEST_LINE", 1000)
-    monkeypatch.setattr(one, "_BLOCK_BYTES", 1000)
-    lengths = [1, 988, 1, 4 << 20, 987, 987]  # and 13 bytes more
-    path = jsonl(tmp_path / "a.jsonl", ["a" * length for length in lengths])
-    words = "^2 bad lines .*: line 2: longer than 1,000 bytes; .*: line 4: longer than 1,000 bytes$"
-    with pytest.warns(UserWarning, match=words):
-        made = one.preprocess(path, tmp_path / "o", on_error="skip")["text"]
-    assert texts_of(one, made) == [[97], [], [97], [], [97] * 987, [97] * 987]
-    with open(path, "ab") as file:
-        file.write((b"\0" * 60 + b"\n") * 2000)
-    preprocess = functools.partial(quiet, one.preprocess, on_error="skip")
-    assert most_bytes(preprocess, path, tmp_path / "o") < 5 << 19
 
 
 # -- Faults ------------------------------------------------------------------------------------
@@ -5451,13 +5438,7 @@ def test_workers_do_without_threads(one, tmp_path, hf):
 
     Of torch, and of the package tokenizers.  From Python 3.12 on a fork warns where there are any.
     """
-    fork = os.fork
     words = one.build_tokenizer(hf)
-
-    def fork_of_3_12():
-        message = "This process (pid=1) is multi-threaded, use of fork() may lead to deadlocks"
-        warnings.warn(f"{message} in the child.", DeprecationWarning, stacklevel=2)
-        return fork()
 
     def tokenize(text):
         assert torch.ones(1 << 20).sum() == 1 << 20  # shared out to all threads
@@ -5468,7 +5449,6 @@ def test_workers_do_without_threads(one, tmp_path, hf):
         torch.set_num_threads(2)
         os.environ["TOKENIZERS_PARALLELISM"] = "true"
         words.tokenize_batch(["ja nein", "weit"] * 500)
-        os.fork = fork_of_3_12
         warnings.simplefilter("error")
         for workers in (1, 2):
             job = {"tokenizer": Tok(vocab_size=70_001, tokenize=tokenize), "workers": workers}
@@ -5481,7 +5461,7 @@ def test_workers_do_without_threads(one, tmp_path, hf):
 
 @linux
 def test_signals_in_workers(one, tmp_path, monkeypatch):
-    """Those that a terminal sends to all processes are left to the command.
+    """Ctrl-C, which a terminal sends to all processes, is left to the command.
 
     A worker that ends is an error, with its exit code; it, and a bad line, end all workers.
     """
@@ -5502,18 +5482,16 @@ def test_signals_in_workers(one, tmp_path, monkeypatch):
 
     before = set(multiprocessing.active_children())
     for text, code in (("9", -signal.SIGKILL), ("11", -signal.SIGSEGV), ("3", 3)):
-        with pytest.raises(ChildProcessError, match=rf"exit code {code} \(") as caught:
-            run("1", "1", text, "1")
+        with pytest.raises(ChildProcessError, match=rf"exit code {code}$"):
+            run("2", "2", text, "2")
         assert set(multiprocessing.active_children()) <= before
-        turns = caught.traceback[-1].frame.f_locals["turns"]
-        assert [pipe.closed for _, pipe, _ in turns] == [True, True]
     with pytest.raises(ValueError, match="texts: line 2") as kept:
-        run("1", 5, "1", "1")
+        run("2", 5, "2", "2")
     assert set(multiprocessing.active_children()) <= before
     del kept
     assert os.listdir(tmp_path) == []
-    made = run("1", "2", "1", "2")["text"]  # the numbers of SIGHUP and SIGINT
-    assert texts_of(one, made) == [[1], [2], [1], [2]]
+    made = run(*["2"] * 4)["text"]  # the number of SIGINT
+    assert texts_of(one, made) == [[2]] * 4
 
 
 @linux
