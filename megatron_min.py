@@ -259,8 +259,8 @@ def get_bin_path(path_prefix: str | os.PathLike) -> str:
 class _MappedTokens:
     """The tokens of a .bin file that is mapped into memory.
 
-    A read is a view: nothing is copied, and the view keeps the mapping alive.  The two other places
-    that tokens come from have the same two methods: _FileTokens and _RemoteFile, in section 16.
+    A read is a view: nothing is copied, and the view keeps the mapping alive.  _FileTokens and
+    _RemoteFile, in section 16, have the same two methods.
     """
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
@@ -331,7 +331,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         self._verified = False
         self._fingerprint = None  # made when it is asked for: section 15
         self._record = None  # read when it is asked for: section 20
-        idx_stamp = _stamp_of_index(self._idx_path)  # size and time of the file: section 15
+        idx_stamp = _file_stamp(self._idx_path)  # size and time of the file: section 15
         local_path = self._idx_path
         if _is_remote(local_path):
             local_path = _fetch_index(self._idx_path, idx_stamp, self.object_storage_config)
@@ -503,7 +503,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     ) -> None:
         """Append sequences, laid end to end in bytes as _encode_tokens() makes them."""
         lengths, modes = _check_new_lengths(self, content, lengths, modes)  # as arrays
-        self._write(content)
+        self._bin.write(content)
         self.sequence_lengths.extend(lengths)
         if self.multimodal:
             self.sequence_modes.extend(modes)
@@ -541,7 +541,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         before = len(self.sequence_lengths)
         at_a_time = (16 << 20) // self._token_dtype.itemsize  # 16 MiB of tokens
         for first in range(0, other.num_tokens, at_a_time):
-            self._write(other._tokens.read(first, min(at_a_time, other.num_tokens - first)))
+            self._bin.write(other._tokens.read(first, min(at_a_time, other.num_tokens - first)))
         self.sequence_lengths.frombytes(other.sequence_lengths.tobytes())
         self.document_indices.frombytes((other.document_indices[1:] + before).tobytes())
         if self.multimodal:
@@ -554,7 +554,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         (section 14 says what is there then).  While it runs, it needs 16 bytes more for each
         sequence.
         """
-        _check_last_document(self)
+        _check_finished(self)
         n = len(self.sequence_lengths)
         m = len(self.document_indices)
         code = DType.code_from_dtype(self.dtype)
@@ -582,19 +582,6 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         finally:
             self._bin.discard()  # does nothing once the pair gets its names
 
-    def sync(self) -> None:
-        """Have the disk hold all tokens so far; OSError if it is full."""
-        self._bin.sync()
-
-    def _write(self, content):
-        """Write to the .bin file.  If a write fails, the file is given up: a part may be in it."""
-        _refuse_closed_builder(self)
-        try:
-            self._bin.write(content)
-        except BaseException:
-            self._bin.discard()
-            raise
-
 
 def _encode_tokens(values, dtype):
     """Tensor, array or list -> bytes: these ids as a .bin file of this dtype has them.
@@ -614,10 +601,7 @@ def _encode_tokens(values, dtype):
         return ids.astype(dtype).tobytes()
     if ids.dtype.kind == "U":  # decimal strings
         ids = np.array([int(text) for text in ids])
-    _refuse_no_integers(ids, dtype, values)
-    tokens = ids.astype(dtype)
-    _refuse_misfits(ids, tokens)
-    return tokens.tobytes()
+    return _as_tokens(ids, dtype, values).tobytes()
 
 
 def toy_corpus(folder: str | os.PathLike | None = None) -> str:
@@ -4151,10 +4135,7 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 
 
 class DatasetFormatError(ValueError):
-    """A file does not hold what its format promises.
-
-    The message names the file, the field, what was wanted and what was found.
-    """
+    """A file does not hold what its format promises: the message names file, field and values."""
 
 
 # -- Small tools of all sections -------------------------------------------------------------------
@@ -4166,11 +4147,34 @@ def _format_error(path, field, wanted, got):
 
 
 def _one_line(error):
-    """Return the message of an error on one line; an unexpected kind of error is named."""
+    """The message of an error on one line; an unexpected kind of error is named."""
     message = " ".join(str(error).split())
     if isinstance(error, (ValueError, IndexError, OSError, ImportError, Warning)) and message:
         return message
     return f"{type(error).__name__}: {message}".removesuffix(": ")
+
+
+@contextlib.contextmanager
+def _named(name, words, kind=ValueError):
+    """Have an error become kind("name: words: what it says"), or stay an OSError with its number.
+
+    MemoryError passes: it is never the fault of what has the name.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            reason = f"{words}: {error.strerror}"
+            raise OSError(error.errno, reason, os.fspath(name)) from error
+        raise kind(f"{name}: {words}: {_one_line(error)}") from error
+
+
+def _import_extra(module, user):
+    """Import a module of a package that is not required; user is what needs it."""
+    with _named(user, f"pip install {module.partition('.')[0]}", ImportError):
+        return importlib.import_module(module)
 
 
 def _position(idx, n, name):
@@ -4199,13 +4203,8 @@ def _md5(data):
     return hashlib.md5(data, usedforsecurity=False).hexdigest()
 
 
-def _is_remote(path: str | os.PathLike) -> bool:
-    """Return True for a name such as s3://bucket/corpus, and False for a path.
-
-    >>> _is_remote("s3://bucket/corpus.idx"), _is_remote("data/corpus.idx")
-    (True, False)
-    """
-    # a chain of fsspec is one too: simplecache::s3://bucket/corpus
+def _is_remote(path):
+    """Whether it is a URL, as s3://bucket/corpus, or a chain, as simplecache::s3://bucket/corpus."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.:-]*://", os.fspath(path)) is not None
 
 
@@ -4214,63 +4213,17 @@ def _absolute(path):
     return path if _is_remote(path) else os.path.abspath(path)
 
 
-def _import_extra(module, user):
-    """Import a module of a package that is not required; user is what needs it."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        package = module.partition(".")[0]
-        raise ImportError(f"{user}: {error}: pip install {package}") from None
-
-
-@contextlib.contextmanager
-def _named(name, words, kind=ValueError):
-    """Have an error say what it is about: kind("name: words: what the error says").
-
-    An OSError of the system stays of its class, with its number.  MemoryError passes: it is never
-    the fault of what has the name.
-    """
-    try:
-        yield
-    except MemoryError:
-        raise
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            reason = f"{words}: {error.strerror}"
-            raise OSError(error.errno, reason, os.fspath(name)) from error
-        raise kind(f"{name}: {words}: {_one_line(error)}") from error
-
-
-def _is_distributed() -> bool:
+def _is_distributed():
     """Whether this process is a rank of a torch.distributed job."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _rank(group=None) -> int:
+def _rank(group=None):
     """This process's rank in the group, by default of the whole job; 0 without a job."""
-    if not _is_distributed():
-        return 0
-    return torch.distributed.get_rank(group)
+    return torch.distributed.get_rank(group) if _is_distributed() else 0
 
 
 # -- Files (sections 1 and 2) ----------------------------------------------------------------------
-
-
-def _stamp_of_index(path):
-    """The stamp of an .idx; where there is no such file, the error says what there is."""
-    try:
-        return _file_stamp(path)
-    except FileNotFoundError:
-        prefix = path.removesuffix(".idx")
-        if os.path.isfile(prefix):
-            reason = "not a pair but a file (a pair is named without .bin and .idx)"
-            raise FileNotFoundError(errno.ENOENT, reason, prefix) from None
-        found = sorted(glob.glob(f"{glob.escape(prefix)}*.idx"))
-        if not found:
-            raise
-        names = [os.path.basename(name).removesuffix(".idx") for name in found]
-        reason = f"no such pair; pairs that begin so: {', '.join(names[:3])}"
-        raise FileNotFoundError(errno.ENOENT, reason, path) from None
 
 
 def _refuse_if_changed(path, stamp, done):
@@ -4284,19 +4237,15 @@ def _check_idx_header(path, content, multimodal):
     found = len(content)
     if found < _HEADER.size:
         raise _format_error(path, "file size", f"at least {_HEADER.size} bytes", found)
-    magic, version, code, n, m = _HEADER.unpack_from(content)
-    if magic != _MAGIC or version != _VERSION:
-        raise _format_error(path, "magic, version", (_MAGIC, _VERSION), (magic, version))
-    if not 1 <= code <= 8:
-        raise _format_error(path, "dtype code", "1 to 8", code)
-    if m < 1:
-        raise _format_error(path, "length of document_indices", "at least 1", m)
-    without_modes = 34 + 12 * n + 8 * m
-    sizes = [without_modes + n]
-    if not multimodal:
-        sizes.append(without_modes)
-    if found not in sizes:
-        raise _format_error(path, "file size", f"{sizes} (the first with modes)", found)
+    header = _HEADER.unpack_from(content)
+    magic, version, code, n, m = header
+    if (magic, version) != (_MAGIC, _VERSION) or not 1 <= code <= 8 or m < 1:
+        wanted = f"{_MAGIC}, {_VERSION}, 1 to 8, n, and m >= 1"
+        raise _format_error(path, "magic, version, dtype code, n, m", wanted, header)
+    size = 34 + 12 * n + 8 * m
+    if found != size + n and (multimodal or found != size):
+        wanted = f"{size} bytes, or {size + n} with modes"
+        raise _format_error(path, "file size", wanted, found)
     return code, n, m
 
 
@@ -4308,50 +4257,39 @@ def _check_ends_of_pair(pair, bin_size):
         raise _format_error(pair._idx_path, "document_indices", f"from 0 to {n}", documents)
     end = 0
     if n:
-        last_size = int(pair.sequence_lengths[-1]) * pair._token_bytes
-        end = int(pair.sequence_pointers[-1]) + last_size
+        end = int(pair.sequence_pointers[-1])
+        end += int(pair.sequence_lengths[-1]) * pair._token_bytes
     if bin_size != end or end % pair._token_bytes:
-        raise _format_error(
-            pair._bin_path,
-            f"file size ({pair.dtype.__name__} tokens)",
-            f"{end} bytes, as {pair._idx_path} says, a multiple of {pair._token_bytes}",
-            f"{bin_size}: the file is truncated, or belongs to another .idx",
-        )
+        wanted = f"{end} bytes of {pair.dtype.__name__}, where the last sequence of the .idx ends"
+        raise _format_error(pair._bin_path, "file size", wanted, bin_size)
 
 
 def _check_entries_of_idx(pair):
     """Each entry of the .idx is what IndexedDataset.verify() says.
 
     In chunks, whose arrays stay in the CPU's cache: whole ones take four times as long, and 32 GB
-    for a billion sequences.
+    for a billion sequences.  Copied, as in the file they lie at odd addresses, read slowly.
     """
-    where_it_ends = "the end of the sequence before it"
-    _refuse_first_entry(
-        pair, "sequence_pointers", 0, pair.sequence_pointers[:1] != 0, where_it_ends
-    )
     size = 1 << 15
+    end = 0  # of the sequence before the chunk
     for low in range(0, max(len(pair), len(pair.document_indices)), size):
-        # Copies: the file has these arrays at addresses that are no multiple of 8, which numpy
-        # reads slowly.
         num_bytes = pair.sequence_lengths[low : low + size].astype(np.int64)
-        pointers = pair.sequence_pointers[low : low + size + 1].copy()  # one of the next chunk
-        documents = pair.document_indices[low : low + size + 1].copy()
         num_bytes *= pair._token_bytes
-        _refuse_first_entry(pair, "sequence_lengths", low, num_bytes < 0, ">= 0")
-        steps = np.diff(pointers)
-        is_elsewhere = steps != num_bytes[: len(steps)]
-        _refuse_first_entry(pair, "sequence_pointers", low + 1, is_elsewhere, where_it_ends)
+        pointers = pair.sequence_pointers[low : low + size].copy()
+        ends = np.append(end, pointers + num_bytes)
+        end = ends[-1]
+        documents = pair.document_indices[low : low + size + 1].copy()  # one of the next chunk
         is_lower = documents[1:] < documents[:-1]
-        _refuse_first_entry(
-            pair, "document_indices", low + 1, is_lower, "at least the one before it"
-        )
-
-
-def _refuse_first_entry(pair, name, low, is_wrong, wanted):
-    """DatasetFormatError for the first wrong entry, if any, from entry low of an array on."""
-    if is_wrong.any():
-        at = low + is_wrong.argmax()
-        raise _format_error(pair._idx_path, f"{name}[{at}]", wanted, getattr(pair, name)[at])
+        is_elsewhere = pointers != ends[:-1]
+        for name, first, is_wrong, wanted in (
+            ("sequence_lengths", low, num_bytes < 0, "at least 0"),
+            ("sequence_pointers", low, is_elsewhere, "the end of the sequence before it"),
+            ("document_indices", low + 1, is_lower, "at least the one before it"),
+        ):
+            if is_wrong.any():
+                at = first + is_wrong.argmax()
+                found = getattr(pair, name)[at]
+                raise _format_error(pair._idx_path, f"{name}[{at}]", wanted, found)
 
 
 def _check_span(pair, i, pointer, size, offset, length):
@@ -4380,15 +4318,11 @@ def _check_new_lengths(builder, content, lengths, modes):
         found = f"lengths {lengths!s:.60}, modes {modes!s:.60}"
         raise ValueError(f"{path}: {found}: {error}") from None
     num_tokens = len(content) // builder._token_dtype.itemsize
-    if sum(lengths) != num_tokens or (lengths and min(lengths) < 0):
+    has_other_modes = builder.multimodal and len(modes) != len(lengths)
+    if sum(lengths) != num_tokens or (lengths and min(lengths) < 0) or has_other_modes:
         raise ValueError(
-            f"{path}: wanted lengths >= 0 that sum to the {num_tokens} tokens, "
-            f"got lengths {lengths.tolist()!s:.60} that sum to {sum(lengths)}"
-        )
-    if builder.multimodal and len(modes) != len(lengths):
-        raise ValueError(
-            f"{path}: wanted a mode for each of the {len(lengths)} sequences, "
-            f"got {len(modes)} modes"
+            f"{path}: wanted lengths >= 0 of {num_tokens} tokens, and a mode for each, got lengths "
+            f"{lengths.tolist()!s:.60} that sum to {sum(lengths)}, modes {modes!s:.60}"
         )
     return lengths, modes
 
@@ -4400,48 +4334,32 @@ def _check_appended(builder, other):
     if os.path.realpath(source) == os.path.realpath(target):
         raise ValueError(f"{source} is both input and output: choose another output prefix")
     if other.dtype != builder.dtype:
-        raise ValueError(
-            f"{source} holds {other.dtype.__name__} tokens, "
-            f"wanted {builder.dtype.__name__} as in {target}"
-        )
+        tokens = f"{other.dtype.__name__} tokens, wanted {builder.dtype.__name__}"
+        raise ValueError(f"{source} holds {tokens} as in {target}")
     if other.has_modes and not builder.multimodal:
-        raise ValueError(
-            f"{source} is one of a multimodal pair: to keep its modes, give --multimodal, or "
-            "multimodal=True"
-        )
+        raise ValueError(f"{source} has modes, which --multimodal, or multimodal=True, keeps")
 
 
-def _refuse_closed_builder(builder):
-    """ValueError if nothing can be added any more."""
-    if builder._bin.file.closed:
-        reason = "finalize() was called, or a write failed"
-        raise ValueError(f"{builder._bin.path}: this builder is closed: {reason}")
-
-
-def _check_last_document(builder):
-    """A document ends with the last sequence, and the builder is not closed."""
+def _check_finished(builder):
+    """A document ends with the last sequence, and the pair has not got its names, nor failed."""
+    path = builder._bin.path
     last_end = builder.document_indices[-1]
     if last_end != len(builder.sequence_lengths):
-        raise ValueError(
-            f"{builder._bin.path}: no document ends after sequence {last_end}: "
-            "call end_document() before finalize()"
-        )
-    _refuse_closed_builder(builder)
+        raise ValueError(f"{path}: after sequence {last_end} end_document() was not called")
+    if not builder._bin._remove.alive:
+        raise ValueError(f"{path}: the builder is closed: it is finalized, or a write failed")
 
 
-def _refuse_no_integers(ids, dtype, values):
-    """ValueError where tokens of this dtype would be made of anything but integers."""
+def _as_tokens(ids, dtype, values):
+    """The ids of values in an integer dtype; ValueError where one would become another number."""
     if len(ids) and ids.dtype.kind not in "biu":  # bool, signed, unsigned
         raise ValueError(f"{dtype} tokens must be integers of 64 bits, got {values!s:.60}")
-
-
-def _refuse_misfits(ids, tokens):
-    """ValueError for the first id that is another number as a token."""
+    tokens = ids.astype(dtype)
     misfits = (tokens != ids).nonzero()[0]
     if len(misfits):
         at = misfits[0]
-        reason = f"does not fit {tokens.dtype}: choose a larger dtype"
-        raise ValueError(f"token {ids[at]} at {at} {reason}")
+        raise ValueError(f"token {ids[at]} at {at} does not fit {dtype}: choose a larger dtype")
+    return tokens
 
 
 def _sentences(text):
@@ -5023,20 +4941,18 @@ def _refuse_ramp(sizes, global_batch_size, samples_per_round):
 # X, or, where corpus.bin.X.tmp is gone, in corpus.bin and corpus.idx.X.tmp.  Rename them by hand,
 # the .bin first.  An OSError names them.
 #
-# Other temporary files are removed, at the latest when the process ends, but for those of a kill:
-# delete them.  (The steps of two jobs that write one pair at the same moment may mix: there are no
-# locks, which not all disks have.)
+# Other temporary files are removed, at the latest when the process ends; delete those of a kill.
 
 
-class _NewFile:
+class _NewFile(contextlib.AbstractContextManager):
     """A binary file that appears as path, whole, at the end of a with block.
 
     path       made absolute: the process may change its folder meanwhile
-    synced     have the disk hold the file before it gets its name; False for what can be made again
+    synced     the disk holds the file before it gets its name; False for what can be made again
     digits     a part of the temporary name, random by default; an .idx has those of its .bin
 
-    It is removed if an exception ends the block, or, by the process that began it and by no other,
-    when this object goes.  An OSError, as of a full disk, names the file.
+    It is removed when a write fails, an exception ends the block, or this object goes, by the
+    process that began it and by no other.  An OSError, as of a full disk, names the file.
     """
 
     def __init__(self, path: str | os.PathLike, synced: bool = True, digits: str = "") -> None:
@@ -5059,23 +4975,19 @@ class _NewFile:
         """Write bytes, or the bytes of an array."""
         try:
             self.file.write(content)
-        except OSError:
+        except BaseException:
+            self.discard()  # a part of it may be there
             with _named(self.temporary, "cannot be written"):  # here: each with block takes 1 us
                 raise
-
-    def sync(self) -> None:
-        """Have the disk hold all that was written."""
-        with _named(self.temporary, "cannot be written"):
-            self.file.flush()
-            os.fsync(self.file.fileno())
 
     def finish(self) -> None:
         """Close the whole file, unless it is closed; it has its temporary name still."""
         if self.file.closed:
             return
-        if self.synced:
-            self.sync()
         with _named(self.temporary, "cannot be written"):
+            self.file.flush()
+            if self.synced:
+                os.fsync(self.file.fileno())
             self.file.close()
 
     def discard(self) -> None:
@@ -5083,9 +4995,6 @@ class _NewFile:
         with contextlib.suppress(OSError):
             self.file.raw.close()  # without what is not yet written
         self._remove()
-
-    def __enter__(self) -> "_NewFile":
-        return self
 
     def __exit__(self, kind, error, traceback):
         try:
@@ -5103,14 +5012,14 @@ def _remove_file(path, process):
             os.unlink(path)
 
 
-def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
+def _commit_pair(tokens, index):
     """Give a .bin and its .idx their names, as drawn above; OSError if the disk refuses a step."""
     tokens.finish()
     index.finish()
     has_old = _is_there(index.path)
     try:
-        for new_file in (tokens, index):
-            new_file._remove.detach()  # from now on discard() only closes it
+        tokens._remove.detach()  # from now on discard() only closes it
+        index._remove.detach()
         pathlib.Path(f"{index.path.removesuffix('.idx')}.record.json").unlink(missing_ok=True)
         pathlib.Path(index.path).unlink(missing_ok=True)
         os.replace(tokens.temporary, tokens.path)
@@ -5119,14 +5028,13 @@ def _commit_pair(tokens: _NewFile, index: _NewFile) -> None:
             _sync_folder(folder)
     except BaseException:
         # A step over a network may fail and be made: look which names are there.
-        names = []
-        for new_file in (tokens, index):
-            is_temporary = _is_there(new_file.temporary)
-            names.append(new_file.temporary if is_temporary else new_file.path)
-        if names[0] == tokens.temporary and has_old == _is_there(index.path):
+        is_first = _is_there(tokens.temporary)
+        if is_first and has_old == _is_there(index.path):
             _remove_file(index.temporary, os.getpid())
             _remove_file(tokens.temporary, os.getpid())
             raise
+        names = [tokens.temporary if is_first else tokens.path]
+        names.append(index.temporary if _is_there(index.temporary) else index.path)
         with _named(" and ".join(names), "the new pair is whole in these two files"):
             raise
 
@@ -5511,17 +5419,13 @@ def _as_range(documents):
 #
 #   first try    range 1 ok   range 2 ok   range 3 --   range 4 ok
 #   second try                             range 3 ok
-#
-# Names get into messages, caches, records and pickles.  So a URL that holds a password is refused
-# in a config, where an object is opened, and where a file is made.
 
 
 @dataclasses.dataclass
 class ObjectStorageConfig:
     """How pairs on object storage are read.  Upstream: ObjectStorageConfig.
 
-    path_to_idx_cache   folder for copies of .idx files, made absolute; None becomes megatron_min in
-                        the folder of the user's caches, $XDG_CACHE_HOME or ~/.cache
+    path_to_idx_cache   folder for copies of .idx files, made absolute; None: ~/.cache/megatron_min
     bin_chunk_nbytes    accepted, without effect: the .bin is read in exact ranges, where upstream
                         reads blocks of 256 MiB by default
 
@@ -5532,24 +5436,20 @@ class ObjectStorageConfig:
     bin_chunk_nbytes: int = 0
 
     def __post_init__(self) -> None:
-        if self.path_to_idx_cache is None:
-            caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-            self.path_to_idx_cache = os.path.join(caches, "megatron_min")
-        if _is_remote(self.path_to_idx_cache):
-            raise ValueError("path_to_idx_cache must be a local folder, got a URL")
-        self.path_to_idx_cache = os.path.abspath(self.path_to_idx_cache)
+        folder = self.path_to_idx_cache or os.path.expanduser("~/.cache/megatron_min")
+        self.path_to_idx_cache = os.path.abspath(folder)
 
 
 class _FileTokens:
     """The tokens of a .bin file that is not mapped (mmap=False) but stays open."""
 
-    def __init__(self, path: str | os.PathLike, dtype: type) -> None:
-        self.path = os.fspath(path)
+    def __init__(self, path, dtype):
+        self.path = path
         self.dtype = np.dtype(dtype)
         self._file = open(path, "rb", buffering=0)
         weakref.finalize(self, self._file.close)  # closes the file when this object is gone
 
-    def read(self, first: int, count: int) -> np.ndarray:
+    def read(self, first, count):
         """Return a new array of tokens; DatasetFormatError if the file ends before."""
         begin = first * self.dtype.itemsize
         size = count * self.dtype.itemsize
@@ -5561,36 +5461,37 @@ class _FileTokens:
             content += part
         return np.frombuffer(content, self.dtype)
 
-    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Return the tokens of several (first, count)."""
-        return [self.read(first, count) for first, count in spans]
+    read_many = _MappedTokens.read_many  # one read for each
 
 
 class _RemoteFile:
     """An object on object storage, of tokens of a dtype; is_input: of text, and no file of a pair.
 
-    A request is made again after growing pauses, unless its error is one that stays.  The error
-    names the object.  A _RemoteFile can be pickled, and used by threads and by forked processes:
-    fsspec keeps one connection for each process.
+    A request is made again after growing pauses, unless its error stays; the error names the
+    object.  Threads, forked processes and pickles may use it: fsspec has a connection for each.
     """
 
     _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
-    _LASTING = {FileNotFoundError: (404, 410), PermissionError: (401, 403)}  # statuses of HTTP
-    _LASTING |= {io.UnsupportedOperation: (), MemoryError: ()}
+    # errors that stay, and the statuses of HTTP that mean them
+    _LASTING = {
+        FileNotFoundError: (404, 410),
+        PermissionError: (401, 403),
+        io.UnsupportedOperation: (),
+    }
     # the names under which storages tell an ETag, a digest or the time of the last change
     _CHANGED = ("ETag", "etag", "blob_id", "sha")
     _CHANGED += ("Last-Modified", "LastModified", "modificationTime", "mtime", "created")
 
-    def __init__(self, url: str | os.PathLike, dtype=np.uint8, is_input=False) -> None:
+    def __init__(self, url, dtype=np.uint8, is_input=False):
         _refuse_passwords(url, is_input)
         self.url = os.fspath(url)
         self.dtype = np.dtype(dtype)
 
-    def read(self, first: int, count: int) -> np.ndarray:
+    def read(self, first, count):
         """Return a new array of count tokens from token first on."""
         return self.read_many([(first, count)])[0]
 
-    def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
+    def read_many(self, spans):
         """Return new arrays, whose ranges are fetched at the same time."""
         size = self.dtype.itemsize
         ranges = [(first * size, (first + count) * size) for first, count in spans]
@@ -5619,27 +5520,19 @@ class _RemoteFile:
         if error is not None:
             raise error
 
-    def stamp(self) -> dict:
+    def stamp(self):
         """Return {"size": bytes, "changed": ...}, which tell the object from a later one."""
         found = self._request(self._look)
-        if found["size"] is None:
-            raise OSError(f"{self.url}: the storage tells no size, so it has no ranges")
         changed = [str(found[name]) for name in self._CHANGED if name in found]
         return {"size": found["size"], "changed": " ".join(changed)}
 
     def _look(self, file_system, path):
         """What the storage says of the object."""
         file_system.invalidate_cache(path)  # an older answer would be of no use
-        found = file_system.info(path)
-        if found["type"] == "directory":
-            raise FileNotFoundError("a folder, and no object")
-        return found
+        return file_system.info(path)
 
-    def find(self) -> list[tuple[str, int | None]]:
-        """Return [(URL, size)] of the object, or, if it is not there, of what its URL matches.
-
-        None is the size that a storage does not tell.
-        """
+    def find(self):
+        """Return [(URL, size or None)] of the object; if it is not there, of what it matches."""
         with contextlib.suppress(FileNotFoundError):
             return [(self.url, self._request(self._look)["size"])]
         return self._request(self._list)
@@ -5675,23 +5568,22 @@ class _RemoteFile:
             time.sleep(pause)
 
 
-def _fetch_index(url: str, stamp: dict, config: ObjectStorageConfig) -> str:
+def _fetch_index(url, stamp, config):
     """Return the path of a local copy of an .idx file, which is made where there is none.
 
-    Its name says which object it is of, and which state of it; where the storage tells no state, it
-    is copied each time.  Processes may copy it at the same time: each copy appears whole.
+    Its name says which object it is of, and which state of it; one without a state is copied each
+    time.  Processes may copy it at the same time: each copy appears whole.
     """
     name = _md5(f"{url} {stamp['size']} {stamp['changed']}")
     copied = os.path.join(config.path_to_idx_cache, f"{name}.idx")
-    if stamp["changed"] and os.path.exists(copied):
-        return copied
-    os.makedirs(config.path_to_idx_cache, exist_ok=True)
-    remote = _RemoteFile(url)
-    at_a_time = 64 << 20  # bytes
-    with _NewFile(copied) as file:
-        for begin in range(0, stamp["size"], at_a_time):
-            file.write(remote.read(begin, min(at_a_time, stamp["size"] - begin)))
-        _refuse_if_changed(url, stamp, "copied")
+    if not stamp["changed"] or not os.path.exists(copied):
+        os.makedirs(config.path_to_idx_cache, exist_ok=True)
+        remote = _RemoteFile(url)
+        at_a_time = 64 << 20  # bytes
+        with _NewFile(copied) as file:
+            for begin in range(0, stamp["size"], at_a_time):
+                file.write(remote.read(begin, min(at_a_time, stamp["size"] - begin)))
+            _refuse_if_changed(url, stamp, "copied")
     return copied
 
 
@@ -5702,7 +5594,7 @@ _PASSWORD = re.compile(
 _QUERY_OR_CHAIN = re.compile(r"://.*\?|::[^/]*://")
 
 
-def _refuse_passwords(names: typing.Any, is_input: bool = False) -> None:
+def _refuse_passwords(names, is_input=False):
     """ValueError, which does not show it, for a URL with a password; names may be nested lists.
 
     Unless it is an input, also for one with a query, which may be a signature, and for a chain of
@@ -5712,8 +5604,8 @@ def _refuse_passwords(names: typing.Any, is_input: bool = False) -> None:
         url = os.fspath(names)
         if _PASSWORD.search(url) or (not is_input and _QUERY_OR_CHAIN.search(url)):
             raise ValueError(
-                "a URL that holds a password is refused, and, of a pair, one with a query (?) or a "
-                "chain (::), as names get into messages and files: give secrets to fsspec by its "
+                "a URL that holds a password, and, of a pair, a query (?) or a chain (::), is "
+                "refused, as names get into messages and files: give secrets to fsspec by its "
                 "configuration, such as FSSPEC_S3_KEY and FSSPEC_S3_SECRET in the environment"
             )
     elif isinstance(names, collections.abc.Sequence):
@@ -6469,7 +6361,7 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
         if num_bad > 0 and num_bad == sum(each.documents for each in inputs):
             raise ValueError(f"all {num_bad:,} lines are bad; the first: {'; '.join(first_bad)}")
         for builder in builders.values():
-            builder.sync()  # a disk too full for a .bin shows here, before a pair has its name
+            builder._bin.finish()  # a disk too full for a .bin shows before a pair has its name
     return num_bytes, num_bad, first_bad
 
 

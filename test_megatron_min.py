@@ -437,19 +437,19 @@ DTYPES = [np.uint8, np.int8, np.int16, np.int32, np.int64, np.float64, np.float3
 def test_sequences_are_read_as_from_a_list(one, tmp_path, docs, code, dtype):
     """Upstream: no empty slices nor datasets, and get() reads on behind the sequence.
 
-    What is mapped is read-only, and stays mapped; nothing pins a dataset that is dropped.
+    What is mapped is read-only, and stays mapped; nothing pins a dataset that is dropped.  What is
+    open keeps its data when the pair is written again (upstream: a SIGBUS).
     """
     size = np.dtype(dtype).itemsize
     assert (one.DType.code_from_dtype(dtype), one.DType.dtype_from_code(code)) == (code, dtype)
     assert one.DType.size(code) == one.DType.size(dtype) == size
     n = len(docs)
-    prefix = mk(one, tmp_path / "p", docs, dtype)
     lengths = [len(doc) for doc in docs]
-    assert bytes_of_pair(prefix)[1] == idx_bytes(lengths, range(n + 1), code, size)
     for mmap in (True, False):
+        prefix = mk(one, tmp_path / "p", docs, dtype)
+        assert bytes_of_pair(prefix)[1] == idx_bytes(lengths, range(n + 1), code, size)
         ds = one.IndexedDataset(prefix, mmap=mmap)
-        assert ds.dtype is dtype
-        assert (len(ds), lists(ds), ds.index) == (n, docs, ds)  # upstream: its arrays are in .index
+        assert (ds.dtype, len(ds), lists(ds), ds.index) == (dtype, n, docs, ds)
         for i in (n, -n - 1, 2**70):
             with pytest.raises(IndexError, match=f"index {i} of .*/p,"):
                 ds[i]
@@ -470,6 +470,8 @@ def test_sequences_are_read_as_from_a_list(one, tmp_path, docs, code, dtype):
             views += [ds.mapped_tokens, ds.get(0)]
             assert not any(tokens.flags.writeable for tokens in views)
         wanted = lists(views)
+        mk(one, prefix, [[7] * 3, [8] * 4], dtype)
+        assert lists(ds) == docs
         dropped = weakref.ref(ds)
         del ds
         gc.collect()
@@ -491,14 +493,12 @@ def test_a_bin_of_another_size(one, pair, monkeypatch):
     monkeypatch.setattr(time, "sleep", None)  # upstream: tries again for 70 s
     ds = one.IndexedDataset(pair, mmap=False)
     assert lists(ds) == PAIR
-    for size in (40, 32, 35, 0):  # too long; too short; within a token
+    for size in (40, 32, 0, 35):  # too long; too short; within a token
         os.truncate(f"{pair}.bin", size)
         with pytest.raises(one.DatasetFormatError, match=r"pair\.bin: file size"):
             one.IndexedDataset(pair)
-        if size == 35:
-            assert lists(ds[:3]) == PAIR[:3]
-            with pytest.raises(one.DatasetFormatError, match=r"pair\.bin: bytes at 20"):
-                ds[3]
+    with pytest.raises(one.DatasetFormatError, match=r"pair\.bin: bytes at 20"):
+        ds[3]
 
 
 @pytest.mark.slow
@@ -519,25 +519,6 @@ def test_a_pair_of_more_than_2_32_tokens(mm, tmp_path):
         assert train[k]["tokens"][0] == 7
 
 
-def test_where_no_pair_is_the_error_says_what_there_is(one, tmp_path):
-    """Three pairs that begin so, and none that begins otherwise; or that this is a file."""
-    missing = str(tmp_path / "cor[p]us")
-    found = [f"{missing}_{key}_document" for key in "abcd"]
-    names = ", ".join(os.path.basename(prefix) for prefix in found[:3])
-    for prefixes, path, reason in (
-        ([tmp_path / "other_text_document"], missing, "No such file or directory"),
-        (found, missing, f"no such pair; pairs that begin so: {names}"),
-        ([], f"{found[0]}.bin", "not a pair but a file (a pair is named without .bin and .idx)"),
-        ([], f"{found[0]}.idx", "not a pair but a file (a pair is named without .bin and .idx)"),
-    ):
-        for prefix in prefixes:
-            mk(one, prefix, [[1]])
-        with pytest.raises(FileNotFoundError) as caught:
-            one.IndexedDataset(path)
-        wanted = path if os.path.exists(path) else f"{path}.idx"
-        assert str(caught.value) == f"[Errno 2] {reason}: {wanted!r}"
-
-
 # -- Is a pair what its format says? -----------------------------------------------------------
 
 FORGED = [-(2**63), -1, 0, 1, 2**31, 2**63 - 1]
@@ -545,14 +526,12 @@ FORGED = [-(2**63), -1, 0, 1, 2**31, 2**63 - 1]
 
 @pytest.mark.parametrize("modes", [(), (1, -2, 0, 7)], ids=["mapped", "moded"])
 def test_a_damaged_index_is_refused_or_read_in_bounds(one, tmp_path, modes):
-    """What opens gives what is in the .bin at the place that it names, or an error.
-
-    Some bytes of the index are others, or it ends too early or too late.
-    """
+    """What opens gives what is in the .bin at the place that it names, or an error."""
     tokens = bytes(range(36))
     (tmp_path / "p.bin").write_bytes(tokens)
     whole = idx_bytes([3, 2, 0, 4], [0, 1, 3, 3, 4], modes=modes)
     damages = [whole + whole[-1:], whole[:-1], whole[:34], whole[:33], b"", idx_bytes([], [])]
+    damages.append(idx_bytes([5, 2], [0, 1, 2], code=5))  # 36 bytes of int64
     pieces = [b"\x01", b"\x04", b"\x09", b"\x80", *[struct.pack("<q", i) for i in FORGED]]
     for at, piece in itertools.product([17, *range(0, len(whole), 2)], pieces):
         damaged = whole[:at] + piece + whole[at + len(piece) :]
@@ -646,17 +625,6 @@ def test_a_fingerprint_is_of_the_data_alone(one, tmp_path, monkeypatch):
         assert one.IndexedDataset(mk(one, tmp_path / "q", other)).fingerprint() != first
 
 
-@pytest.mark.parametrize("mmap", [True, False])
-def test_a_pair_that_is_written_again_under_a_reader(mm, tmp_path, mmap):
-    """What is open keeps its data; what is opened then has the new.  Upstream: a SIGBUS."""
-    opened = []
-    for token in (1, 2):
-        prefix = mk(mm, tmp_path / "p", [[token] * 9] * 9)
-        opened.append(quiet(gpt, mm, prefix, sequence_length=4, mmap_bin_files=mmap))
-    for token, ds in zip((1, 2), opened, strict=True):
-        assert (batch_of(ds, range(len(ds)))["tokens"] == token).all()
-
-
 class Shifted(copy_of_module("python").IndexedDataset):
     """A user's pair, whose get() uses an attribute, and whose constructor has other arguments."""
 
@@ -669,10 +637,7 @@ class Shifted(copy_of_module("python").IndexedDataset):
 
 
 def test_a_pickle_is_all_but_the_files(one, pair, monkeypatch):
-    """Who unpickles it, as a spawned worker does, opens the same pair, or has an error.
-
-    Upstream: whatever is there then.
-    """
+    """Who unpickles it opens the same pair, or has an error.  Upstream: whatever is there then."""
     settings = one.ObjectStorageConfig(bin_chunk_nbytes=100)
     monkeypatch.chdir(os.path.dirname(pair))
     ds = Shifted(10, "pair", mmap=False, object_storage_config=settings, check=True)
@@ -693,17 +658,6 @@ def test_a_pickle_is_all_but_the_files(one, pair, monkeypatch):
 # -- The builder -------------------------------------------------------------------------------
 
 
-REFUSED_BY_BUILDER = [  # method, arguments, the word that matters
-    ("add_item", [np.array([1.5])], "[1.5]"),
-    ("add_item", [b"aaaa"], "b'aaaa'"),
-    ("add_document", [[1, 2, 3], [2]], "3 tokens"),
-    ("add_document", [[1], [-1, 2]], "-1"),
-    ("add_sequences", [range(2**33), [2**31]], str(2**31)),  # as many bytes
-    ("add_document", [[1, 2], [1, 1], [0]], "1 modes"),
-    ("add_document", [[1], [1], [128]], "128"),
-]
-
-
 def test_a_pair_is_made_in_many_ways_once(one, pair, tmp_path):
     """A document goes on until it is ended; of what is refused nothing is written.
 
@@ -715,8 +669,15 @@ def test_a_pair_is_made_in_many_ways_once(one, pair, tmp_path):
         builder.add_document(np.array([4, 5]), b"\2")  # bytes are numbers, too
         builder.add_item(torch.tensor([[6], [7]]), mode=3)  # flattened
         builder.add_item(np.array([], np.float64))
-        refused = [*REFUSED_BY_BUILDER, ("finalize", [f"{prefix}.idx"], "end_document")]
-        for method, arguments, word in refused:
+        for method, arguments, word in (
+            ("add_item", [np.array([1.5])], "[1.5]"),
+            ("add_document", [[1, 2, 3], [2]], "3 tokens"),
+            ("add_document", [[1], [-1, 2]], "-1"),
+            ("add_sequences", [range(2**33), [2**31]], str(2**31)),  # as many bytes
+            ("add_document", [[1, 2], [1, 1], [0]], "modes array('b', [0])"),
+            ("add_document", [[1], [1], [128]], "128"),
+            ("finalize", [f"{prefix}.idx"], "end_document"),
+        ):
             with pytest.raises(ValueError, match=re.escape(word)):
                 getattr(builder, method)(*arguments)
         builder.end_document()
@@ -724,7 +685,7 @@ def test_a_pair_is_made_in_many_ways_once(one, pair, tmp_path):
         builder.add_document(["8", "09"], [2], [4])  # as upstream's own tests have them
         assert not one.IndexedDataset.exists(prefix)
         builder.finalize(f"{prefix}.idx")
-        with pytest.raises(ValueError, match=r"/m\.bin: .* closed: finalize"):
+        with pytest.raises(ValueError, match=r"/m\.bin: .* closed"):
             builder.finalize(f"{prefix}.idx")
     modes = [1, -2, 0, 3, 0, 4]
     wanted = idx_bytes([1, 2, 2, 2, 0, 2], [0, 2, 3, 5, 5, 6], code=3, size=2, modes=modes)
@@ -744,10 +705,7 @@ def test_a_pair_is_made_in_many_ways_once(one, pair, tmp_path):
 
 
 def test_ids_at_the_edges_of_a_dtype(one):
-    """And one beyond them, from a list, and from arrays of each dtype that holds them.
-
-    Upstream: ids beyond them are wrapped, and written as others.
-    """
+    """And beyond them, in a list and in arrays of each dtype.  Upstream: wrapped, and written."""
     for dtype in INTEGERS:
         limits = np.iinfo(dtype)
         edges = [limits.min, 0, limits.max, 0]
@@ -770,19 +728,6 @@ def test_ids_at_the_edges_of_a_dtype(one):
     assert kinds == [np.uint16, np.int32, np.int32]
 
 
-@linux
-def test_a_builder_whose_write_failed_stays_failed(one, tmp_path):
-    """Also where there is room again, and where a with block caught the error: there is no pair."""
-    builder = one.IndexedDatasetBuilder(tmp_path / "p.bin", np.uint8)
-    with pytest.raises(ValueError, match="closed"), builder:
-        builder.add_document([1], [1])
-        with pytest.raises(OSError, match=r"p\.bin\."), files_of_64_kib():
-            builder.add_document(np.ones(3 << 20, np.uint8), [3 << 20])
-        with pytest.raises(ValueError, match="closed"):
-            builder.add_item([2])
-    assert os.listdir(tmp_path) == []
-
-
 @contextlib.contextmanager
 def files_of_64_kib():
     """A limit on the bytes of a file, which stands in for a full disk."""
@@ -793,6 +738,26 @@ def files_of_64_kib():
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@linux
+def test_what_fails_on_a_full_disk_stays_failed(one, tmp_path, monkeypatch):
+    """Also where there is room again, and an error was caught.  The folder changes meanwhile."""
+    names = r"cannot be written: File too large: '.*/p(\.bin)?\.[0-9a-f]{16}\.tmp'"
+    monkeypatch.chdir(tmp_path)
+    builder = one.IndexedDatasetBuilder("p.bin", np.uint8)
+    monkeypatch.chdir("/")
+    with pytest.raises(ValueError, match="closed"), builder:
+        builder.add_document([1], [1])
+        with pytest.raises(OSError, match=names), files_of_64_kib():
+            builder.add_document(np.ones(3 << 20, np.uint8), [3 << 20])
+        with pytest.raises(ValueError, match="closed"):
+            builder.add_item([2])
+    for synced in (True, False):  # at the end
+        with pytest.raises(OSError, match=names), files_of_64_kib():
+            with one._NewFile(tmp_path / "p", synced) as file:
+                file.write(bytes(1 << 17))
+    assert os.listdir(tmp_path) == []
 
 
 def test_pairs_are_merged_or_refused(one, pair, tmp_path):
@@ -3294,26 +3259,6 @@ def test_a_batch_size_that_does_not_grow(one):
 # ==============================================================================
 
 
-def test_a_pair_appears_where_it_was_begun(one, tmp_path, monkeypatch):
-    """Though the process changes its folder meanwhile."""
-    monkeypatch.chdir(tmp_path)
-    with one.IndexedDatasetBuilder("p.bin"):
-        monkeypatch.chdir("/")
-    assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx"]
-
-
-@linux
-@pytest.mark.parametrize("synced", [True, False])
-def test_the_error_of_a_full_disk_names_the_file(one, tmp_path, synced):
-    """It comes at the end, or while the file is written.  Nothing is left."""
-    for size in (1 << 17, 3 << 20):
-        names = r"cannot be written: File too large: '.*/p\.[0-9a-f]{16}\.tmp'"
-        with pytest.raises(OSError, match=names), files_of_64_kib():
-            with one._NewFile(tmp_path / "p", synced) as file:
-                file.write(bytes(size))
-    assert os.listdir(tmp_path) == []
-
-
 def make_pair(one, folder, generation):
     """A pair and its record, of sizes that are the same in each of two generations."""
     with one.IndexedDatasetBuilder(folder / "p.bin", np.uint8, multimodal=True) as builder:
@@ -3336,16 +3281,18 @@ def old_and_new(request, one, tmp_path):
 
 
 def run_with(faults, one, tmp_path):
-    """Make the second generation in a new folder -> the folder, and the error or None."""
-    folder = pathlib.Path(tempfile.mkdtemp(dir=tmp_path))
-    shutil.copytree(tmp_path / "1", folder, dirs_exist_ok=True)
+    """Make the second generation in a new folder -> its files, and the error or None."""
+    folder = tmp_path / "made"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(tmp_path / "1", folder)
+    failure = None
     try:
         with faults:
             make_pair(one, folder, 2)
     except (OSError, KeyboardInterrupt) as error:
         error.__context__ = error.__cause__ = None  # these and the traceback hold what the job has
-        return folder, error.with_traceback(None)
-    return folder, None
+        failure = error.with_traceback(None)
+    return files_of(folder), failure
 
 
 def what_is_left(files, old, new, note, clean=True):
@@ -3368,79 +3315,67 @@ def what_is_left(files, old, new, note, clean=True):
     raise AssertionError(note)
 
 
-class Calls:
+@contextlib.contextmanager
+def calls_on_files(one, folder, names, seen, at=None, works=False):
     """In a with block, the calls that make, sync, name, look for and remove files.
 
+    names  gets their names
+    seen   gets the files of the folder before each, {name: bytes}: what a kill -9 would leave
     at     the number of the one that fails, from 1 on, or None
     works  does it do its work before, as a rename over a network may that then fails?
-    names  of the calls so far
-    seen   the files before each call, {name: bytes}: what a kill -9 would leave
     """
 
-    def __init__(self, one, tmp_path, at=None, works=False):
-        self.one = one
-        self.tmp_path = tmp_path
-        self.at = at
-        self.works = works
-        self.names = []
-        self.seen = []
-        self.patches = pytest.MonkeyPatch()
-
-    def __enter__(self):
-        gc.disable()  # what earlier tests left would close its files among the calls
-        for name in ("open", "close", "fsync", "replace", "unlink", "lstat"):
-            call = functools.partial(self.call, name, getattr(os, name))
-            self.patches.setattr(os, name, call)
-        call = functools.partial(self.call, "open", open)
-        self.patches.setattr(self.one, "open", call, raising=False)
-
-    def __exit__(self, *error):
-        self.patches.undo()
-        gc.enable()
-
-    def call(self, name, function, *arguments, **options):
-        self.names.append(name)
-        fails = len(self.names) == self.at
-        if self.at is None:
-            [folder] = set(self.tmp_path.glob("tmp*"))
-            self.seen.append(files_of(folder))
+    def call(name, function, *arguments, **options):
+        names.append(name)
+        seen.append(files_of(folder))
+        fails = len(names) == at
         try:
-            if self.works or not fails:
+            if works or not fails:
                 return function(*arguments, **options)
         finally:
             if fails:
                 raise OSError(errno.EIO, "broken")
 
+    with pytest.MonkeyPatch.context() as patches, contextlib.ExitStack() as at_the_end:
+        gc.disable()  # what earlier tests left would close its files among the calls
+        at_the_end.callback(gc.enable)
+        for name in ("open", "close", "fsync", "replace", "unlink", "lstat"):
+            patches.setattr(os, name, functools.partial(call, name, getattr(os, name)))
+        patches.setattr(one, "open", functools.partial(call, "open", open), raising=False)
+        yield
+
 
 def test_a_commit_that_is_killed_or_fails_at_any_call_on_files(one, tmp_path, old_and_new):
     """What fails may have been made.  The error names the files that are to be renamed."""
     old, new = old_and_new
-    usual = Calls(one, tmp_path)
-    folder, error = run_with(usual, one, tmp_path)
-    assert (error, files_of(folder)) == (None, new)
-    steps = [name for name in usual.names if name in ("fsync", "replace")]
+    usual = []
+    seen = []
+    made = calls_on_files(one, tmp_path / "made", usual, seen)
+    assert run_with(made, one, tmp_path) == (new, None)
+    steps = [name for name in usual if name in ("fsync", "replace")]
     assert steps == ["fsync", "fsync", "replace", "replace", "fsync", "replace"]  # + the record
-    kinds = [what_is_left(files, old, new, "killed", clean=False) for files in usual.seen]
+    kinds = [what_is_left(files, old, new, "killed", clean=False) for files in seen]
     counts = (2, 1, 0) if old else (1, 0)
     assert list(dict.fromkeys(kinds)) == ["old", *[f"new, {n} to be renamed" for n in counts]]
-    for at, works in itertools.product(range(1, len(usual.names) + 1), (False, True)):
-        note = (at, usual.names[at - 1], works)
-        folder, error = run_with(Calls(one, tmp_path, at, works), one, tmp_path)
-        files = files_of(folder)
+    for at, works in itertools.product(range(1, len(usual) + 1), (False, True)):
+        note = (at, usual[at - 1], works)
+        faults = calls_on_files(one, tmp_path / "made", [], [], at, works)
+        files, error = run_with(faults, one, tmp_path)
         what_is_left(files, old, new, note)
         if error is None:  # it did not remove what was not there any more
-            assert (usual.names[at - 1], files) == ("unlink", new), note
+            assert (usual[at - 1], files) == ("unlink", new), note
         else:
             assert error.errno == errno.EIO, note
             assert all(name in str(error) for name in files if name.endswith(".tmp")), note
 
 
 @contextlib.contextmanager
-def ctrl_c(one, kind, numbers, at):
-    """In a with block, Ctrl-C before one line of the module, or one instruction ("opcode") of it.
+def ctrl_c(one, kind, at):
+    """In a with block, Ctrl-C before a line of the module, or an instruction ("opcode") of it.
 
-    Those of this thread take the numbers, from 1 on.
+    at  the number, from 1 on, of the one of this thread
     """
+    numbers = itertools.count(1)
 
     def trace(frame, event, argument):
         if frame.f_code.co_filename != one.__file__:
@@ -3463,19 +3398,17 @@ def test_ctrl_c_at_any_moment(one, tmp_path, old_and_new, kind):
     """Leaves the old pair, or the new one, and no other file."""
     old, new = old_and_new
     kinds = set()
-    for number in itertools.count(1):
-        steps = itertools.count(1)
-        faults = ctrl_c(one, kind, steps, number)
+    error = "none yet"
+    number = 0
+    while error is not None:
+        number += 1
+        faults = ctrl_c(one, kind, number)
         # In a thread of its own: Python 3.11 may forget there that an error is dealt with.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            folder, error = pool.submit(run_with, faults, one, tmp_path).result()
-        files = files_of(folder)
+            files, error = pool.submit(run_with, faults, one, tmp_path).result()
         kinds.add(what_is_left(files, old, new, number))
-        shutil.rmtree(folder)
-        if error is None:
-            break
     assert files == new
-    assert next(steps) == number > 50
+    assert number > 50
     assert len(kinds) == (4 if old else 3)
 
 
@@ -3890,7 +3823,7 @@ class Storage:
 @pytest.fixture
 def no_pauses(tmp_path, monkeypatch):
     """The pauses that were asked for, which do not come; copies of .idx files below tmp_path."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HOME", str(tmp_path))
     pauses = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     return pauses
@@ -3910,20 +3843,17 @@ def web(no_pauses, tmp_path):
     pytest.importorskip("aiohttp")
     folder = tmp_path / "web"
     folder.mkdir()
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), RangeHandler)
-    server.daemon_threads = True
-    server.socket.listen(256)  # a batch opens many at once; those over the limit wait for seconds
-    server.folder = folder
-    server.requests = []
-    server.faults = iter([])  # of the next requests: a status, a word, or None
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    storage = Storage(f"http://127.0.0.1:{server.server_port}/bucket", folder)
-    storage.server = server
-    yield storage
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), RangeHandler) as server:
+        server.daemon_threads = True
+        server.socket.listen(256)  # a batch opens many at once; those over the limit wait
+        server.folder = folder
+        server.requests = []
+        server.faults = iter([])  # of the next requests: a status, a word, or None
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        storage = Storage(f"http://127.0.0.1:{server.server_port}/bucket", folder)
+        storage.server = server
+        yield storage
+        server.shutdown()
 
 
 @pytest.fixture
@@ -4024,25 +3954,21 @@ def test_nothing_is_written_to_object_storage(one, bucket, some_pair, tmp_path, 
     A relative folder for the copies is that of the start: also for a pickle, in another folder.
     """
     prefix = bucket.put(some_pair[0])
-    home = tmp_path / "home" / "megatron_min"  # see no_pauses
     (tmp_path / "elsewhere").mkdir()
-    for path, place in ((None, home), ("idx", tmp_path / "idx")):
+    for path, place in ((None, ".cache/megatron_min"), ("idx", "idx")):
         monkeypatch.chdir(tmp_path)
         cfg = config(one, ([prefix], None), object_storage_cache_path=path)
         first = build(one, [9, 0, 0], cfg)[0]
         monkeypatch.chdir(tmp_path / "elsewhere")
         pickle.loads(pickle.dumps(first))
         assert os.listdir() == []
-        manifest = f"{first.unique_description_hash}-GPTDataset-train-manifest.json"
-        assert (place / "GPTDataset_indices" / manifest).exists()
-        assert {path.suffix for path in place.iterdir() if path.is_file()} == {".idx"}
-    url = "memory://host/folder"
-    cfg = config(one, ([prefix], None), path_to_cache=url)
-    for function, argument in ((one.ObjectStorageConfig, [url]), (build, [one, [9, 0, 0], cfg])):
-        with pytest.raises(ValueError, match="path_to_.*cache must be .* local"):
-            function(*argument)
+        assert {path.suffix for path in (tmp_path / place).iterdir()} == {".idx", ""}
+        assert len(list((tmp_path / place / "GPTDataset_indices").iterdir())) == 5
+    cfg = config(one, ([prefix], None), path_to_cache="memory://host/folder")
+    with pytest.raises(ValueError, match="path_to_cache must be .* local"):
+        build(one, [9, 0, 0], cfg)
     with pytest.raises(FileNotFoundError, match="memory://host/folder"):
-        one.merge([prefix], f"{url}/merged")
+        one.merge([prefix], "memory://host/folder/merged")
     assert sorted(MEMORY.store) == ["/bucket/pair.bin", "/bucket/pair.idx"]
 
 
@@ -4052,11 +3978,7 @@ def test_nothing_is_written_to_object_storage(one, bucket, some_pair, tmp_path, 
 def test_an_index_is_copied_once_for_each_state(
     one, bucket, some_pair, tmp_path, monkeypatch, name
 ):
-    """And for each prefix, even where the storage says the same of both.
-
-    Case: hf:// tells a blob_id alone; another index of the same size was not noticed.  Where
-    nothing is told, the index is copied at each opening.
-    """
+    """And for each prefix.  Without a state at each opening.  Of one that changes no copy stays."""
 
     def info(self, path, **options):
         content = self.store[self._strip_protocol(path)].getvalue()
@@ -4067,59 +3989,47 @@ def test_an_index_is_copied_once_for_each_state(
 
     monkeypatch.setattr(MEMORY, "info", info)
     prefix, docs = some_pair
-    folder = tmp_path / "home" / "megatron_min"
+    folder = tmp_path / ".cache" / "megatron_min"
     place = bucket.put(prefix)
-    pickled = pickle.dumps(one.IndexedDataset(place))
+    one.IndexedDataset(place)
     [copied] = before = copies()
     assert copied.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
     one.IndexedDataset(place)
     assert (copies() == before) == (name is not None)
     changed = mk(one, tmp_path / "changed" / "pair", docs[::-1], np.uint16)  # as long
     bucket.put(changed)
-    with pytest.raises(one.DatasetFormatError, match="replaced"):
-        pickle.loads(pickled)
     assert lists(one.IndexedDataset(place)[:]) == lists(docs[::-1])
     assert len(copies()) == (1 if name is None else 2)
     one.IndexedDataset(Storage("memory://other").put(changed))
     assert len(copies()) == (2 if name is None else 3)
-
-
-def test_an_index_that_changes_while_it_is_copied(one, bucket, some_pair, tmp_path):
-    """No copy stays."""
-    place = bucket.put(some_pair[0])
-    stamps = [{"size": 9, "changed": time} for time in ("then", "later")]
-    with mock.patch.object(one._RemoteFile, "stamp", side_effect=stamps):
+    before = copies()
+    told = [{"size": 9, "changed": time} for time in ("then", "later")]
+    with mock.patch.object(one._RemoteFile, "stamp", side_effect=told):
         with pytest.raises(one.DatasetFormatError, match="pair.idx: .* copied"):
             one.IndexedDataset(place)
-    assert os.listdir(tmp_path / "home" / "megatron_min") == []
+    assert copies() == before
 
 
 # -- Faults ------------------------------------------------------------------------------------
 
 
 def test_ranges_are_exact_and_only_what_failed_is_asked_for_again(one, web, some_pair):
-    """The bytes that are asked for, each once, and none for what is empty.
-
-    A server without ranges sends the whole file: it is asked once.
-    """
+    """Each once, none for what is empty.  A server that sends the whole file is asked once."""
     ds = one.IndexedDataset(web.put(some_pair[0]))
     begin = int(ds.sequence_pointers[1])
     for pieces, fault, wanted in (
         ([(1, 2, 2), (1, 9, 1), (1, 2, 2), (1, 3, 0)], None, [4, 18]),
-        ([], None, []),
         ([(1, 2, 0)], None, []),
-        ([(1, 0, 1), (1, 5, 2)], "short", [0, 10, "again"]),
-        ([(1, 0, 1), (1, 5, 2)], 500, [0, 10, "again"]),
+        ([(1, 0, 1), (1, 5, 2)], "short", [0, 10]),
+        ([(1, 0, 1), (1, 5, 2)], 500, [0, 10]),
     ):
         web.server.requests.clear()
         web.server.faults = iter([fault])
         found = ds.get_many(pieces)
         assert lists(found) == [list(range(100 + i, 100 + i + n)) for _, i, n in pieces]
         ranges = [int(re.search(r"\d+", place)[0]) - begin for _, _, place in web.server.requests]
-        if "again" in wanted:  # one of them
-            assert len(ranges) == 3 and sorted(set(ranges)) == wanted[:2]
-        else:
-            assert sorted(ranges) == wanted
+        assert sorted(set(ranges)) == wanted
+        assert len(ranges) == len(wanted) + (fault is not None)
     web.server.requests.clear()
     web.server.faults = iter(["whole"])
     with pytest.raises(OSError, match=r"pair\.bin: .* bytes: the server does not know ranges"):
@@ -4128,11 +4038,7 @@ def test_ranges_are_exact_and_only_what_failed_is_asked_for_again(one, web, some
 
 
 def test_only_what_may_pass_is_tried_again(one, web, some_pair, no_pauses):
-    """After pauses that grow.  The error says what it was, and of which object.
-
-    fsspec calls it "not found" where it could not ask for a size, whatever happened.  Without its
-    size a pair could not be read in ranges.
-    """
+    """After pauses that grow.  The error names it and the object; fsspec tells of none but 404."""
     prefix = web.put(some_pair[0])
     ds = one.IndexedDataset(prefix)
 
@@ -4144,38 +4050,21 @@ def test_only_what_may_pass_is_tried_again(one, web, some_pair, no_pauses):
         assert len(no_pauses) + 1 == tries
         assert no_pauses == sorted(set(no_pauses))
 
-    for status, kind, tries in (
-        (503, OSError, 5),
-        (404, FileNotFoundError, 1),
-        (410, FileNotFoundError, 1),
-        (401, PermissionError, 1),
-        (403, PermissionError, 1),
+    for kind, statuses, failure in (
+        (OSError, [503], ConnectionResetError("by the other side")),
+        (FileNotFoundError, [404, 410], FileNotFoundError("gone")),
+        (PermissionError, [401, 403], PermissionError("Forbidden")),
     ):
-        web.server.faults = itertools.repeat(status)
-        check(one.IndexedDataset, prefix, kind, rf"/pair\.idx: \w+: .*{prefix}", tries)
-        check(ds.get, 1, kind, rf"/pair\.bin: \w+: .*{prefix}", tries)
-    for failure, kind, tries in (
-        (PermissionError("Forbidden"), PermissionError, 1),
-        (ConnectionResetError("by the other side"), OSError, 5),
-    ):
+        tries = 5 if kind is OSError else 1
+        for status in statuses:
+            web.server.faults = itertools.repeat(status)
+            check(one.IndexedDataset, prefix, kind, rf"/pair\.idx: \w+: .*{prefix}", tries)
+            check(ds.get, 1, kind, rf"/pair\.bin: \w+: .*{prefix}", tries)
         with mock.patch.object(ds._tokens, "_fetch_missing", side_effect=failure):
             words = rf"/pair\.bin: {type(failure).__name__}: {failure}"
             check(ds.get, 1, kind, words, tries)
-    web.server.faults = itertools.repeat("no length")
-    check(one.IndexedDataset, prefix, OSError, r"/pair\.idx: .* no size", 1)
     web.server.faults = itertools.repeat(503, 3)
     assert lists(one.IndexedDataset(prefix)[:]) == lists(some_pair[1])
-
-
-def test_what_is_no_object(one, bucket, monkeypatch):
-    """A folder.  A package that is missing is named, and nothing else that pip could install."""
-    MEMORY().pipe_file("/bucket/p.idx/file", b"1")
-    MEMORY().pipe_file("/bucket/p.bin/file", b"1")
-    assert not one.IndexedDataset.exists(f"{bucket.root}/p")
-    monkeypatch.setitem(sys.modules, "gcsfs", None)  # no other test reads gs://
-    with pytest.raises(ImportError, match="gcsfs") as caught:
-        one.IndexedDataset("gs://bucket/pair")
-    assert "megatron" not in str(caught.value)
 
 
 # -- Passwords ---------------------------------------------------------------------------------
@@ -4193,14 +4082,9 @@ def test_what_a_url_with_a_password_is(one):
 
 
 def test_a_url_that_may_hold_a_secret_is_refused_at_every_door(one, some_pair, tmp_path, caplog):
-    """So none gets into a message, a file or its name, an object, or what is pickled of one.
-
-    Of a pair also one with a query, which may be a signature, and a chain, whose cache would answer
-    for an object that has changed.  Upstream: in clear in the description of a cache.
-    """
+    """So none gets into a message, a file or its name.  Upstream: in the description of a cache."""
     local, _ = some_pair
     lines = jsonl(f"{local}.jsonl", ["1"])
-    builder = one.IndexedDatasetBuilder(f"{local}.new.bin")
     password = f"memory://k:{SECRET}/{SECRET}@b/c"
     calls = [(one.preprocess, [iter([lines, f"{password}*.jsonl"]), f"{local}.o"])]
     for url in (password, f"memory://b/c?sig={SECRET}/{SECRET}", f"simplecache::memory://{SECRET}"):
@@ -4209,9 +4093,7 @@ def test_a_url_that_may_hold_a_secret_is_refused_at_every_door(one, some_pair, t
             (config, [one, (local, url)]),  # no blend: the sentence that says so would show it
             (functools.partial(one.GPTDatasetConfig, 1, 8, **per_split), []),
             (one.IndexedDataset, [url]),
-            (one.IndexedDataset.exists, [url]),
             (one.IndexedDatasetBuilder, [f"{url}.bin"]),
-            (builder.finalize, [f"{url}.idx"]),
             (one.preprocess, [lines, url]),
             (one.merge, [iter([local, f"{url}_00000_of_00002"]), f"{local}.o"]),
             (one.merge, [[local], url]),
@@ -4914,7 +4796,7 @@ def test_a_package_that_is_missing_is_named(one, tmp_path, hf, monkeypatch):
         "pyarrow.parquet": functools.partial(chat, one, jsonl(tmp_path / "a.parquet", [])),
     }.items():
         monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
-        with pytest.raises(ImportError, match=rf": pip install {module.partition('.')[0]}$"):
+        with pytest.raises(ImportError, match=rf": pip install {module.partition('.')[0]}:"):
             use()
 
 
@@ -6632,57 +6514,6 @@ def test_states_of_a_rerun_data_iterator_have_upstreams_keys(one, up):
     ours.load_state_dict(theirs.state_dict())
     assert ours.state_dict() == theirs.state_dict()
     assert next(ours) == next(theirs) == 6
-
-
-# ==============================================================================
-# Hostile files
-# ==============================================================================
-
-
-def damaged_bytes(rng, data, other):
-    """Data of a file, damaged; other is that of another file."""
-    room = rng.choice([40, 200, len(data)])  # in the header of a file, or of an .npy, or anywhere
-    at = int(rng.integers(min(len(data), room) + 1))
-    number = struct.pack("<q", int(rng.choice(FORGED)))[: rng.choice([1, 4, 8])]
-    forged = data[:at] + number + data[at + len(number) :]
-    damages = [forged, forged, data[:at], data + other[:1], other, RUNS_CODE]
-    return damages[rng.integers(len(damages))]
-
-
-def samples_of_blend(mm, cache, mapped=True):
-    """All samples of a blend of two pairs; None: it is refused."""
-    cfg = config(mm, (["in/a", "in/b"], [1, 3]), path_to_cache=cache, mmap_bin_files=mapped)
-    try:
-        train = quiet(build, mm, [20, 0, 0], cfg)[0]
-        return quiet(batch_of, train, range(len(train)))
-    except (ValueError, FileNotFoundError):
-        return None
-
-
-@pytest.mark.parametrize("count", [20, pytest.param(500, marks=pytest.mark.slow)])
-def test_damaged_pairs_and_caches_are_never_seen(mm, tmp_path, monkeypatch, count):
-    """With the old cache it is as with a new one: the right data, or a sentence."""
-    (tmp_path / "good").mkdir()
-    monkeypatch.chdir(tmp_path / "good")
-    rng = np.random.default_rng(5)
-    mk(mm, "in/a", random_docs(rng, 12, 9), np.uint16)
-    mk(mm, "in/b", random_docs(rng, 9))
-    assert samples_of_blend(mm, "cache") is not None
-    good = files_of(".")
-    names = sorted(good)
-    for case, rng in enumerate(cases(count)):
-        shutil.copytree(tmp_path / "good", tmp_path / str(case))
-        monkeypatch.chdir(tmp_path / str(case))
-        for path in rng.choice(names, rng.integers(1, 3)):
-            damaged = damaged_bytes(rng, good[path], good[rng.choice(names)])
-            pathlib.Path(path).write_bytes(damaged)
-        mapped = bool(rng.integers(2))
-        found = samples_of_blend(mm, "cache", mapped)
-        wanted = samples_of_blend(mm, "new", mapped)
-        assert (found is None) == (wanted is None), case
-        if found is not None:
-            same_samples(found, wanted, case)
-        assert not os.path.exists("ran"), case
 
 
 # ==============================================================================
