@@ -204,7 +204,7 @@ def samples_in(documents, epochs):
 
 @functools.lru_cache(maxsize=3)
 def dataset_to_read(mm, S, **options):
-    """100,000 documents to read from; the competitors share the cache, which the first writes."""
+    """100,000 documents to read from; the competitors share a folder of caches."""
     return build_dataset(mm, corpus(100_000, with_tokens=True), S=S, **options)
 
 

@@ -10,14 +10,15 @@ which that works as intended, files, index arrays, caches, samples and batches a
 
 Part I is the textbook: rules, each section with a question and a drawing, whose code is the
 definition of what happens to good input.  Bad input is refused by calls of one line, _check_...()
-and _refuse_...(): these, and small tools such as _position(), stand in section 13.  A comment names
-the section of other functions that are not there yet.  The file needs nothing but numpy and torch;
+and _refuse_...(): these, and small tools such as _position(), mostly stand in section 13.  Comments
+name the sections of what else is not there yet.  The file needs nothing but numpy and torch;
 _helpers.c is an optional accelerator with identical results.
 
 Words       token        an integer that stands for a piece of text
             document     one text of the corpus; but see the box
             sequence     a run of tokens that the .idx file lists as one entry.  A document is
-                         stored as one sequence, or as several, one for each of its sentences.
+                         stored as one sequence, as several, one for each of its sentences, or,
+                         without tokens, as none.
             corpus       a pair of files, .bin and .idx, that holds many sequences
             split        the part of a corpus that is for training, validation or testing
             epoch        once through all sequences of a split
@@ -44,7 +45,7 @@ Notation    S  inputs of a sample (sequence_length)     D  sequences in a split
             N  samples in a dataset                     x  1 where a sample is S + 1 tokens, so
                                                            that each input has a label; else 0
             j  a sample's number in the stream          k  its number in the dataset
-            d  a document's number in the stream; in section 6, a dataset's number in a blend
+            d  a document's number in the stream; of a blend, a dataset's number
 Examples    read toy_corpus(): the three documents aaaa bbb cccccc, with S = 4
 
 Contents
@@ -727,7 +728,7 @@ def encode_jsonl(
     append_eod    put tokenizer.eod after each document that has tokens
     Raises        ValueError, KeyError or TypeError at a line that has none; no pair appears then
 
-    Section 20's preprocess() writes the same bytes, on all cores, and names the line of an error.
+    Section 20's preprocess() writes the same bytes, on all cores if asked, and names the bad line.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = pathlib.Path(folder, "corpus.jsonl")
@@ -852,7 +853,7 @@ class BlendedMegatronDatasetConfig:
     blend_per_split, each of the three has a blend of whole corpora of its own.  With neither
     blend nor blend_per_split the data are mock data, see MockGPTDataset.
 
-    What.  A blend, its weights and its phases may be any sequences.
+    What is read.  A blend, its weights and its phases may be any sequences.
     blend                       ([prefix, ...], [weight, ...] or None)
     split                       shares of train, valid, test, such as "98,1,1"
     blend_per_split             a list of three: for each split such a blend, or None
@@ -863,22 +864,21 @@ class BlendedMegatronDatasetConfig:
     sequence_length             S, in tokens
     random_seed                 seed of the shuffles of section 4 (the sampler "cyclic" has its own)
 
-    The rest, for later.
+    Other fields.
     tokenizer                   an object as in section 2, of which section 5 uses eod and pad
     allow_ambiguous_pad_tokens  True: no loss at labels that equal the pad id, even where it is also
                                 the id of another special token, such as eod (section 5)
     blend_phases                not of upstream: weights that change during training (section 6).
                                 [(samples, weights), ...] instead of the weights of train's blend
-    mid_level_dataset_surplus   part of its share that is prepared of each corpus beyond it
-                                (section 7)
+    mid_level_dataset_surplus   each corpus is built for this part of its share more (section 7)
     multiple_validation_sets    for a loss of each corpus: where valid has several, it becomes a
                                 list of a dataset for each; needs blend_per_split (section 7)
     full_validation             with multiple_validation_sets: valid has all samples, and no size
                                 may be wanted of it; else without effect (section 7)
     num_dataset_builder_threads how many corpora are built side by side (section 7)
     path_to_cache               folder where arrays are kept for the next start; None:
-                                <prefix>/cache/GPTDataset_indices, and those of a blend are not kept
-                                (section 15)
+                                <prefix>/cache/<class>_indices, for a URL beside the copy of its
+                                .idx, and those of a blend are not kept (section 15)
     mmap_bin_files              False: tokens are read with os.pread, not mapped (section 1)
 
     Accepted, without effect: fast_cache_load, defer_npy_index_mmap.
@@ -1300,8 +1300,8 @@ def build_stable_orders(
 # document_index, sample_index and shuffle_index depend on the lengths of the documents, the split,
 # the number of samples, S, x, the seed, whether a last short sample is kept, and stable_order, and
 # on nothing else.  So they are built once and kept in files, which every rank reads, and every
-# later job.  (As upstream's, the names of these files tell the path and the tokenizer, too:
-# section 15.)
+# later job.  (As upstream's, the names of these files depend on the path and the tokenizer,
+# too: section 15.)
 
 
 class _Identified(torch.utils.data.Dataset):
@@ -1363,7 +1363,7 @@ class MegatronDataset(abc.ABC, _Identified):
 
     @abc.abstractmethod
     def __getitem__(self, idx: int | None) -> dict:
-        """Return sample idx; None: one without loss, which fills up the last batch of a run."""
+        """Return sample idx; None: one without loss, which fills up the last batch of a turn."""
 
     @functools.cached_property
     def indices(self) -> np.ndarray:
@@ -1699,7 +1699,7 @@ def causal_mask(starts: typing.Sequence[int], sequence_length: int) -> np.ndarra
 def _starts_of_documents(lengths: typing.Iterable[int], sequence_length: int) -> list[int]:
     """Return the places among the inputs of a sample where documents of these lengths start.
 
-    Empty documents have no place, and what is beyond the inputs is none, as the extra token.
+    Empty documents have no place, nor has one that begins behind the inputs, at the extra token.
     Padding belongs to the last document.
 
     >>> _starts_of_documents([3, 0, 2], 4), _starts_of_documents([4, 1], 4)
@@ -1935,7 +1935,7 @@ def build_phase_indices(
 def _as_phases(phases, names):
     """Phases of a blend of these names as [(samples, normalized weights), ...].
 
-    Weights of 0 are left out of the sum, as a plain blend leaves out such corpora.
+    Weights of 0 are left out of the sum, as in a plain blend: numpy would add in another order.
     """
     _check_phases(phases, names)
     normalized = []
@@ -1948,7 +1948,7 @@ def _as_phases(phases, names):
 
 
 def _drop_zero_weights(items, weights, names):
-    """The items whose weights are not 0, and these weights; a warning names the others."""
+    """The items whose weights are not 0, and these weights; the log names the others."""
     used = [d for d, weight in enumerate(weights) if weight]
     dropped = [str(name) for d, name in enumerate(names) if not weights[d]]
     if dropped:
@@ -1960,7 +1960,7 @@ class BlendedDataset(_Identified):
     """Several datasets as one, mixed by weights.  Upstream: BlendedDataset.
 
     datasets   MegatronDatasets of one split, fewer than 32767
-    weights    finite numbers >= 0; a dataset of weight 0 is dropped, with a warning
+    weights    finite numbers >= 0; a dataset of weight 0 is dropped, with a note in the log
     size       number of samples; None: weights are counts, and dataset d gives exactly weights[d]
     config     BlendedMegatronDatasetConfig
     phases     [(samples, weights), ...] instead of weights and size, which must be None.  A dataset
@@ -2149,9 +2149,9 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 #           blend_per_split         each split is a blend of whole corpora of its own
 #           neither                 mock data
 #
-# Of a blend with weights each corpus gives n = ceil(size * w) samples, where size is the number of
-# samples that are wanted, and w the weight of the corpus divided by the sum of all weights.  It is
-# built for ceil(n * (1 + surplus)) samples, as the rule of section 6 keeps to the shares only
+# Of a blend with weights each corpus is to give n = ceil(size * w) samples, where size is the number
+# of samples that are wanted, and w the weight of the corpus divided by the sum of all weights.  It
+# is built for ceil(n * (1 + surplus)) samples, as the rule of section 6 keeps to the shares only
 # nearly, and may take more than n.  Where that is not enough (there upstream fails), this corpus
 # alone is built again, larger.
 #
@@ -2168,9 +2168,9 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 #   weights, and size is None             ValueError
 #   weights, and a size                   a blend of the sum of n    n, and the surplus
 #
-# A size of None stands for one epoch.  The phases must have as many samples as size, if there is
-# one; all of them are built.  Without weights corpora are mixed in proportion to their numbers of
-# samples.
+# A size of None stands for one epoch.  The phases must have at least as many samples as size,
+# if there is one; all of them are built.  Without weights corpora are mixed in proportion to their
+# numbers of samples.
 #
 # In a job of several ranks one goes first:
 #
@@ -2188,7 +2188,7 @@ class _Entry(typing.NamedTuple):
     bounds: tuple[float, float]  # the part of each corpus that belongs to the split
     built_for: list  # so many samples each corpus; None: one epoch
     is_blend: bool = False  # False: it is the one corpus; True: a BlendedDataset with these three
-    weights: list | None = None  # None without phases: the numbers of samples of the corpora
+    weights: list | None = None  # None, and no phases: the corpora's numbers of samples
     size: int | None = None
     phases: list | None = None
 
@@ -2392,8 +2392,9 @@ class BlendedMegatronDatasetBuilder:
 #           t*M .. t*M + M - 1
 #   turn    once through all samples of the dataset
 #
-# All ranks have one order of samples, and it is dealt to them round by round: "single" deals it in
-# runs, "cyclic" sample by sample.  With micro_batch_size 2, data_parallel_size 2 and 8 samples:
+# All ranks have one order of samples (but for data_sharding), and it is dealt to them round by
+# round: "single" deals it in runs, "cyclic" sample by sample.  With micro_batch_size 2,
+# data_parallel_size 2 and 8 samples:
 #
 #   round                   0              1
 #   order of "single"       0  1  2  3     4  5  6  7       the same in each turn
@@ -2943,8 +2944,9 @@ def get_batch_on_this_cp_rank(
                upstream's name: cut the whole row, and not every document, with cu_seqlens too
     Returns    a new dict, with rows of S / cp_size tokens; the batch is not changed
     Raises     ValueError where S, or the length of a document, is no multiple of 2*cp_size, or
-               below 0.  SFTDataset fills its documents up to such lengths; those of GPTDataset have
-               any, so with inter_document_masking set use_per_sequence_balancing
+               below 0.  SFTDataset fills its documents up to such lengths, by its config's
+               context_parallel_size; those of GPTDataset have any, so with inter_document_masking
+               set use_per_sequence_balancing
     Upstream   get_batch_on_this_cp_rank, which changes the batch
 
     >>> batch = {"tokens": torch.arange(8)[None]}
@@ -3107,7 +3109,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         # stands for the newest iterator; None: none has begun since a state was loaded
         self._newest = object()
         self._end_of_resumed = 0  # the place where the pass ends that went on from a state
-        self._kept = {}  # what was asked of the datasets: now, so that no state needs a storage
+        self._kept = {}  # what was asked of the datasets: now, so that a state asks no storage
         _what_decides(dataset, None, self._kept)
 
     def __iter__(self) -> typing.Iterator[dict]:
@@ -3231,7 +3233,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         if consumed_samples == 0:
             return "{}"
         sampler = self.batch_sampler
-        order = {"kind of the sampler": sampler.kind}  # of the others it is 0, 1, 2, ...
+        order = {"kind of the sampler": sampler.kind}  # but for cyclic: 0, 1, 2, ...
         n = consumed_samples
         if sampler.kind == "cyclic":
             n = sampler.samples_shuffled()  # each of them may have been consumed
@@ -3300,7 +3302,7 @@ def _what_decides(dataset, n, kept):
 def _mix_of_first(blend, n, kept):
     """How a blend mixes its first n samples, and the numbers of the datasets that gave one.
 
-    What is kept of the last n goes on from there: of 10^9 samples it takes seconds.
+    What is kept of the last n goes on from there: anew, 10^9 samples take seconds.
     """
     if n is None:
         mix = {"weights": blend.weights, "blend_phases": blend.phases, "size": blend.size}
@@ -3320,7 +3322,7 @@ def _mix_of_first(blend, n, kept):
 
 
 def _settings_of(dataset):
-    """What decides the samples of a dataset that is no blend and no Subset, since it was built."""
+    """What decides the samples of a dataset, no blend or Subset, as it was when it was built."""
     settings = {"class": type(dataset).__name__, _NAME: os.path.basename(_name(dataset))}
     is_gpt = isinstance(dataset, GPTDataset)
     reader = dataset.dataset if is_gpt else dataset
@@ -3331,10 +3333,7 @@ def _settings_of(dataset):
         settings["sequence_lengths (CRC-32)"] = zlib.crc32(lengths)
     if not isinstance(dataset, MegatronDataset):
         return settings
-    documents = dataset._documents
-    if not isinstance(documents, range):
-        documents = _md5(documents.astype(np.int64).tobytes())
-    settings["documents (split)"] = str(documents)
+    settings["documents (split)"] = _describe_documents(dataset)
     if is_gpt:
         return settings | _settings_of_orders(dataset)
     for name, value in dataset.unique_identifiers.items():
@@ -3512,7 +3511,7 @@ class DistributedDataParallel(torch.nn.Module):
     average_in_collective      the collective divides by the number of ranks, where NCCL is the
                                backend; else gradients are divided by it before they are sent
     check_for_nan_in_grad      where a gradient is nan or inf, finish_grad_sync() raises ValueError
-                               on every rank, naming parameter and rank
+                               on every rank, naming the parameter
     grad_reduce_in_fp32        sums and averages in float32, whatever the parameters are: grad is
                                None until finish_grad_sync() sets it to main_grad in the parameter's
                                dtype.  Only zero_grad_buffer() begins a step
@@ -4108,16 +4107,20 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 #                            or of the .bin; replaced meanwhile
 #   all entries of an .idx   lengths below 0, pointers that are not  verify(), check=True (a)
 #                            their sums, documents that decrease     before orders
-#   a place in a sequence    it is outside                           at each access       IndexError
-#   ids, lengths, modes      they do not fit, or do not add up       before the writing   ValueError
+#   a place in a sequence    it is outside                           at each access       (a), (c)
+#   ids, lengths, modes      they do not fit, or do not add up       before the writing   (c)
 #   a text, its ids          they are none                           when they come       ValueError
 #   a config, a blend        a field out of its range, fields that   when it is made      ValueError
 #                            do not go together, weights, phases
-#   sizes, corpora           no build can have them; tokenizers      build()              ValueError
+#   sizes                    no build can have them                  a builder is made    ValueError
+#   corpora                  too many sequences; several tokenizers  build()              ValueError
+#   the pair of a dataset    floats; no eods (a warning)             before orders        ValueError
 #   data of the ranks        they differ                             end of build()       ValueError
 #   arguments of kernels     dtype, shape, range                     at each call         (c)
 #   arrays of orders         they lead out of the corpus             at each access       IndexError
-#   sizes of a sampler       below 1; it cannot begin there          when it is made      ValueError
+#   sizes of a sampler       below 1; it cannot begin there          when made or loaded  ValueError
+#   a text of a subclass     no integers; too many                   at each access       (c)
+#   sizes of a run           a ramp-up without equal steps           when they are given  ValueError
 #   groups, rows, documents  ranks or tokens cannot be cut so        when they are cut    ValueError
 #   a batch                  shape; packed or not; a mask of         when it is read      ValueError
 #                            documents that would be left out
@@ -4131,7 +4134,8 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 #   (a) DatasetFormatError, a ValueError: file, field, what was wanted, what was found
 #   (b) FileNotFoundError   (c) TypeError, ValueError or IndexError   (d) RuntimeError
 #
-# What is refused in one plain line, such as an index out of range, may stand where it is used.
+# What is refused in one plain line may stand where it is used.  What the tools of part IV, and
+# object storage, refuse stands there.
 
 
 class DatasetFormatError(ValueError):
@@ -4244,7 +4248,7 @@ def _check_idx_header(path, content, multimodal):
         raise _format_error(path, "magic, version, dtype code, n, m", wanted, header)
     size = 34 + 12 * n + 8 * m
     if found != size + n and (multimodal or found != size):
-        wanted = f"{size} bytes, or {size + n} with modes"
+        wanted = f"{size} bytes, or {size + n} with modes, which multimodal wants"
         raise _format_error(path, "file size", wanted, found)
     return code, n, m
 
@@ -4295,7 +4299,7 @@ def _check_entries_of_idx(pair):
 def _check_span(pair, i, pointer, size, offset, length):
     """Sequence i lies in the .bin, and length tokens from offset on lie in it.
 
-    DatasetFormatError if only an .idx that was not checked as a whole can say so; else IndexError.
+    DatasetFormatError for a place that only an unverified .idx can have; else IndexError.
     """
     token_bytes = pair._token_bytes
     end = pointer + size * token_bytes
@@ -4497,14 +4501,14 @@ def _check_sizes(config, sizes):
 
 
 def _warn_of_fewer(split, total, size):
-    """A split without a share has no sample, and a blend without weights those of an epoch."""
+    """Warn where a split without a share, or an epoch of a blend, has fewer samples than wanted."""
     if size is not None and size > total:
         words = f"{size:,} samples are wanted of {split.name}, which has {total:,}"
         warnings.warn(f"{words}: give it a share, or weights", stacklevel=4)
 
 
 def _check_corpora(opened, cls, tokenizer):
-    """ValueError for corpora, {prefix: corpus}, that no int32 numbers, or of several tokenizers."""
+    """ValueError for corpora, {prefix: corpus}, of too many sequences, or of several tokenizers."""
     for prefix, corpus in opened.items():
         n = cls.numel_low_level_dataset(corpus)
         if n >= 2**31:
@@ -4629,7 +4633,7 @@ def _check_blending(dataset_index, dataset_sample_index, shares, num_datasets, s
 
 
 def _check_corpus(dataset):
-    """What the orders of a GPTDataset are about to be built from; a warning if it lacks eods."""
+    """Check what the orders of a GPTDataset are made from; a warning if it lacks eods."""
     reader = dataset.dataset
     if isinstance(reader, IndexedDataset):
         reader.verify()
@@ -4845,7 +4849,7 @@ def _first_difference(was, now):
 
 
 def _follows(difference):
-    """Does it follow from another one?  Then it is something missing, or epochs of a corpus."""
+    """What may follow from another one is told last: what is missing, and epochs of a corpus."""
     words, was, now = difference
     is_of_epochs = words.startswith(("stable_order, or", "epochs", "last epoch"))
     return is_of_epochs or was is None or now is None
@@ -5322,7 +5326,7 @@ def _restore_pair(pair, state):
     vars(pair).update(state)  # an array that a user has set
 
 
-# ---- of datasets
+# -- The cache of a dataset ---------------------------------------------------------------------
 
 
 def _as_json(value):
@@ -5350,10 +5354,7 @@ def _find_or_build_orders(dataset):
 
     Of a pair the manifest has the fingerprint; a reader of the user's own has only its lengths.
     """
-    documents = dataset._documents
-    if not isinstance(documents, range):
-        documents = _md5(documents.astype(np.int64).tobytes())
-    made_from = {"documents": str(documents)} | _identifiers_of_orders(dataset)
+    made_from = {"documents": _describe_documents(dataset)} | _identifiers_of_orders(dataset)
     pair = dataset.dataset
     if not isinstance(pair, IndexedDataset):
         made_from["lengths_crc32"] = zlib.crc32(np.array(pair.sequence_lengths, np.int64))
@@ -5384,6 +5385,14 @@ def _folder_of_cache(dataset):
             return None
         folder = dataset.dataset.object_storage_config.path_to_idx_cache
     return f"{folder}/{type(dataset).__name__}_indices"
+
+
+def _describe_documents(dataset):
+    """The documents of a MegatronDataset: a range, or a digest of their numbers."""
+    documents = dataset._documents
+    if not isinstance(documents, range):
+        documents = _md5(documents.astype(np.int64).tobytes())
+    return str(documents)
 
 
 def _as_range(documents):
@@ -5709,9 +5718,8 @@ def _raise_error_of(source, error, group):
 #
 # An adapter takes the arguments of its definition and gives the same result, or the same error.
 # functools.wraps() gives it the docstring of the definition, and keeps the definition as
-# adapter.__wrapped__.  It begins with the checks of the definition.  What a loop then refuses, an
-# array with gaps or a place that it cannot trust, is left to the definition, which can use it, or
-# raises the error with its sentence.
+# adapter.__wrapped__.  What a loop refuses, an array with gaps or a place that it cannot trust, is
+# left to the definition, which can use it, or raises the error with its sentence.
 #
 # _helpers.c is built as the extension module _megatron_min.  MEGATRON_MIN_C=0 leaves the module
 # out, =1 makes it an error that it cannot be used, unset takes it if it is there.  One of another
@@ -6208,9 +6216,10 @@ def _check_tokenizer_of_corpus(tokenizer, append_eod):
 # The pairs of the shards, merged in order, are the files of one job, byte for byte.  Each pair has
 # a record of what it was made from, such as this one of books_text_document_00001_of_00003:
 #
-#   {"tokenizer": {...}, "bin": 1200, "idx": 142,       the sizes of the pair, in bytes
+#   {"tokenizer": {...}, "bin": 1200, "idx": 162,       the sizes of the pair, in bytes
 #    "inputs": [["b.jsonl", 1], ["c.jsonl.gz", 5]],     document 0 is that of b.jsonl
-#    "job": "5d41402abc4b2a76b9719d911017c592"}         of a shard: a digest of all inputs
+#    "job": "5d41402abc4b2a76b9719d911017c592"}         of a shard: a digest of all
+#                                                       inputs and of append_eod
 
 _BLOCK_BYTES = 1 << 19  # of text for a worker at a time: more of it takes more memory
 _LONGEST_LINE = 2**31 - 1  # bytes; no sequence may have more tokens
@@ -6245,7 +6254,7 @@ def preprocess(
     on_error      "stop": the first bad line is an error; "skip": each becomes a document without
                   tokens, and a warning counts them.  Bad is a line that is no JSON object in UTF-8
                   with a text under each key, is too long, or at which the tokenizer raises an error
-                  other than MemoryError and OSError.  Bad lines alone are always an error.
+                  other than MemoryError and OSError.  A job of bad lines alone is always an error.
     verbose       show a bar, where tqdm is installed, and at the end one line on stderr
     Returns       {key: path prefix of its pair}
     Raises        ValueError that names file, line and reason, or another error; no pair appears
@@ -6700,7 +6709,7 @@ def _run_worker(pipe, encoder):
 
 def _end_with_parent():
     """End this worker, also in the middle of a block, when its parent is gone."""
-    # That is when a pipe ends.  Workers started later have copies of its end, and end before.
+    # A pipe ends then, when workers that were forked later, and hold copies of its end, have ended.
     multiprocessing.parent_process().join()
     os._exit(1)
 
@@ -7089,7 +7098,8 @@ def _pack_conversations(encoded, sequence_length, fill, granularity):
 class _Rows:
     """The rows of a file, by number, also where its name gets another file.
 
-    A pickle has all but what _open() reads; who unpickles it opens the file that is there now.
+    A pickle has all but the open file.  Who unpickles it opens the file that is there now, which
+    must have the same fingerprint.
     """
 
     def __init__(self, path):
@@ -7429,7 +7439,7 @@ def _make_parser():
     commands["verify"].add_argument("prefix", nargs="+", help="as of inspect")
     for name in ("preprocess", "inspect"):
         add = commands[name].add_argument
-        text = "bytes, null:N, [gigatoken:]tokenizer.json, module:name"
+        text = "bytes, null:N, [gigatoken:]tokenizer.json or its folder, module:name"
         add("--tokenizer", default="bytes", help=text)
         add("--eod-token", help="end-of-document token of a tokenizer.json")
         text = "put those of a tokenizer.json, such as BOS, around texts"
