@@ -2149,9 +2149,9 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 #           blend_per_split         each split is a blend of whole corpora of its own
 #           neither                 mock data
 #
-# Of a blend with weights each corpus is to give n = ceil(size * w) samples, where size is the number
-# of samples that are wanted, and w the weight of the corpus divided by the sum of all weights.  It
-# is built for ceil(n * (1 + surplus)) samples, as the rule of section 6 keeps to the shares only
+# Of a blend with weights each corpus is to give n = ceil(size * w) samples: size is the number of
+# samples that are wanted, and w the weight of the corpus divided by the sum of all weights.  It is
+# built for ceil(n * (1 + surplus)) samples, as the rule of section 6 keeps to the shares only
 # nearly, and may take more than n.  Where that is not enough (there upstream fails), this corpus
 # alone is built again, larger.
 #
