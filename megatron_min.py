@@ -2124,7 +2124,8 @@ class BlendedDataset(_Identified):
 
 def _samples_of(dataset: typing.Any, indices: typing.Sequence[int | None]) -> list[dict]:
     """Return several samples of any dataset; they are read at once if it has a method for that."""
-    while isinstance(dataset, torch.utils.data.Subset):  # its sample None is that of its dataset
+    while type(dataset) in (torch.utils.data.Subset, _PaddedSubset):
+        # its sample None is that of its dataset
         indices = [k if k is None else dataset.indices[k] for k in indices]
         dataset = dataset.dataset
     if hasattr(dataset, "__getitems__"):
@@ -2978,7 +2979,7 @@ def get_batch_on_this_cp_rank(
         if key != "cu_seqlens" and isinstance(value, torch.Tensor):
             if value.shape[dim : dim + 1] == (length,):
                 part[key] = _take_places(value, dim, places.to(value.device))
-            elif key in _BATCH_KEYS:
+            elif key in _BATCH_KEYS and value.shape[dim : dim + 1] != (1,):
                 raise ValueError(
                     f"batch[{key!r}]: wanted {length} tokens along dim {dim}, "
                     f"got shape {tuple(value.shape)}"
@@ -3219,10 +3220,14 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         ValueError names the first thing of the past that is another one here; strict=False goes on
         all the same, if a pass of the sampler can start there.
         """
-        consumed = operator.index(state_dict["consumed_samples"])
+        if strict:
+            _refuse_other_version(state_dict.get("version"))
+        with _named("the state", "wanted version, consumed_samples, past, as of state_dict()"):
+            consumed = operator.index(state_dict["consumed_samples"])
+            past = _read_past(state_dict["past"]) if strict else None
         _refuse_start(self.batch_sampler, consumed)
         if strict:
-            _refuse_other_past(state_dict, self._past_of(consumed))
+            _refuse_other_past(past, _read_past(self._past_of(consumed)))
         self._newest = None
         self._end_of_resumed = 0
         self.consumed_samples = consumed
@@ -3864,6 +3869,8 @@ def forward_backward_no_pipelining(
     """
     if isinstance(model, (list, tuple)):
         [model] = model  # without pipelining there is one
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
     # Also inside of what wraps it, such as torch.compile().
     parts = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
     reports = []
@@ -4763,13 +4770,15 @@ def _refuse_batch(batch, layout, create_attention_mask):
                     "batch['attention_mask'] keeps documents apart, and would be left out: give "
                     "get_batch create_attention_mask=True, or batches without this mask"
                 )
-    for key, (shape, _) in layout.items():
+    for key, (shape, dtype) in layout.items():
         found = getattr(batch.get(key), "shape", None)
         if found != shape:
             raise ValueError(
                 f"batch[{key!r}]: wanted shape {shape}, got {found}: give the config, the loader "
                 "and get_batch the same sequence_length, micro_batch_size, create_attention_mask"
             )
+        if batch[key].is_floating_point() and not dtype.is_floating_point:
+            raise ValueError(f"batch[{key!r}]: wanted {dtype}, got {batch[key].dtype}")
 
 
 def _refuse_uneven_documents(bounds, cp_size):
@@ -4814,16 +4823,19 @@ def _refuse_data_of_loader(dataset, rank, size):
         )
 
 
-def _refuse_other_past(state, past):
-    """ValueError for a state of another version, or of another past than this JSON."""
-    version = state.get("version")
+def _refuse_other_version(version):
+    """ValueError for a state of another version."""
     if version != _STATE_VERSION:
         raise ValueError(
             f"the state does not fit: it has version {version}, and this release reads "
             f"{_STATE_VERSION}.  Go on with the release that saved it, or unchecked: "
             "load_state_dict(state, strict=False)"
         )
-    difference = _first_difference(_read_past(state["past"]), _read_past(past))
+
+
+def _refuse_other_past(past, here):
+    """ValueError for a state whose past is not what is here."""
+    difference = _first_difference(past, here)
     if difference is not None:
         words, was, now = difference
         raise ValueError(
@@ -4915,7 +4927,7 @@ def _refuse_ramp(sizes, global_batch_size, samples_per_round):
     if global_batch_size not in sizes:
         raise ValueError(f"ramp-up {sizes}: wanted equal steps up to {global_batch_size}")
     for size in sizes:
-        if size < 1 or size % samples_per_round:
+        if min(size, samples_per_round) < 1 or size % samples_per_round:
             raise ValueError(
                 f"a global batch of {size} samples is no multiple of micro_batch_size * "
                 f"data_parallel_size, {samples_per_round}"
@@ -6734,6 +6746,8 @@ def merge(
     >>> IndexedDataset(prefix + "2").document_indices.tolist()
     [0, 1, 2, 3, 4, 5, 6]
     """
+    if isinstance(prefixes, (str, os.PathLike)):
+        prefixes = [prefixes]
     prefixes = [os.fspath(prefix) for prefix in prefixes]
     if len(prefixes) == 0:
         raise ValueError("wanted at least one pair, got none")
@@ -7234,6 +7248,7 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
         i = _position(k, len(dataset), "the samples of a blend")
         part = dataset.datasets[dataset.dataset_index[i]]
         return trace(part, int(dataset.dataset_sample_index[i]))
+    _refuse_other_kinds(dataset)
     prefix = dataset.dataset_path
     spans = []
     place = 0
@@ -7269,6 +7284,8 @@ def find(
                   each epoch; and the samples that are found
     """
     parts = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
+    for part in parts:
+        _refuse_other_kinds(part)
     wanted = [d for d, part in enumerate(parts) if _is_pair_of(part, path_prefix)]
     if len(wanted) == 0:
         names = ", ".join(_name(part) for part in parts)
@@ -7283,6 +7300,13 @@ def find(
             samples = [int(places[k]) for k in samples if k < len(places)]
         found += samples
     return sorted(found)
+
+
+def _refuse_other_kinds(dataset):
+    """ValueError for a dataset that has not the orders of section 4."""
+    if not isinstance(dataset, GPTDataset):
+        found = type(dataset).__name__
+        raise ValueError(f"wanted a GPTDataset, or a BlendedDataset of such, got {found}")
 
 
 def _is_pair_of(dataset, path_prefix):
@@ -7496,7 +7520,12 @@ def _run_inspect(options):
     _print_line(f"lengths: {lengths.min():,} to {lengths.max():,} tokens, {mean:,.1f} on average")
     tokens = dataset.get(0, 0, min(16, int(lengths[0]))).tolist()
     _print_line(f"sequence 0: {tokens}")
-    if all(isinstance(token, int) and 0 <= token < tokenizer.vocab_size for token in tokens):
+    own = {"tokenizer": _identity_of_tokenizer(tokenizer)}
+    records = {options.prefix: _record_of(dataset), "this command": own}
+    _, difference = _attempt(_common_tokenizer, records)
+    if difference is not None:
+        _print_line(f"not decoded: {difference}")
+    elif all(isinstance(token, int) and 0 <= token < tokenizer.vocab_size for token in tokens):
         _print_line(f"decoded: {tokenizer.detokenize(tokens)!r}")
     else:
         _print_line("not decoded: name the tokenizer of the pair with --tokenizer")

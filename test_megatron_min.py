@@ -2025,6 +2025,7 @@ def test_a_batch_that_does_not_fit_is_refused(one, tmp_path):
     for batch, options, word in (
         (plain | {"tokens": torch.zeros(1, 16)}, {}, "tokens.*wanted shape"),
         (plain | {"attention_mask": None}, WITH_MASK, "attention_mask.*got None"),
+        (plain | {"labels": plain["loss_mask"]}, {}, "labels.*wanted torch.int64, got torch.float"),
         (plain, PACKED, "packed=True does not fit"),
         (packed, {}, "packed=False does not fit"),
         (apart, {}, "keeps documents apart.*create_attention_mask=True, or batches without"),
@@ -2303,6 +2304,11 @@ def test_which_loader(one, monkeypatch):
     assert next(iter(shuffled)).tolist() == [4, 0, 7, 3, 2, 5, 1, 6]  # that of seed 0
     whole = loader_of(one, range(9), data_parallel_size=2, full_validation=True)
     assert [batch.tolist() for batch in whole] == [[0], [2], [4], [6], [8]]  # none is left out
+    own = type("Own", (torch.utils.data.Subset,), {"__getitems__": mock.Mock(return_value=[3, 1])})
+    whole = loader_of(
+        one, torch.utils.data.Subset(own(range(9), [2, 4]), [0, 1]), micro_batch_size=2
+    )
+    assert next(iter(whole)).tolist() == [3, 1]
     some = torch.utils.data.Subset(torch.utils.data.Subset(Numbers(9), range(4, 9)), [1, 2, 3])
     ranks = {"data_parallel_rank": 1, "data_parallel_size": 2}
     padded = loader_of(one, some, full_validation=True, **ranks)
@@ -2792,6 +2798,11 @@ def test_a_state_of_another_version_or_place_is_refused(one):
     ):
         with pytest.raises(ValueError, match=f"the state does not fit.*{words}"):
             loader.load_state_dict(changed)
+    for damaged in ({"past": "{"}, {"past": None}, {"past": "[]"}, {"consumed_samples": "6"}):
+        with pytest.raises(ValueError, match="the state: wanted version, consumed_samples, past"):
+            loader.load_state_dict(state | damaged)
+    with pytest.raises(ValueError, match="it has version None"):
+        loader.load_state_dict({})
     with pytest.raises(ValueError, match="consumed_samples"):
         loader.load_state_dict(state | {"consumed_samples": 65}, strict=False)
     assert loader.state_dict()["consumed_samples"] == 0
@@ -3260,13 +3271,14 @@ def test_a_batch_size_that_does_not_grow(one):
     for ramp in (None, (16, 8, 0), (32, 8, 100)):
         number = one.NumMicroBatches(32, 4, 2, ramp)
         assert (number.get(), number.get_current_global_batch_size()) == (4, 32)
-    for size, ramp, words in (
-        (30, None, "of 30"),
-        (32, (16, 6, 9), "equal"),
-        (32, (0, 8, 9), "of 0"),
+    for size, micro, ramp, words in (
+        (30, 4, None, "of 30"),
+        (32, 4, (16, 6, 9), "equal"),
+        (32, 4, (0, 8, 9), "of 0"),
+        (32, -4, None, "data_parallel_size, -8"),
     ):
         with pytest.raises(ValueError, match=words):
-            one.NumMicroBatches(size, 4, 2, ramp)
+            one.NumMicroBatches(size, micro, 2, ramp)
 
 
 # ==============================================================================
@@ -5839,6 +5851,9 @@ def test_a_pair_is_found_by_any_path_that_means_it(one, tmp_path, monkeypatch):
     assert one.find(blend.datasets[0], "a", 1) == one.find(blend.datasets[0], "../a", 1) == wanted
     with pytest.raises(ValueError, match=r"\./a is not a pair"):
         one.find(blend, "./a", 1)
+    for look in (one.trace, functools.partial(one.find, sequence=1)):
+        with pytest.raises(ValueError, match="wanted a GPTDataset, .*got Subset"):
+            look(torch.utils.data.Subset(blend, [1]), 0)
 
 
 def test_mock_data_and_what_cannot_be_found(one, tmp_path):
@@ -5869,6 +5884,7 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     jsonl("a.jsonl", ["aaaa", "bbb", "cccccc"])
     mk(one, tmp_path / "none", [])
+    mk(one, tmp_path / "small", [[257]])
     mk(one, tmp_path / "half", [[0.5]], np.float32)
     with one.IndexedDatasetBuilder("modes.bin", multimodal=True) as builder:
         builder.add_document([1, 2, 3], [2, 1], [0, 5])
@@ -5879,7 +5895,8 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
         ("preprocess --input a.jsonl --output-prefix toy", [f"{prefix}: 3 sequences"]),
         (f"inspect {prefix}", inspected),
         ("inspect none", ["0 sequences, 0 documents, 0 tokens"]),
-        (f"inspect {prefix} --tokenizer null:96", ["not decoded: name the tokenizer"]),
+        (f"inspect {prefix} --tokenizer null:999", ["not decoded: this command was made with"]),
+        ("inspect small", ["not decoded: name the tokenizer"]),
         ("inspect half", ["[0.5]", "not decoded: name the tokenizer"]),
         (f"verify {prefix} modes", [f"whole: {prefix}: 3 sequences, 3 documents, 13 ", "modes: 2"]),
         (f"merge --input {prefix} --input {prefix}.idx --output-prefix two", ["26 tokens"]),
