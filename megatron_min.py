@@ -1926,6 +1926,8 @@ def build_phase_indices(
         which = dataset_index[begin : begin + samples]
         sample = dataset_sample_index[begin : begin + samples]
         _check_blending(which, sample, shares, len(taken), samples)
+        if samples and not shares.any():
+            raise ValueError(f"weights of a phase: wanted a sum > 0, got {weights}")
         _fill_blend(which, sample, shares, limits, samples)
         sample += taken[which]
         taken += np.bincount(which, minlength=len(taken))
@@ -4255,7 +4257,9 @@ def _check_idx_header(path, content, multimodal):
         raise _format_error(path, "magic, version, dtype code, n, m", wanted, header)
     size = 34 + 12 * n + 8 * m
     if found != size + n and (multimodal or found != size):
-        wanted = f"{size} bytes, or {size + n} with modes, which multimodal wants"
+        wanted = f"{size + n} bytes, with modes"
+        if not multimodal:
+            wanted += f", or {size} without"
         raise _format_error(path, "file size", wanted, found)
     return code, n, m
 
@@ -4413,15 +4417,20 @@ def _check_config(config):
         if not hasattr(value, "__index__") or not least <= value < 2**32:
             raise ValueError(f"{name}: wanted a whole number, {least} to 2**32 - 1, got {value!r}")
     blends = [config.blend]
-    if config.blend_per_split and any(config.blend_per_split):
-        blends = config.blend_per_split
-        if len(blends) != len(Split) or config.blend is not None or config.split is not None:
-            raise ValueError("blend_per_split wants 3 blends or None, and no blend and split")
+    per_split = config.blend_per_split
+    if per_split and not (isinstance(per_split, collections.abc.Sequence) and len(per_split) == 3):
+        raise ValueError(f"blend_per_split: wanted 3 blends or None, got {per_split!r:.60}")
+    if per_split and any(per_split):
+        blends = per_split
+        if config.blend is not None or config.split is not None:
+            raise ValueError("blend_per_split wants blend and split to be None")
     elif config.multiple_validation_sets:
         raise ValueError("multiple_validation_sets needs blend_per_split")
     elif config.blend is not None and config.split is None:
         raise ValueError('a blend needs a split, such as "98,1,1"')
-    for blend in filter(None, blends):
+    for blend in blends:
+        if blend is None:
+            continue
         with _named("a blend", "wanted ([prefix, ...], [weight, ...] or None)"):
             prefixes, weights = blend
             is_list = isinstance(prefixes, collections.abc.Sequence)
@@ -4451,8 +4460,8 @@ def _check_config_of_samples(config):
 
 def _check_phases(phases, names):
     """ValueError for what is no list of phases of a blend of these names."""
-    if len(phases) == 0:
-        raise ValueError("phases: wanted [(samples, weights), ...], got none")
+    if not isinstance(phases, collections.abc.Sequence) or len(phases) == 0:
+        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r:.60}")
     for number, phase in enumerate(phases):
         with _named(f"phase {number}", "wanted (samples, weights), 1 sample or more"):
             samples, weights = phase
@@ -4497,7 +4506,7 @@ def _check_taken(blend):
 def _check_sizes(config, sizes):
     """ValueError for numbers of samples that no build can have."""
     train, valid, _ = sizes
-    if any(size is not None and size < 0 for size in sizes):
+    if any(size is not None and not 0 <= size < math.inf for size in sizes):
         raise ValueError(f"sizes: wanted numbers >= 0 or None, got {sizes}")
     if config.blend_phases is not None and train is not None:
         total = sum(samples for samples, _ in config.blend_phases)
@@ -5032,6 +5041,8 @@ def _commit_pair(tokens, index):
     """Give a .bin and its .idx their names, as drawn above; OSError if the disk refuses a step."""
     tokens.finish()
     index.finish()
+    for file in (tokens, index):
+        os.stat(file.temporary)  # an error, while the old pair is there, if somebody has removed it
     has_old = _is_there(index.path)
     try:
         tokens._remove.detach()  # from now on discard() only closes it
@@ -5188,7 +5199,7 @@ def _read_or_map_file(path: str | os.PathLike) -> np.ndarray:
     if os.path.getsize(path) > 64 << 10:
         with contextlib.suppress(Exception):
             return np.asarray(np.memmap(path, np.uint8, "r"))
-    with open(path, "rb") as file:
+    with _named(path, "cannot be read", OSError), open(path, "rb") as file:
         return np.frombuffer(file.read(), np.uint8)
 
 
@@ -5328,6 +5339,7 @@ def _state_of_pair(pair):
 
 def _restore_pair(pair, state):
     """Give a pair the state of its pickle, and open its files, which must be those of the note."""
+    state = dict(state)
     note = state.pop("_note")
     vars(pair).update(state)
     pair._open()
@@ -5476,7 +5488,8 @@ class _FileTokens:
         size = count * self.dtype.itemsize
         content = bytearray()
         while len(content) < size:  # the system may return a part of what is there
-            part = os.pread(self._file.fileno(), size - len(content), begin + len(content))
+            with _named(self.path, "cannot be read", OSError):
+                part = os.pread(self._file.fileno(), size - len(content), begin + len(content))
             if not part:
                 raise _format_error(self.path, f"bytes at {begin}", size, len(content))
             content += part
@@ -5544,13 +5557,18 @@ class _RemoteFile:
     def stamp(self):
         """Return {"size": bytes, "changed": ...}, which tell the object from a later one."""
         found = self._request(self._look)
+        if found["size"] is None:
+            raise OSError(f"{self.url}: the storage tells no size, so it has no ranges")
         changed = [str(found[name]) for name in self._CHANGED if name in found]
         return {"size": found["size"], "changed": " ".join(changed)}
 
     def _look(self, file_system, path):
         """What the storage says of the object."""
         file_system.invalidate_cache(path)  # an older answer would be of no use
-        return file_system.info(path)
+        found = file_system.info(path)
+        if found["type"] == "directory":
+            raise FileNotFoundError("a folder, and no object")
+        return found
 
     def find(self):
         """Return [(URL, size or None)] of the object; if it is not there, of what it matches."""
@@ -7182,7 +7200,8 @@ class _ParquetRows(_Rows):
         super()._open()
         parquet = _import_extra("pyarrow.parquet", self.path)
         with _named(self.path, 'wanted a Parquet file with "messages"'):
-            self._messages = parquet.read_table(self._file, columns=["messages"])["messages"]
+            options = {"columns": ["messages"], "page_checksum_verification": True}
+            self._messages = parquet.read_table(self._file, **options)["messages"]
 
     def __getstate__(self):
         return super().__getstate__() | {"_messages": None}

@@ -906,6 +906,10 @@ BAD_CONFIGS = [  # what is changed in a good config, a word of the sentence
     ({"random_seed": 2**32}, "random_seed"),
     ({"split": None}, "needs a split"),
     ({"blend": ([], None)}, "a blend: wanted"),
+    ({"blend": []}, "a blend: wanted"),
+    (WITHOUT_BLEND | {"blend_per_split": 5}, "blend_per_split: .*got 5"),
+    (WITHOUT_BLEND | {"blend_per_split": [None, None]}, "blend_per_split"),
+    ({"blend_phases": 5}, "phases: .*got 5"),
     ({"blend": ("p", None)}, "a blend: wanted"),
     ({"blend": (np.array(["s3://KEY:SECRET@bucket/c"]), None)}, "a blend: wanted"),
     ({"blend": (["p"], [-2])}, "weight of p"),
@@ -1503,6 +1507,8 @@ def test_refused_blends(one):
     parts = [Bare(9, one.Split[name]) for name in ("valid", "train")]
     with pytest.raises(ValueError, match=r"of one split, got \['train', 'valid'\]"):
         one.BlendedDataset(parts, [1, 1], 4, config(one))
+    with pytest.raises(ValueError, match=r"a phase: wanted a sum > 0, got \[0, 0\]"):
+        one.build_phase_indices(*map(np.zeros, [4, 4], [np.int16, np.int64]), [(4, [0, 0])])
     with pytest.raises(ValueError, match="phase 0: .*wanted 1 weights"):
         config(one, (["p"], None), blend_phases=[(4, [1, 1])])
 
@@ -3396,6 +3402,38 @@ def test_a_commit_that_is_killed_or_fails_at_any_call_on_files(one, tmp_path, ol
             assert all(name in str(error) for name in files if name.endswith(".tmp")), note
 
 
+@pytest.mark.parametrize("end", [".bin", ".idx"])
+def test_a_temporary_file_that_somebody_has_removed(one, tmp_path, end):
+    """The old pair stays."""
+    prefix = mk(one, tmp_path / "p", [[1, 2]])
+    old = bytes_of_pair(prefix)
+    sync = one._NewFile.finish
+
+    def remove_and_sync(file):
+        sync(file)
+        if file.path.endswith(end):
+            os.unlink(file.temporary)
+
+    with mock.patch.object(one._NewFile, "finish", remove_and_sync):
+        with pytest.raises(FileNotFoundError, match=rf"p{end}\..*\.tmp"):
+            mk(one, tmp_path / "p", [[3, 4]])
+    assert bytes_of_pair(prefix) == old
+
+
+@linux
+def test_a_disk_that_cannot_read_is_told_of_a_file(one, tmp_path):
+    """As one over a network; here the memory of this process stands for it."""
+    prefix = mk(one, tmp_path / "p", [[1, 2]])
+    ds = one.IndexedDataset(prefix, mmap=False)
+    os.symlink("/proc/self/mem", tmp_path / "broken")
+    os.replace(tmp_path / "broken", f"{prefix}.idx")
+    with pytest.raises(OSError, match="cannot be read: Input/output error: .*p.idx'"):
+        one.IndexedDataset(prefix)
+    with mock.patch.object(os, "pread", side_effect=OSError(errno.EIO, "Input/output error")):
+        with pytest.raises(OSError, match="cannot be read: Input/output error: .*p.bin'"):
+            ds[0]
+
+
 @contextlib.contextmanager
 def ctrl_c(one, kind, at):
     """In a with block, Ctrl-C before a line of the module, or an instruction ("opcode") of it.
@@ -4090,6 +4128,8 @@ def test_only_what_may_pass_is_tried_again(one, web, some_pair, no_pauses):
         with mock.patch.object(ds._tokens, "_fetch_missing", side_effect=failure):
             words = rf"/pair\.bin: {type(failure).__name__}: {failure}"
             check(ds.get, 1, kind, words, tries)
+    web.server.faults = itertools.repeat("no length")
+    check(one.IndexedDataset, prefix, OSError, r"/pair\.idx: .* no size", 1)
     web.server.faults = itertools.repeat(503, 3)
     assert lists(one.IndexedDataset(prefix)[:]) == lists(some_pair[1])
 
