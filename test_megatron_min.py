@@ -6773,7 +6773,7 @@ def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, readme, tmp_pa
 
 
 @pytest.mark.slow
-def test_two_processes_learn_what_one_does(first_lines, inputs):
+def test_training_script_of_two_processes_learns_what_one_does(first_lines, inputs):
     """By the changes that README's first lines tell of; one of torchrun goes on from two."""
     documents = pathlib.Path("documents.py").read_text()
     script = "import torch\ntorch.manual_seed(1)\n" + pathlib.Path("pretrain.py").read_text()
