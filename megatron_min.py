@@ -6824,7 +6824,7 @@ def _write_record(path_prefix, tokenizer, inputs, job=None):
 def _record_of(pair):
     """The record of an opened pair, which is read once; {} if there is none of its sizes and form.
 
-    With "ends": how many documents all inputs up to each have given.
+    With "begins": the number of the first document of each input, and of all documents.
     """
     if pair._record is None:
         record = {}
@@ -6834,20 +6834,10 @@ def _record_of(pair):
             inputs = found["inputs"]
             prefix = pair.absolute_prefix
             if found == _make_record(prefix, found["tokenizer"], inputs, found.get("job")):
-                ends = itertools.accumulate(documents for _, documents in inputs)
-                record = found | {"ends": list(ends)}
+                counts = (documents for _, documents in inputs)
+                record = found | {"begins": list(itertools.accumulate(counts, initial=0))}
         pair._record = record
     return pair._record
-
-
-def _input_of_document(record, document):
-    """Return the input of a document of a pair, and its number in there; None, None: not known."""
-    ends = record.get("ends", [])
-    i = bisect.bisect_right(ends, document)
-    if i == len(ends):
-        return None, None
-    name, documents = record["inputs"][i]
-    return name, document - (ends[i] - documents)
 
 
 def _identity_of_tokenizer(tokenizer):
@@ -7288,8 +7278,13 @@ def _place_in_files(pair, sequence, offset):
     # bisect, as np.searchsorted() would copy the entries, which lie unaligned in the file.
     document = bisect.bisect_right(pair.document_indices, sequence) - 1
     byte_offset = int(pair.sequence_pointers[sequence]) + offset * DType.size(pair.dtype)
-    name, number = _input_of_document(_record_of(pair), document)  # section 20
-    return document, byte_offset, name, number
+    record = _record_of(pair)  # section 20
+    begins = record.get("begins", [0])
+    i = bisect.bisect_right(begins, document) - 1
+    if i + 1 == len(begins):  # no record, or one of fewer documents
+        return document, byte_offset, None, None
+    name, _ = record["inputs"][i]
+    return document, byte_offset, name, document - begins[i]
 
 
 def find(
