@@ -14,7 +14,6 @@ the machine hits all alike.  Shown are the medians, in milliseconds.
 """
 
 import argparse
-import atexit
 import collections.abc
 import contextlib
 import functools
@@ -45,9 +44,8 @@ import torch.utils.data
 SEED = 1234
 EOD = 50256
 MEAN_LENGTH = 500  # tokens in a document
-CORES = os.cpu_count()
-if hasattr(os, "sched_getaffinity"):
-    CORES = len(os.sched_getaffinity(0))  # those that this process may use
+# The cores that this process may use.
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # torchrun does so too; the threads of a busy machine wait long
@@ -142,8 +140,8 @@ class Clock:
 
 
 clock = Clock()
-HOME = tempfile.mkdtemp(prefix="megatron-min-bench-")
-atexit.register(shutil.rmtree, HOME, ignore_errors=True)
+FOLDER = tempfile.TemporaryDirectory(prefix="megatron-min-bench-")  # removed when Python exits
+HOME = FOLDER.name
 
 
 @functools.lru_cache(maxsize=2)
@@ -193,8 +191,8 @@ def build_splits(mm, sizes, S=2048, **options):
 
 def build_dataset(mm, prefix, num_samples=None, **options):
     """The training dataset of a whole corpus; its cache lies in a folder named like the corpus."""
-    blends = [([prefix], None), None, None]
-    return build_splits(mm, [num_samples, None, None], blend_per_split=blends, **options)[0]
+    data = {"blend": ([prefix], None), "split": "1"}
+    return build_splits(mm, [num_samples, None, None], **data, **options)[0]
 
 
 def samples_in(documents, epochs):
@@ -421,7 +419,7 @@ MORE = [  # with --full
 
 
 def measure(case, rounds):
-    """The cells of a row, by at least so many rounds, and a second of them; 0: is it equal?"""
+    """The cells of a row, by at least so many rounds, and a second of them; 0: no times."""
     times = {name: [] for name in competitors()}
     cells = [case.title, case.size]
     try:
@@ -469,7 +467,8 @@ def main():
     """Print the table that was asked for -> 0, or 1 if a result differs."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--full", action="store_true", help="all rows, in a few minutes")
-    parser.add_argument("--rounds", type=int, default=3, help="timed runs, at least (%(default)s)")
+    text = "timed runs, at least (%(default)s); 0: compare alone, without a clock"
+    parser.add_argument("--rounds", type=int, default=3, help=text)
     parser.add_argument("--billion", action="store_true", help="time and memory against size")
     options = parser.parse_args()
     print(machine())
@@ -480,15 +479,14 @@ def main():
     first, *others = competitors()
     print_row(["case", "size", "equal", first, *others, *[f"{name} x" for name in others]])
     print(f"|---|---|---|{'--:|' * (2 * len(others) + 1)}")
-    exit_code = 0
+    equal = []
     for case in cases:
         cells = measure(case, options.rounds)
         print_row(cells)
-        if cells[2] == "NO":
-            exit_code = 1
+        equal.append(cells[2])
     print(f"\nmilliseconds; x: times faster than {first}")
     print("*: upstream's package lacks it: re-created; text to pair with tokenizers on all cores")
-    return exit_code
+    return int("NO" in equal)
 
 
 # -- 6. A billion documents ------------------------------------------------------------------------
