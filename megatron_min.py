@@ -6764,8 +6764,6 @@ def merge(
     >>> IndexedDataset(prefix + "2").document_indices.tolist()
     [0, 1, 2, 3, 4, 5, 6]
     """
-    if isinstance(prefixes, (str, os.PathLike)):
-        prefixes = [prefixes]
     prefixes = [os.fspath(prefix) for prefix in prefixes]
     if len(prefixes) == 0:
         raise ValueError("wanted at least one pair, got none")

@@ -4773,7 +4773,6 @@ def test_tokenizer_by_module_and_attribute(one, tmp_path, monkeypatch):
     lines = "object = Tok()\ndef make(): return object\ntext = ''\n"
     (tmp_path / "my_tokens.py").write_text(f"from {__name__} import Tok\n{lines}")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_tokens", raising=False)
     before = list(sys.path)
     for attribute in ("Tok", "object", "make"):
         assert one.build_tokenizer(f"my_tokens:{attribute}").tokenize("7 8") == [7, 8]
@@ -5387,7 +5386,6 @@ WANTED = "wanted a JSON object on the line, which begins "
 UNDER = "wanted a text under 'text', "
 BAD_LINES = {  # and what is said of each
     b'{"text": "a"': WANTED + r"""'{"text": "a"\n': Expecting ',' delimiter""",
-    b"[": WANTED + r"'[\n': Expecting value",  # the first line of a list
     b"\0" * 98: WANTED + repr("\0" * 60) + ": Expecting value",
     '{"text": "a"}'.encode("utf-16-be") + b"\0": WANTED + r"""'\x00{\x00"\x00""",
     b'{"text": "\xff"}': "'utf-8' codec can't decode byte 0xff in position 10",
@@ -5734,12 +5732,10 @@ def test_what_fine_tuning_refuses(one, tmp_path):
     good = json.dumps({"messages": ROW})
     jsonl(tmp_path / "good.jsonl", [ROW], "messages")
     (tmp_path / "list.jsonl").write_text(json.dumps([{"messages": ROW}], indent=1))
-    (tmp_path / "compressed.jsonl").write_bytes(gzip.compress(good.encode()))
     write_parquet(tmp_path / "text.parquet", {"text": ["a"]})
     write_parquet(tmp_path / "no_lists.parquet", {"messages": [good]})
     for name, fields, words in (
         ("list.jsonl", {}, "1: wanted .messages., a list"),
-        ("compressed.jsonl", {}, "1: wanted .messages., a list"),
         ("compressed.jsonl.GZ", {}, "unpack it first"),
         ("no_lists.parquet", {}, "1: wanted .messages., a list"),
         ("text.parquet", {}, "wanted a Parquet file with"),
@@ -6328,8 +6324,6 @@ def test_files_equal_upstreams(one, up, tmp_path):
 def same_dataset(ours, theirs, note=""):
     """Two GPTDatasets: their indices, with dtypes."""
     assert len(ours) == len(theirs), note
-    if len(theirs):
-        quiet(theirs.__getitem__, 0)  # with defer_npy_index_mmap upstream has no arrays before
     for name in ("document_index", "sample_index", "shuffle_index"):
         same(getattr(ours, name), getattr(theirs, name), (note, name))
 
