@@ -5462,27 +5462,25 @@ def acting(act):
 def test_what_a_tokenizer_raises_at_a_line(one, tmp_path):
     """A panic is that line's fault.  What is no line's fault ends the job, also with skip."""
 
-    def failing(error):
-        def fail(text):
-            if text == "13":
-                raise error
+    def act(text):
+        if text == "13":
+            raise error
 
-        return acting(fail)
-
-    job = {"texts": ["1", "13", "2"], "output_prefix": tmp_path / "o"}
-    panics = failing(Panic("an index is out of bounds"))
+    error = Panic("an index is out of bounds")
+    job = {"texts": ["1", "13", "2"], "output_prefix": tmp_path / "o", "tokenizer": acting(act)}
     with pytest.raises(ValueError, match="texts: line 2: Panic: an index is out of bounds"):
-        one.preprocess(tokenizer=panics, workers=2, **job)
+        one.preprocess(workers=2, **job)
     with pytest.warns(UserWarning, match="1 bad lines .* first: texts: line 2: Panic: "):
-        made = one.preprocess(tokenizer=panics, append_eod=True, on_error="skip", **job)
+        made = one.preprocess(append_eod=True, on_error="skip", **job)
     assert texts_of(one, made["text"]) == [[1, 0], [], [2, 0]]
     for error in (MemoryError("no room"), FileNotFoundError(2, "no room")):
         for workers, kind in ((1, type(error)), (2, ChildProcessError)):
             options = {"on_error": "skip", "workers": workers}
             with pytest.raises(kind, match="no room"):
-                one.preprocess(tokenizer=failing(error), **options, **job)
+                one.preprocess(**options, **job)
+    error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        one.preprocess(tokenizer=failing(KeyboardInterrupt()), **job)
+        one.preprocess(**job)
 
 
 @linux
@@ -5700,10 +5698,16 @@ def test_a_file_of_rows_that_is_replaced(one, tmp_path, kind, changed):
             ds[changed]
 
 
-def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
-    """The first and the last line can: keys that hold nothing, as converters write, are no loss."""
+def test_a_row_that_is_of_no_use_is_named(one, tmp_path):
+    """By an error; where nothing is learned, of other roles or long prompts, by a warning, once.
+
+    The first and the last line are good: keys that hold nothing, as converters write, are no loss.
+    """
     nothing = {"tool_calls": None, "name": "", "tools": [], "function_call": {}}
-    good = json.dumps({"messages": [message | nothing for message in ROW * 2]})
+    good = [message | nothing for message in ROW * 2]
+    other = [{"role": "human", "content": "1"}, {"role": "gpt", "content": "2"}]
+    long = [{"role": "user", "content": "1 " * 32}, ROW[1]]
+    lines = [json.dumps({"messages": messages}) for messages in (good, other, long)]
     bad = {
         "{oops": "wanted a JSON object on the line, which begins '{oops",
         '{"text": "a"}': "KeyError: 'messages'",
@@ -5713,16 +5717,20 @@ def test_a_row_that_cannot_be_used_is_named(one, tmp_path):
         '{"messages": [{"role": "user", "content": "1", "weight": 0}]}': "weight .* lost",
     }
     path = tmp_path / "chat.jsonl"
-    path.write_text("\n\n".join([good, *bad, good]))  # with blank lines
+    path.write_text("\n\n".join([*lines, *bad, lines[0]]))  # with blank lines
     ds = chat(one, path, tokenizer=one.ByteTokenizer(), sequence_length=64)
-    assert len(ds) == len(bad) + 2
+    assert len(ds) == len(bad) + 4
     text = "user: 1\nassistant: 2$user: 1\nassistant: 2$"  # $ is eod
     ids = [256 if letter == "$" else ord(letter) for letter in text]
-    assert ds[0]["tokens"].tolist() == ids + [256] * (64 - len(ids))
+    assert ds[-1]["tokens"].tolist() == ids + [256] * (64 - len(ids))
     assert ds[0]["labels"][ds[0]["loss_mask"] == 1].tolist() == [ord("2"), 256] * 2
-    for number, words in enumerate(bad.values(), 1):
+    for number, words in enumerate(bad.values(), 3):
         with pytest.raises(ValueError, match=rf"chat\.jsonl, line {2 * number + 1}: .*{words}"):
             ds[number]
+    for order in ([0, 1, 2, None], [0, 2, 1]):
+        ds._has_warned = False
+        _, [message] = heard(list, (ds[k] for k in order))
+        assert f"chat.jsonl, line {2 * order[1] + 1}: nothing is learned" in message
 
 
 def test_what_fine_tuning_refuses(one, tmp_path):
@@ -5750,18 +5758,6 @@ def test_what_fine_tuning_refuses(one, tmp_path):
             chat(one, tmp_path / name, **fields)[0]
     template = Tok(tokenize=with_start, tokenize_conversation=print)
     chat(one, tmp_path / "good.jsonl", tokenizer=template)
-
-
-def test_the_first_sample_without_any_loss_is_told(one, tmp_path):
-    """Once: of roles that are called otherwise, or prompts that are too long."""
-    other = [{"role": "human", "content": "1"}, {"role": "gpt", "content": "2"}]
-    long = [{"role": "user", "content": "1 " * 9}, ROW[1]]
-    path = jsonl(tmp_path / "chat.jsonl", [ROW, long, other], "messages")
-    ds = chat(one, path, tokenizer=one.ByteTokenizer(), sequence_length=32)
-    for order in ([0, 1, 2, None], [0, 2, 1]):
-        ds._has_warned = False
-        _, [message] = heard(list, (ds[k] for k in order))
-        assert f"chat.jsonl, line {order[1] + 1}: nothing is learned" in message
 
 
 @pytest.mark.filterwarnings("ignore:.* nothing is learned")
@@ -5862,24 +5858,19 @@ def test_a_pair_is_found_by_any_path_that_means_it(one, tmp_path, monkeypatch):
     assert one.find(blend.datasets[0], "a", 1) == one.find(blend.datasets[0], "../a", 1) == wanted
     with pytest.raises(ValueError, match=rf"\./a is not a pair .* has a, {tmp_path}/a$"):
         one.find(blend, "./a", 1)
-    for look in (one.trace, functools.partial(one.find, sequence=1)):
+    for audit, arguments in ((one.find, ["../a", 9]), (one.trace, [99])):
+        for dataset in (blend, blend.datasets[0]):
+            with pytest.raises(IndexError, match="9"):
+                audit(dataset, *arguments)
         with pytest.raises(ValueError, match="wanted a GPTDataset, .*got Subset"):
-            look(torch.utils.data.Subset(blend, [1]), 0)
+            audit(torch.utils.data.Subset(blend, [1]), *arguments)
 
 
-def test_mock_data_and_what_cannot_be_found(one, tmp_path):
+def test_mock_data_is_of_no_file(one):
     ds = build(one, [10, 0, 0], config(one, sequence_length=4096), one.MockGPTDataset)[0]
     [*_, last] = one.trace(ds, 0)
     assert (last.path_prefix, last.byte_offset, last.document) == (None, None, last.sequence)
     assert 0 in one.find(ds, None, last.sequence)
-    a = mk(one, tmp_path / "a", [[1] * 9] * 9)
-    ds = gpt(one, a, 5, documents=np.arange(4, dtype=np.int32))
-    blend = build(one, [5, 0, 0], config(one, ([a, a], [1, 1])))[0]
-    assert one.find(ds, a, 8) == []  # of another split
-    for audit, arguments in ((one.find, [a, 9]), (one.trace, [9])):
-        for dataset in (ds, blend):
-            with pytest.raises(IndexError, match="9"):
-                audit(dataset, *arguments)
 
 
 # ==============================================================================
