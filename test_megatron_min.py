@@ -4805,9 +4805,8 @@ def test_hugging_face_tokenizer(one, hf):
     of_file = {"class": "HuggingFaceTokenizer", "package": "tokenizers"}
     of_file["tokenizer.json"] = hashlib.md5(pathlib.Path(hf).read_bytes()).hexdigest()
     for arguments, start, identifiers in (
-        ([os.path.dirname(hf)], [], {"eod": 3}),  # the folder that holds tokenizer.json
-        ([hf, "</s>"], [], {"eod": 4}),
-        ([hf, None, True], [4], {"eod": 3, "add_special_tokens": True}),  # as Llama's file has it
+        ([hf], [], {"eod": 3}),
+        ([hf, "</s>", True], [4], {"eod": 4, "add_special_tokens": True}),  # as Llama's file has it
     ):
         tokenizer = one.build_tokenizer(*arguments)
         wanted = [[*start, 2, 1, 1], start, [*start, 0], [*start, 70_000]]
@@ -5129,12 +5128,10 @@ def test_another_tokenizer_than_that_of_the_pair(one, tmp_path):
     fields = {"path_to_cache": str(tmp_path / "cache"), "split": "1,1,0"}
     for name, corpora in (("tok", []), ("five", ["tok", "merged"])):
         cfg = config(one, (blend, None), tokenizer=tokenizers[name], **fields)
+        words = r"/(merged|tok)\S* was made .* config is .*5"
         for _ in range(2):  # the second finds a cache
             _, messages = heard(build, one, [1, 1, 0], cfg)
-            found = [
-                re.search("/(merged|tok)\\S* was made .* config is .*5", m)[1] for m in messages
-            ]
-            assert found == corpora
+            assert [re.search(words, message)[1] for message in messages] == corpora
 
 
 # -- Inputs ------------------------------------------------------------------------------------
@@ -6370,9 +6367,7 @@ def test_datasets_equal_upstreams(mm, up, tmp_path, split):
 class LegacyTokenizer(Tok):
     """As those of upstream's old kind: to ask it for pad, which it lacks, is an error."""
 
-    @property
-    def pad(self):
-        raise NotImplementedError
+    pad = property(mock.Mock(side_effect=NotImplementedError))
 
 
 def test_mock_datasets_equal_upstreams(one, up):
