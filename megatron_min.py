@@ -6827,10 +6827,9 @@ def _record_of(pair):
     if pair._record is None:
         record = {}
         with contextlib.suppress(Exception):  # it may be missing, damaged, or of another release
-            with open(f"{pair.absolute_prefix}.record.json", "rb") as file:
-                found = json.load(file)
-            inputs = found["inputs"]
             prefix = pair.absolute_prefix
+            found = json.loads(pathlib.Path(f"{prefix}.record.json").read_bytes())
+            inputs = found["inputs"]
             if found == _make_record(prefix, found["tokenizer"], inputs, found.get("job")):
                 counts = (documents for _, documents in inputs)
                 record = found | {"begins": list(itertools.accumulate(counts, initial=0))}
