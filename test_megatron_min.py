@@ -5734,11 +5734,10 @@ def test_what_fine_tuning_refuses(one, tmp_path):
     """A file by its first row, when it is opened; one target for three tokens would be spread."""
     one_target = mock.Mock(return_value=([1, 2, 3], [5]))
     with_start = {"": [5]}.get  # as a BOS around each text, of which this has none
-    good = json.dumps({"messages": ROW})
     jsonl(tmp_path / "good.jsonl", [ROW], "messages")
     (tmp_path / "list.jsonl").write_text(json.dumps([{"messages": ROW}], indent=1))
     write_parquet(tmp_path / "text.parquet", {"text": ["a"]})
-    write_parquet(tmp_path / "no_lists.parquet", {"messages": [good]})
+    write_parquet(tmp_path / "no_lists.parquet", {"messages": ["a"]})
     for name, fields, words in (
         ("list.jsonl", {}, "1: wanted .messages., a list"),
         ("compressed.jsonl.GZ", {}, "unpack it first"),
