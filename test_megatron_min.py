@@ -5875,7 +5875,7 @@ def test_mock_data_is_of_no_file(one):
 
 
 def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
-    """In a thread, which leaves signals to others."""
+    """In a thread, which leaves signals to others.  Wrong use is a sentence, and leaves no file."""
     monkeypatch.chdir(tmp_path)
     jsonl("a.jsonl", ["aaaa", "bbb", "cccccc"])
     mk(one, tmp_path / "none", [])
@@ -5883,25 +5883,41 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
     mk(one, tmp_path / "half", [[0.5]], np.float32)
     with one.IndexedDatasetBuilder("modes.bin", multimodal=True) as builder:
         builder.add_document([1, 2, 3], [2, 1], [0, 5])
+    mk(one, tmp_path / "damaged", [[1] * 18, [2] * 2])
+    patch("damaged.idx", 34, b"\x13")  # the first length
     prefix = "toy_text_document"
     inspected = ["13 tokens of uint16", "3 to 6 tokens, 4.3", "[97, 97, 97, 97]\n", "'aaaa'"]
-    for line, words in (
-        ("preprocess --help", ["usage: megatron-min preprocess"]),
-        ("preprocess --input a.jsonl --output-prefix toy", [f"{prefix}: 3 sequences"]),
-        (f"inspect {prefix}", inspected),
-        ("inspect none", ["0 sequences, 0 documents, 0 tokens"]),
-        (f"inspect {prefix} --tokenizer null:999", ["not decoded: this command was made with"]),
-        ("inspect small", ["not decoded: name the tokenizer"]),
-        ("inspect half", ["[0.5]", "not decoded: name the tokenizer"]),
-        (f"verify {prefix} modes", [f"whole: {prefix}: 3 sequences, 3 documents, 13 ", "modes: 2"]),
-        (f"merge --input {prefix} --input {prefix}.idx --output-prefix two", ["26 tokens"]),
-        ("merge --input modes --output-prefix q --multimodal", ["2 sequences"]),
+    preprocess = "preprocess --input a.jsonl --output-prefix"
+    shards = "--shard: wanted i/n, such as 0/16 to 15/16, got '3/3'"
+    for line, wanted, words in (
+        ("preprocess --help", 0, ["usage: megatron-min preprocess"]),
+        (f"{preprocess} toy", 0, [f"{prefix}: 3 sequences"]),
+        (f"inspect {prefix}", 0, inspected),
+        ("inspect none", 0, ["0 sequences, 0 documents, 0 tokens"]),
+        (f"inspect {prefix} --tokenizer null:9", 0, ["not decoded: this command was made with"]),
+        ("inspect small", 0, ["not decoded: name the tokenizer"]),
+        ("inspect half", 0, ["[0.5]", "not decoded: name the tokenizer"]),
+        (f"verify {prefix} modes", 0, [f"whole: {prefix}: 3 ", "whole: modes: 2 sequences"]),
+        (f"merge --input {prefix} --input {prefix}.idx --output-prefix two", 0, ["26 tokens"]),
+        ("merge --input modes --output-prefix q --multimodal", 0, ["2 sequences"]),
+        ("", 2, ["COMMAND"]),
+        (f"{preprocess} o --no-verbose --json-keys x", 1, ["a.jsonl: line 1: "]),
+        (f"{preprocess} o --shard 3/3", 2, [shards]),
+        (f"{preprocess} o --workers 0", 2, ["argument --workers: wanted 1 or more, got '0'"]),
+        (f"{preprocess} o --on-error foo", 2, ["argument --on-error: invalid choice: 'foo'"]),
+        ("merge --input small missing --output-prefix o", 1, ["missing.idx"]),
+        ("verify small damaged", 1, ["damaged.idx: sequence_pointers[1]"]),
     ):
+        before = files_of(".")
         with concurrent.futures.ThreadPoolExecutor(1) as executor:
-            code, out, err = executor.submit(command, one, capsys, *line.split()).result()
-        assert code == 0, err
+            code, said, err = executor.submit(command, one, capsys, *line.split()).result()
+        assert code == wanted, err
+        if code > 0:
+            *usage, said = err.splitlines()
+            assert said.startswith("megatron-min") and (usage == [] or code == 2)
+            assert files_of(".") == before
         for word in words:
-            assert word in out, line
+            assert word in said, line
     assert len(one.IndexedDataset("two", check=True)) == 6
     assert one.IndexedDataset("q", multimodal=True).sequence_modes.tolist() == [0, 5]
 
@@ -5925,31 +5941,6 @@ def test_options_of_preprocess_reach_the_function(one, hf, capsys, monkeypatch):
         assert (inputs, prefix) == (["x", "-", "y"], "o")
         assert (tokenizer.eod, tokenizer.tokenize("ja")) == (eod, ids)
         assert found == {name: defaults[name].default for name in given} | wanted
-
-
-def test_wrong_use_is_one_sentence(one, tmp_path, monkeypatch, capsys):
-    """And it leaves no file."""
-    monkeypatch.chdir(tmp_path)
-    jsonl("a.jsonl", ["a"])
-    for name in ("good", "damaged"):
-        mk(one, tmp_path / name, [[1] * 18, [2] * 2])
-    patch("damaged.idx", 34, b"\x13")  # the first length
-    before = files_of(".")
-    preprocess = "preprocess --output-prefix o --no-verbose --input a.jsonl"
-    for arguments, wanted, word in (
-        ("", 2, "COMMAND"),
-        (f"{preprocess} --json-keys x", 1, "a.jsonl: line 1: "),
-        (f"{preprocess} --shard 3/3", 2, "--shard: wanted i/n, such as 0/16 to 15/16, got '3/3'"),
-        (f"{preprocess} --workers 0", 2, "argument --workers: wanted 1 or more, got '0'"),
-        (f"{preprocess} --on-error foo", 2, "argument --on-error: invalid choice: 'foo'"),
-        ("merge --input good none --output-prefix o", 1, "none.idx"),
-        ("verify good damaged", 1, "damaged.idx: sequence_pointers[1]"),
-    ):
-        code, _, err = command(one, capsys, *arguments.split())
-        *usage, sentence = err.splitlines()
-        assert len(usage) == 0 or code == 2
-        assert code == wanted and word in sentence and sentence.startswith("megatron-min")
-        assert files_of(".") == before
 
 
 def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch):
