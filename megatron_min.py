@@ -7600,21 +7600,16 @@ def get_blend_from_list(
     if blend is None:
         return None
     entries = [str(entry).strip() for entry in blend]
-    values = [_number(entry) for entry in entries]
-    is_number = [value is not None for value in values]
+    decimal = r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
+    # Not all that float() takes: 2023_01, inf and nan are prefixes.
+    is_number = [re.fullmatch(decimal, entry) is not None for entry in entries]
     if len(entries) > 0 and not any(is_number):
         return entries, None
     pairs = len(entries) // 2
     if pairs == 0 or is_number != [True, False] * pairs:
         words = "(write a prefix that is a number with its folder: ./2023)"
         raise ValueError(f"blend: wanted prefixes, or weights and prefixes in turn {words}")
-    return entries[1::2], values[0::2]
-
-
-def _number(text):
-    """The decimal number that a text is, or None: float() would also take 2023_01, inf and nan."""
-    found = re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text)
-    return None if found is None else float(text)
+    return entries[1::2], [float(weight) for weight in entries[0::2]]
 
 
 if __name__ == "__main__":
