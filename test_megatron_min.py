@@ -5964,27 +5964,23 @@ def test_a_console_that_cannot_show_a_character(one, tmp_path, capsys, monkeypat
     assert "/\\u65e5é: 1 sequences" in first and last == "decoded: '\\u65e5é'"
 
 
-class Signalled(Tok):
-    """It sends this process the signal that a text names; what that stops raises another error."""
-
-    def tokenize(self, text):
-        try:
-            os.kill(os.getpid(), getattr(signal, text))
-        except SystemExit:
-            raise RuntimeError("cannot join thread before it is started") from None
-        return [1]
-
-
 @linux
 @pytest.mark.parametrize("is_ignored", [False, True])
 @pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
-def test_a_signal_unwinds_a_command(one, tmp_path, capsys, name, code, is_ignored):
+def test_a_signal_unwinds_a_command(one, tmp_path, capsys, monkeypatch, name, code, is_ignored):
     """No file is left, and there is no message; one that was ignored before stays ignored."""
-    path = jsonl(tmp_path / "a.jsonl", [name])
+
+    def act(text):
+        try:
+            os.kill(os.getpid(), getattr(signal, name))
+        except SystemExit:  # what a signal stops may raise another error
+            raise RuntimeError("cannot join thread before it is started") from None
+
+    monkeypatch.setattr(one, "build_tokenizer", mock.Mock(return_value=acting(act)))
+    path = jsonl(tmp_path / "a.jsonl", ["1"])
     handler = signal.SIG_IGN if is_ignored else signal.SIG_DFL
     before = signal.signal(getattr(signal, name), handler)
-    flags = ["--no-verbose", "--tokenizer", f"{__name__}:Signalled"]
-    argv = ["preprocess", "--input", path, "--output-prefix", tmp_path / "o", *flags]
+    argv = ["preprocess", "--input", path, "--output-prefix", tmp_path / "o", "--no-verbose"]
     found, _, err = command(one, capsys, *argv)
     assert signal.signal(getattr(signal, name), before) is handler
     assert (found, err) == (0 if is_ignored else code, "")
