@@ -6822,7 +6822,7 @@ def _write_record(path_prefix, tokenizer, inputs, job=None):
 def _record_of(pair):
     """The record of an opened pair, which is read once; {} if there is none of its sizes and form.
 
-    With "begins": the number of the first document of each input, and of all documents.
+    With "begins": the number of each input's first document, and at the end that of all documents.
     """
     if pair._record is None:
         record = {}
