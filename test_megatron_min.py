@@ -587,17 +587,17 @@ def test_the_whole_check_sees_each_entry_of_a_long_index(one, tmp_path):
 # -- Is a pair the one that it was? ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", [".idx", ".bin"])
-def test_a_pair_that_is_replaced_while_it_is_opened_is_refused(one, pair, monkeypatch, moment):
-    """An old .idx is not used with a new .bin: here it changes before a file is mapped or read."""
+@pytest.mark.parametrize("moment, changed", [("idx", "idx"), ("bin", "idx"), ("bin", "bin")])
+def test_a_pair_that_changes_while_it_is_opened_is_refused(one, pair, monkeypatch, moment, changed):
+    """No old .idx is used with a new .bin, nor one that is cut before it is mapped."""
 
-    def size_of_touched(path):
+    def size_of_changed(path):
         if path.endswith(moment):
-            os.utime(f"{pair}.idx", (1, 1))
+            os.utime(f"{pair}.{changed}", (1, 1))
         return os.stat(path).st_size
 
-    monkeypatch.setattr(os.path, "getsize", size_of_touched)
-    with pytest.raises(one.DatasetFormatError, match=r"pair\.idx: .* another"):
+    monkeypatch.setattr(os.path, "getsize", size_of_changed)
+    with pytest.raises(one.DatasetFormatError, match=rf"pair\.{changed}: .* another"):
         one.IndexedDataset(pair)
 
 
@@ -6142,12 +6142,15 @@ mm.warnings.simplefilter("always")  # of files that nobody closes
 mm._NewFile("g")
 new_file = mm._NewFile("f")
 builder = mm.IndexedDatasetBuilder("q.bin")
+mm.tempfile.tempdir = os.getcwd()
+toy = mm.toy_corpus()
 with mm.IndexedDatasetBuilder("o.bin") as pair:
     pair.add_document([1], [1])
     if os.fork() == 0:
         sys.exit()
     os.wait()
 mm.IndexedDataset("o", check=True)
+mm.IndexedDataset(toy, check=True)
 os.chdir("/")
 """
 FULL_DISK = "os.dup2(os.open('/dev/full', os.O_WRONLY), 1); preprocess()"
