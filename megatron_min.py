@@ -2009,9 +2009,7 @@ class BlendedDataset(_Identified):
         if self.phases is not None:
             self.unique_identifiers["phases"] = self.phases
 
-        self._cache_folder = config.path_to_cache
-        if self._cache_folder:
-            self._cache_folder = _absolute(self._cache_folder)
+        self._cache_folder = _folder_of_cache(self)
         self._in_files = {}
         self._taken = None
         self.dataset_index, self.dataset_sample_index = self._build_indices()
@@ -5143,10 +5141,8 @@ def _load_or_build(dataset, split, made_from, pair):
         try:
             in_files = _save_arrays(stem, arrays_by_name, dataset.unique_description, manifest)
         except OSError as error:
-            warnings.warn(
-                f"the index cache {stem}-* cannot be written: the indices stay in memory ({error})",
-                stacklevel=4,
-            )
+            reason = f"the indices stay in memory: {error}"
+            warnings.warn(f"the index cache {stem}-* cannot be written: {reason}", stacklevel=4)
             return facts, arrays
     dataset._in_files = in_files
     return facts, list(in_files.values())
@@ -5375,10 +5371,10 @@ def _find_or_build_orders(dataset):
 
 
 def _folder_of_cache(dataset):
-    """The folder of the config, or one beside the pair, or beside the copy of its .idx."""
+    """The folder of the config, or one beside the pair, or beside the copy of its .idx, or None."""
     if dataset.config.path_to_cache:
         return _absolute(dataset.config.path_to_cache)
-    if dataset.dataset_path is None:
+    if isinstance(dataset, BlendedDataset) or dataset.dataset_path is None:
         return None
     prefix = getattr(dataset.dataset, "absolute_prefix", dataset.dataset_path)
     folder = f"{_absolute(prefix)}/cache"
