@@ -329,9 +329,7 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     def _open(self):
         """Open both files; a dataset that is unpickled does so, too."""
-        self._verified = False
-        self._fingerprint = None  # made when it is asked for: section 15
-        self._record = None  # read when it is asked for: section 20
+        self._known = {}  # what was asked for once: verified, fingerprint, record
         idx_stamp = _file_stamp(self._idx_path)  # size and time of the file: section 15
         local_path = self._idx_path
         if _is_remote(local_path):
@@ -411,9 +409,9 @@ class IndexedDataset(torch.utils.data.Dataset):
         No length is below 0, each sequence begins where the one before it ends, and no document
         begins before the one before it.
         """
-        if not self._verified:
+        if "verified" not in self._known:
             _check_entries_of_idx(self)
-            self._verified = True
+            self._known["verified"] = True
 
     @staticmethod
     def exists(path_prefix: str | os.PathLike) -> bool:
@@ -453,8 +451,8 @@ class IndexedDataset(torch.utils.data.Dataset):
         return _fingerprint_of_pair(self)
 
     def __getstate__(self):
-        """What a pickle has: all attributes, but nothing that is in the files."""
-        return _state_of_pair(self)
+        """What a pickle has: all attributes, but nothing that is in the files; and their note."""
+        return _state_without_files(self) | {"_note": _note_of_pair(self)}
 
     def __setstate__(self, state):
         """Open the pair again; DatasetFormatError if it is another than that of the pickle."""
@@ -5258,16 +5256,16 @@ def _file_stamp(path: str | os.PathLike) -> dict:
 
 def _fingerprint_of_pair(pair):
     """What IndexedDataset.fingerprint() returns; it is made once."""
-    if pair._fingerprint is None:
+    if "fingerprint" not in pair._known:
         some = min(4096 // pair._token_bytes, pair.num_tokens)
         ends = pair._in_files["_tokens"].read_many([(0, some), (pair.num_tokens - some, some)])
-        pair._fingerprint = {
+        pair._known["fingerprint"] = {
             "idx_size": pair._stamps["idx"]["size"],
             "bin_size": pair._stamps["bin"]["size"],
             "lengths_crc32": zlib.crc32(pair._in_files["sequence_lengths"]),
             "bin_ends_crc32": zlib.crc32(np.concatenate(ends)),
         }
-    return pair._fingerprint
+    return pair._known["fingerprint"]
 
 
 def _note_of_pair(pair):
@@ -5282,13 +5280,15 @@ def _is_noted(pair, note):
     """
     has_times = all(stamp["changed"] for stamp in pair._stamps.values())
     if has_times and note["stamps"] == pair._stamps:
-        pair._fingerprint = note["fingerprint"]
+        pair._known["fingerprint"] = note["fingerprint"]
     else:
         pair.verify()
     return note["fingerprint"] == pair.fingerprint()
 
 
+# What a pair opens, and what was asked of it since then.
 _OPENED = ("sequence_lengths", "sequence_pointers", "document_indices", "sequence_modes", "_tokens")
+_OPENED += ("_stamps", "_known")
 
 
 def _state_without_files(dataset):
@@ -5311,14 +5311,6 @@ def _find_left_out(dataset, state, find_or_build):
         arrays = find_or_build(dataset)
         for name, values in zip(dataset.index_names, arrays, strict=True):
             vars(dataset).setdefault(name, values)
-
-
-def _state_of_pair(pair):
-    """The state of a pair for a pickle, without what was read and checked, but with its note."""
-    state = _state_without_files(pair) | {"_note": _note_of_pair(pair)}
-    for name in ("_stamps", "_verified", "_fingerprint", "_record"):
-        del state[name]
-    return state
 
 
 def _restore_pair(pair, state):
@@ -6800,7 +6792,7 @@ def _record_of(pair):
 
     With "ends": how many documents all inputs up to each have given.
     """
-    if pair._record is None:
+    if "record" not in pair._known:
         record = {}
         with contextlib.suppress(Exception):  # it may be missing, damaged, or of another release
             with open(f"{pair.absolute_prefix}.record.json", "rb") as file:
@@ -6810,8 +6802,8 @@ def _record_of(pair):
             if found == _make_record(prefix, found["tokenizer"], inputs, found.get("job")):
                 ends = itertools.accumulate(documents for _, documents in inputs)
                 record = found | {"ends": list(ends)}
-        pair._record = record
-    return pair._record
+        pair._known["record"] = record
+    return pair._known["record"]
 
 
 def _input_of_document(record, document):
