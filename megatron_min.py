@@ -4241,11 +4241,9 @@ def _check_idx_header(path, content, multimodal):
         wanted = f"{_MAGIC}, {_VERSION}, 1 to 8, n, and m >= 1"
         raise _format_error(path, "magic, version, dtype code, n, m", wanted, header)
     size = 34 + 12 * n + 8 * m
-    if found != size + n and (multimodal or found != size):
-        wanted = f"{size + n} bytes, with modes"
-        if not multimodal:
-            wanted += f", or {size} without"
-        raise _format_error(path, "file size", wanted, found)
+    sizes = [size + n] if multimodal else [size, size + n]
+    if found not in sizes:
+        raise _format_error(path, "file size", f"{sizes} bytes, the last with modes", found)
     return code, n, m
 
 
@@ -5495,15 +5493,13 @@ class _RemoteFile:
         """Return new arrays, whose ranges are fetched at the same time."""
         size = self.dtype.itemsize
         ranges = [(first * size, (first + count) * size) for first, count in spans]
-        contents = dict.fromkeys(ranges, b"")
+        contents = {(begin, end): None for begin, end in ranges if begin < end}
         self._request(self._fetch_missing, contents)
-        return [np.frombuffer(contents[span], self.dtype) for span in ranges]
+        return [np.frombuffer(contents.get(span, b""), self.dtype) for span in ranges]
 
     def _fetch_missing(self, file_system, path, contents):
         """Fetch the ranges that contents lacks; what came is kept, and an error raised."""
-        missing = [
-            (begin, end) for begin, end in contents if len(contents[begin, end]) < end - begin
-        ]
+        missing = [span for span, content in contents.items() if content is None]
         begins = [begin for begin, _ in missing]
         ends = [end for _, end in missing]
         found = file_system.cat_ranges([path] * len(missing), begins, ends, on_error="return")
@@ -5531,10 +5527,7 @@ class _RemoteFile:
     def _look(self, file_system, path):
         """What the storage says of the object."""
         file_system.invalidate_cache(path)  # an older answer would be of no use
-        found = file_system.info(path)
-        if found["type"] == "directory":
-            raise FileNotFoundError("a folder, and no object")
-        return found
+        return file_system.info(path)
 
     def find(self):
         """Return [(URL, size or None)] of the object; if it is not there, of what it matches."""
