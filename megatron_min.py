@@ -416,12 +416,11 @@ class IndexedDataset(torch.utils.data.Dataset):
     @staticmethod
     def exists(path_prefix: str | os.PathLike) -> bool:
         """Return True if both files of the pair exist."""
-        try:  # only a file that is there has a stamp
-            _file_stamp(get_idx_path(path_prefix))
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            _file_stamp(get_idx_path(path_prefix))  # only a file that is there has a stamp
             _file_stamp(get_bin_path(path_prefix))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
+            return True
+        return False
 
     @property
     def index(self) -> "IndexedDataset":
