@@ -3735,9 +3735,8 @@ def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache):
 # -- errors of the disk, and other jobs --------------------------------------------------------
 
 
-@contextlib.contextmanager
 def before_rename(number, act):
-    """Before file number 0, 1, ... gets its name, act() is called."""
+    """A patch: before file number 0, 1, ... gets its name, act() is called."""
     rename = os.replace
     numbers = itertools.count()
 
@@ -3746,8 +3745,7 @@ def before_rename(number, act):
             act()
         rename(source, target)
 
-    with mock.patch.object(os, "replace", act_and_rename):
-        yield
+    return mock.patch.object(os, "replace", act_and_rename)
 
 
 @pytest.mark.parametrize("number", range(5))
@@ -3854,19 +3852,13 @@ class RangeHandler(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
 
-class Storage:
-    """A place on object storage: the URL that readers know, and the one that files are put to."""
-
-    def __init__(self, root, target=None):
-        self.root = root
-        self._file_system, self._place = fsspec.core.url_to_fs(str(target or root))
-
-    def put(self, prefix):
-        """Copy a local pair -> the prefix of the copy, which has its name."""
-        name = os.path.basename(prefix)
-        for extension in ("bin", "idx"):
-            self._file_system.put_file(f"{prefix}.{extension}", f"{self._place}/{name}.{extension}")
-        return f"{self.root}/{name}"
+def put(prefix, root, folder=None):
+    """Copy a local pair to object storage -> its prefix there; folder: where root's files lie."""
+    file_system, place = fsspec.core.url_to_fs(str(folder or root))
+    name = os.path.basename(prefix)
+    for extension in ("bin", "idx"):
+        file_system.put_file(f"{prefix}.{extension}", f"{place}/{name}.{extension}")
+    return f"{root}/{name}"
 
 
 @pytest.fixture
@@ -3880,10 +3872,10 @@ def no_pauses(tmp_path, monkeypatch):
 
 @pytest.fixture
 def bucket(no_pauses, monkeypatch):
-    """Object storage in this process, empty."""
+    """The URL of object storage in this process, empty."""
     monkeypatch.setattr(MEMORY, "store", {})
     monkeypatch.setattr(MEMORY, "pseudo_dirs", [""])
-    return Storage("memory://bucket")
+    return "memory://bucket"
 
 
 @pytest.fixture
@@ -3896,12 +3888,11 @@ def web(no_pauses, tmp_path):
         server.daemon_threads = True
         server.socket.listen(256)  # a batch opens many at once; those over the limit wait
         server.folder = folder
+        server.root = f"http://127.0.0.1:{server.server_port}/bucket"
         server.requests = []
         server.faults = iter([])  # of the next requests: a status, a word, or None
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        storage = Storage(f"http://127.0.0.1:{server.server_port}/bucket", folder)
-        storage.server = server
-        yield storage
+        yield server
         server.shutdown()
 
 
@@ -3924,7 +3915,7 @@ def test_a_remote_pair_equals_the_local_one(one, web, some_pair, no_pauses):
     with pytest.raises(FileNotFoundError, match=re.escape(f"{web.root}/pair.idx")):
         one.IndexedDataset(f"{web.root}/pair")
     assert not one.IndexedDataset.exists(f"{web.root}/pair")
-    ds = one.IndexedDataset(web.put(prefix), check=True)
+    ds = one.IndexedDataset(put(prefix, web.root, web.folder), check=True)
     assert one.IndexedDataset.exists(f"{web.root}/pair")
     assert no_pauses == []
     assert lists(ds[:]) == [doc.tolist() for doc in docs]
@@ -3958,7 +3949,7 @@ def test_s3(one, no_pauses, some_pair, tmp_path, monkeypatch):
     file_system = s3fs.S3FileSystem()
     file_system.mkdir("bucket")
     prefix, docs = some_pair
-    place = Storage("s3://bucket/data").put(prefix)
+    place = put(prefix, "s3://bucket/data")
     assert lists(one.IndexedDataset(place)[:]) == [doc.tolist() for doc in docs]
     file_system.find("bucket")
     of_another_process = s3fs.S3FileSystem(skip_instance_cache=True)
@@ -3978,7 +3969,7 @@ def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
     prefixes = [prefix, mk(mm, tmp_path / "local" / "second", docs[::-1], np.uint16)]
     fields = {"path_to_cache": str(tmp_path / "cache"), "sequence_length": 16}
     local = build(mm, [50, 0, 0], config(mm, (prefixes, [2, 3]), **fields))[0]
-    prefixes = [bucket.put(prefix) for prefix in prefixes]
+    prefixes = [put(prefix, bucket) for prefix in prefixes]
     remote = build(mm, [50, 0, 0], config(mm, (prefixes, [2, 3]), **fields))[0]
     ds = remote.datasets[0]
     for read, argument, wanted in (
@@ -4002,7 +3993,7 @@ def test_nothing_is_written_to_object_storage(one, bucket, some_pair, tmp_path, 
 
     A relative folder for the copies is that of the start: also for a pickle, in another folder.
     """
-    prefix = bucket.put(some_pair[0])
+    prefix = put(some_pair[0], bucket)
     (tmp_path / "elsewhere").mkdir()
     for path, place in ((None, ".cache/megatron_min"), ("idx", "idx")):
         monkeypatch.chdir(tmp_path)
@@ -4039,17 +4030,17 @@ def test_an_index_is_copied_once_for_each_state(
     monkeypatch.setattr(MEMORY, "info", info)
     prefix, docs = some_pair
     folder = tmp_path / ".cache" / "megatron_min"
-    place = bucket.put(prefix)
+    place = put(prefix, bucket)
     one.IndexedDataset(place)
     [copied] = before = copies()
     assert copied.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
     one.IndexedDataset(place)
     assert (copies() == before) == (name is not None)
     changed = mk(one, tmp_path / "changed" / "pair", docs[::-1], np.uint16)  # as long
-    bucket.put(changed)
+    put(changed, bucket)
     assert lists(one.IndexedDataset(place)[:]) == lists(docs[::-1])
     assert len(copies()) == (1 if name is None else 2)
-    one.IndexedDataset(Storage("memory://other").put(changed))
+    one.IndexedDataset(put(changed, "memory://other"))
     assert len(copies()) == (2 if name is None else 3)
     before = copies()
     told = [{"size": 9, "changed": time} for time in ("then", "later")]
@@ -4064,7 +4055,7 @@ def test_an_index_is_copied_once_for_each_state(
 
 def test_ranges_are_exact_and_only_what_failed_is_asked_for_again(one, web, some_pair):
     """Each once, none for what is empty.  A server that sends the whole file is asked once."""
-    ds = one.IndexedDataset(web.put(some_pair[0]))
+    ds = one.IndexedDataset(put(some_pair[0], web.root, web.folder))
     begin = int(ds.sequence_pointers[1])
     for pieces, fault, wanted in (
         ([(1, 2, 2), (1, 9, 1), (1, 2, 2), (1, 3, 0)], None, [4, 18]),
@@ -4072,23 +4063,23 @@ def test_ranges_are_exact_and_only_what_failed_is_asked_for_again(one, web, some
         ([(1, 0, 1), (1, 5, 2)], "short", [0, 10]),
         ([(1, 0, 1), (1, 5, 2)], 500, [0, 10]),
     ):
-        web.server.requests.clear()
-        web.server.faults = iter([fault])
+        web.requests.clear()
+        web.faults = iter([fault])
         found = ds.get_many(pieces)
         assert lists(found) == [list(range(100 + i, 100 + i + n)) for _, i, n in pieces]
-        ranges = [int(re.search(r"\d+", place)[0]) - begin for _, _, place in web.server.requests]
+        ranges = [int(re.search(r"\d+", place)[0]) - begin for _, _, place in web.requests]
         assert sorted(set(ranges)) == wanted
         assert len(ranges) == len(wanted) + (fault is not None)
-    web.server.requests.clear()
-    web.server.faults = iter(["whole"])
+    web.requests.clear()
+    web.faults = iter(["whole"])
     with pytest.raises(OSError, match=r"pair\.bin: .* bytes: the server does not know ranges"):
         ds.get(1, 2, 2)
-    assert len(web.server.requests) == 1
+    assert len(web.requests) == 1
 
 
 def test_only_what_may_pass_is_tried_again(one, web, some_pair, no_pauses):
     """After pauses that grow.  The error names it and the object; fsspec tells of none but 404."""
-    prefix = web.put(some_pair[0])
+    prefix = put(some_pair[0], web.root, web.folder)
     ds = one.IndexedDataset(prefix)
 
     def check(function, argument, kind, words, tries):
@@ -4106,15 +4097,15 @@ def test_only_what_may_pass_is_tried_again(one, web, some_pair, no_pauses):
     ):
         tries = 5 if kind is OSError else 1
         for status in statuses:
-            web.server.faults = itertools.repeat(status)
+            web.faults = itertools.repeat(status)
             check(one.IndexedDataset, prefix, kind, rf"/pair\.idx: \w+: .*{prefix}", tries)
             check(ds.get, 1, kind, rf"/pair\.bin: \w+: .*{prefix}", tries)
         with mock.patch.object(ds._tokens, "_fetch_missing", side_effect=failure):
             words = rf"/pair\.bin: {type(failure).__name__}: {failure}"
             check(ds.get, 1, kind, words, tries)
-    web.server.faults = itertools.repeat("no length")
+    web.faults = itertools.repeat("no length")
     check(one.IndexedDataset, prefix, OSError, r"/pair\.idx: .* no size", 1)
-    web.server.faults = itertools.repeat(503, 3)
+    web.faults = itertools.repeat(503, 3)
     assert lists(one.IndexedDataset(prefix)[:]) == lists(some_pair[1])
 
 
@@ -4165,7 +4156,7 @@ def test_a_url_that_may_hold_a_secret_is_refused_at_every_door(one, some_pair, t
 
 def test_a_chain_with_a_query_is_an_input(one, bucket, tmp_path):
     MEMORY().pipe_file("/bucket/a.jsonl?sig=1", GOOD * 3)
-    made = one.preprocess(f"simplecache::{bucket.root}/a.jsonl?sig=1", tmp_path / "o")["text"]
+    made = one.preprocess(f"simplecache::{bucket}/a.jsonl?sig=1", tmp_path / "o")["text"]
     assert len(one.IndexedDataset(made)) == 3
 
 
@@ -5251,7 +5242,7 @@ def test_what_a_server_answers(one, web, no_pauses, tmp_path):
     contents = {"a.jsonl": lines, "a.jsonl.gz": compress(lines, ".gz")}
     contents |= {"b.jsonl": b"oops", "b.jsonl.gz": b"nothing", "b.jsonl.ZIP": b""}
     for name, content in contents.items():
-        pathlib.Path(web.server.folder, name).write_bytes(content)
+        pathlib.Path(web.folder, name).write_bytes(content)
     for name, faults, pauses, words in (
         ("a.jsonl", [503] * 3, 1, None),
         ("a.jsonl", [None] * 3 + [503] * 3, 1, None),
@@ -5266,7 +5257,7 @@ def test_what_a_server_answers(one, web, no_pauses, tmp_path):
         ("none.jsonl", [], 0, "no such file"),
     ):
         no_pauses.clear()
-        web.server.faults = iter(faults)
+        web.faults = iter(faults)
         url = f"{root}/{name}?X-Amz-Signature={SECRET}%2F&u=1"
         if words is None:
             made = one.preprocess(url, tmp_path / "o")["text"]
