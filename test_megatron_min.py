@@ -1828,14 +1828,15 @@ def test_a_last_short_round_is_shared_out(one):
 
 def test_a_sampler_refuses_sizes_and_places_that_cannot_be(one):
     for kind, sizes, words in (  # see sampler_of
-        ("single", (0, 0, 1, 0, 1), r"total_samples, .* got \[0, 1, 1\]"),
-        ("single", (8, -1, 1, 0, 1), "consumed_samples"),
-        ("single", (8, 9, 1, 0, 1), "consumed_samples"),
-        ("single", (8, 0, 1, 2, 2), "data_parallel_rank"),
+        ("single", (0, 0, 1, 0, 1), "total_samples: wanted 1 to inf, got 0"),
+        ("single", (8, 0, 0, 0, 1), "micro_batch_size"),
+        ("single", (8, 0, 1, 0, 0), "data_parallel_size"),
+        ("single", (8, 9, 1, 0, 1), "consumed_samples: wanted 0 to 8, got 9"),
+        ("single", (8, 0, 1, 2, 2), "data_parallel_rank: wanted 0 to 1, got 2"),
         ("full_validation", (8, 0, 1, -1, 2), "data_parallel_rank"),
-        ("sharded", (3, 0, 2, 0, 2), r"total_samples \(3\)"),  # no whole round
-        ("unsharded", (64, 24, 16, 0, 2), "consumed_samples"),  # no whole number of rounds
-        ("sharded", (8, -2, 2, 0, 1), "consumed_samples"),
+        ("sharded", (3, 0, 2, 0, 2), "wanted whole rounds of 4 .* total_samples 3"),
+        ("unsharded", (64, 24, 16, 0, 2), "wanted whole rounds of 32 .* consumed_samples 24"),
+        ("sharded", (8, -2, 2, 0, 1), "consumed_samples: wanted 0 to inf, got -2"),
     ):
         with pytest.raises(ValueError, match=f"^{words}"):
             sampler_of(one, kind, *sizes)
@@ -1894,7 +1895,7 @@ def test_a_run_goes_on_where_its_order_is_the_same(one):
         (64, 8, ("sharded", 4, 1), ("sharded", 2, 2), "data_parallel_size"),
         (67, 8, ("unsharded", 4, 1), ("unsharded", 2, 1), "samples that are shuffled"),
         (20, 40, ("unsharded", 4, 1), ("unsharded", 4, 2), "done in the turn"),
-        (64, 8, ("unsharded", 4, 1), ("unsharded", 4, 4), "consumed_samples"),  # within a round
+        (64, 8, ("unsharded", 4, 1), ("unsharded", 4, 4), "wanted whole rounds of 16"),
     ):
         resumed = loader(total, after)
         with refusal(refused):
@@ -2071,7 +2072,7 @@ def test_what_cannot_be_cut_is_refused(one):
     """Upstream: another error, or none.  A stage between knows a row from cu_seqlens alone."""
     rest = 13 * [16]  # cu_seqlens has an entry more than a row has tokens
     for cu_seqlens, by_row, words in (
-        ([[0, 4, *9 * [10]]], True, "a row of 10 tokens"),
+        ([[0, 4, *9 * [10]]], True, "0 of row 0 has 10 tokens"),
         ([[0, 8, 16, 16, *rest], [0, 4, 10, 16, *rest]], False, "t 1 of row 1.*per_sequence_"),
         ([[0, 12, 8, 16, *rest]], False, "1 of row 0 has -4 tokens"),  # out of order
         ([[-8, 8, 8, 16, *rest]], False, "0 of row 0 has -8 tokens"),  # before the row
@@ -2085,7 +2086,7 @@ def test_what_cannot_be_cut_is_refused(one):
                     part | {"tokens": tokens}, 1, 2, use_per_sequence_balancing=by_row
                 )
     for batch, rank, words in (
-        ({"tokens": torch.zeros(2, 10)}, 1, "a row of 10 tokens"),
+        ({"tokens": torch.zeros(2, 10)}, 1, "0 of row 0 has 10 tokens.*a multiple of 4"),
         ({"tokens": torch.zeros(2, 8)}, 2, "cp_rank"),
         ({"tokens": torch.zeros(8)}, 1, r"tokens'\]: wanted 8 tokens along dim 1.*\(8,\)"),
         ({"tokens": torch.zeros(1, 8), "labels": torch.zeros(1, 9)}, 1, "labels.*wanted 8"),
@@ -2798,7 +2799,7 @@ def test_a_state_of_another_version_or_place_is_refused(one):
     state = loader_of(one, Numbers(64), 16).state_dict()
     other = {"version": 6, "consumed_samples": 16}
     for changed, words in (
-        (other, "it has version 6, and this release reads 7.*strict=False"),
+        (other, "version was 6 in the state, and is 7.*strict=False"),
         (state | {"past": "{}"}, "kind of the sampler was None in the state, and is single"),
         (state | {"past": state["past"].replace("}}", ', "x": 5}}')}, "x was 5 in .* is None"),
     ):
@@ -2807,7 +2808,7 @@ def test_a_state_of_another_version_or_place_is_refused(one):
     for damaged in ({"past": "{"}, {"past": None}, {"past": "[]"}, {"consumed_samples": "6"}):
         with pytest.raises(ValueError, match="the state: wanted version, consumed_samples, past"):
             loader.load_state_dict(state | damaged)
-    with pytest.raises(ValueError, match="it has version None"):
+    with pytest.raises(ValueError, match="version was None in the state, and is 7"):
         loader.load_state_dict({})
     with pytest.raises(ValueError, match="consumed_samples"):
         loader.load_state_dict(state | {"consumed_samples": 65}, strict=False)
