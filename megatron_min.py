@@ -2492,28 +2492,16 @@ class MegatronPretrainingSampler(_Sampler):
     def __iter__(self) -> typing.Iterator[list[int | None]]:
         begin = self.next_start
         self.next_start = 0
-        own_first, own_end = self.get_start_end_idx()
         for first in range(begin, self.total_samples, self.samples_per_round):
-            if first + self.samples_per_round <= self.total_samples:
-                yield list(range(first + own_first, first + own_end))
-            elif not self.drop_last:
-                yield self._part_of_short_round(first)
+            count = min(self.samples_per_round, self.total_samples - first)
+            if count == self.samples_per_round or not self.drop_last:
+                yield self._part_of_round(first, count)
 
-    def get_start_end_idx(self) -> tuple[int, int]:
-        """Return which samples of a whole round are this rank's: (first, end).  Upstream's name.
-
-        >>> MegatronPretrainingSampler(8, 0, 2, 1, 2).get_start_end_idx()
-        (2, 4)
-        """
-        first = self.data_parallel_rank * self.micro_batch_size
-        return first, first + self.micro_batch_size
-
-    def _part_of_short_round(self, first):
-        """This rank's part of the samples from first to the last, filled up with None.
+    def _part_of_round(self, first, count):
+        """This rank's part of the count samples from first on, filled up with None.
 
         They are cut as evenly as can be: two ranks differ by one sample at most.
         """
-        count = self.total_samples - first
         own_first = first + _ceil_div(self.data_parallel_rank * count, self.data_parallel_size)
         own_end = first + _ceil_div((self.data_parallel_rank + 1) * count, self.data_parallel_size)
         padding = [None] * (self.micro_batch_size - (own_end - own_first))
