@@ -2725,11 +2725,9 @@ class ParallelGroups:
         if _is_distributed():
             for kind in self._KINDS:
                 self._groups[kind] = self._new_group(kind)
-            self.batch_group = self._groups["tp"]
             # Batches travel by gloo.  Over NCCL a receiver would have to read from its GPU whether
             # the reader failed, and so wait for all the work that is queued there.
-            if torch.distributed.get_backend() != "gloo":
-                self.batch_group = self._new_group("tp", backend="gloo")
+            self.batch_group = self._new_group("tp", backend="gloo")
 
     def _new_group(self, kind, backend=None):
         """Make all process groups of a kind, on every rank; return this rank's."""

@@ -1928,13 +1928,11 @@ def test_groups_of_one_process_and_what_cannot_be(one, monkeypatch):
 
 
 def test_batches_of_a_job_with_nccl_travel_over_gloo_to_the_gpu(one, group, monkeypatch):
-    """One process, whose backend is not gloo alone."""
-    both = "cpu:gloo,cuda:nccl"
-    with mock.patch.object(torch.distributed, "get_backend", return_value=both):
-        groups = one.ParallelGroups()
-    assert groups.batch_group is not groups.group("tp")
-    assert torch.distributed.get_backend(groups.batch_group) == "gloo"
+    with counted("new_subgroups_by_enumeration") as new:
+        one.ParallelGroups()
+    assert [call.kwargs["backend"] for call in new.call_args_list] == [*7 * [None], "gloo"]
     assert one._device_of_group() == torch.device("cpu")
+    both = "cpu:gloo,cuda:nccl"
     monkeypatch.setattr(torch.distributed, "get_backend_config", mock.Mock(return_value=both))
     assert one._device_of_group() == torch.device("cuda")
 
