@@ -2722,11 +2722,6 @@ def test_what_a_state_asks_of_other_classes(one, tmp_path):
             which, samples = super()._build_indices()
             return which, samples[::-1].copy()
 
-    class Own(one.MegatronDataset):
-        __len__ = Numbers.__len__
-        __getitem__ = Wrapped.__getitem__
-        n = 64
-
     prefix = mk(one, tmp_path / "p", [[1] * 17, [2] * 9, [3] * 30] * 9)
 
     def plain(n=40, **fields):
@@ -2735,12 +2730,12 @@ def test_what_a_state_asks_of_other_classes(one, tmp_path):
     def part(*samples, **fields):
         return torch.utils.data.Subset(plain(80, **fields), *samples)
 
-    def over(reader, cls=one.GPTDataset, **fields):
-        return cls(reader, None, range(2), 40, one.Split.train, config(one, **fields))
+    def over(reader):
+        return one.GPTDataset(reader, None, range(2), 40, one.Split.train, config(one))
 
-    def chats(**fields):
+    def chats(n=64, **fields):
         rows = [{"messages": ROW}]
-        return one.SFTDataset(rows, None, range(1), 64, one.Split.train, config(one, **fields))
+        return one.SFTDataset(rows, None, range(1), n, one.Split.train, config(one, **fields))
 
     def blend(cls, *phases):
         phases = [(samples, (1, 1)) for samples in phases]
@@ -2768,7 +2763,8 @@ def test_what_a_state_asks_of_other_classes(one, tmp_path):
         (*permuted[1:], r"document_index \(CRC-32\) was"),
         (blend(Reversed, 40), blend(Reversed, 40), None),
         (blend(Reversed, 40), blend(Reversed, 48), "which sample each corpus gave was"),
-        (over([0], Own), over([0], Own, sequence_length=9), "sequence_length was 8 in"),
+        (chats(), chats(99), None),
+        (chats(), chats(sequence_length=9), "sequence_length was 8 in"),
         (chats(), chats(context_parallel_size=2), "context_parallel_size was 1 in"),
     ):
         load_state_of(loader_of(one, before), loader_of(one, after), 32, words)
