@@ -2606,9 +2606,9 @@ def loader_of_run(
     return loader_of(mm, data, **fields_of(kind), seed=int(seed or 0))
 
 
-U = (1, 2)  # weights of phases, as V and W
-V = (2, 1)
-W = (1, 1)
+U = (1, 2, 1)  # weights of phases, as V and W, of as many corpora as there are
+V = (2, 1, 1)
+W = (1, 1, 1)
 TWO_PHASES = {"mix": [(24, U), (24, V)]}
 UNSTABLE = {"stable_order": False}
 OTHER_MIX = r"which corpus gave which sample \(weights, blend_phases\) was \d+ in the state, and is"
@@ -2655,14 +2655,10 @@ def test_a_state_fits_where_the_samples_are_equal(one, tmp_path):
         load_state_of(before, after, n, words)
 
 
+SEVERAL_PHASES = [[(24, U), (24, V)], [(24, U), (90, V)], [(24, U), (24, V), (60, W)]]
 VALUES = {  # of each setting of a random run
     "corpora": ["a", "ab", "ab", "abc", "ba", ["copies/a", "b"], ["a", "other tokens/b"]],
-    "mix": [
-        None,
-        *([(count, (1, 2, 1))] for count in (24, 48, 90)),
-        *([(24, (1, 2, 1)), (count, (2, 1, 1))] for count in (24, 90)),
-        *([(24, weights), (24, (2, 1, 1)), (60, (1, 1, 1))] for weights in [(1, 2, 1), (1, 1, 0)]),
-    ],
+    "mix": [None, [(24, U)], [(48, U)], [(90, U)], *SEVERAL_PHASES],
     "samples": [None, None, None, range(20), range(24), range(1, 21), [*range(16), 1, 2, 3, 4]],
     "which": [0, 0, 1],
     "random_seed": [1, 2],
