@@ -2490,22 +2490,19 @@ class MegatronPretrainingSampler(_Sampler):
     kind = "single"
 
     def __iter__(self) -> typing.Iterator[list[int | None]]:
+        rank = self.data_parallel_rank
+        ranks = self.data_parallel_size
         begin = self.next_start
         self.next_start = 0
         for first in range(begin, self.total_samples, self.samples_per_round):
             count = min(self.samples_per_round, self.total_samples - first)
-            if count == self.samples_per_round or not self.drop_last:
-                yield self._part_of_round(first, count)
-
-    def _part_of_round(self, first, count):
-        """This rank's part of the count samples from first on, filled up with None.
-
-        They are cut as evenly as can be: two ranks differ by one sample at most.
-        """
-        own_first = first + _ceil_div(self.data_parallel_rank * count, self.data_parallel_size)
-        own_end = first + _ceil_div((self.data_parallel_rank + 1) * count, self.data_parallel_size)
-        padding = [None] * (self.micro_batch_size - (own_end - own_first))
-        return [*range(own_first, own_end), *padding]
+            if self.drop_last and count < self.samples_per_round:
+                return
+            # As evenly as can be: of a short round two ranks differ by one sample at most.
+            own_first = first + _ceil_div(rank * count, ranks)
+            own_end = first + _ceil_div((rank + 1) * count, ranks)
+            padding = [None] * (self.micro_batch_size - (own_end - own_first))
+            yield [*range(own_first, own_end), *padding]
 
 
 class MegatronFullValidationSampler(MegatronPretrainingSampler):
