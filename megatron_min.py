@@ -2865,15 +2865,11 @@ def _layout_of_stage(groups, shape, create_attention_mask, mtp, packed):
     return layout
 
 
-def _read_batch(data_iterator, layout, create_attention_mask, views=None):
-    """Return the tensors of the next batch that a layout has; they are copied into views, too."""
+def _read_batch(data_iterator, layout, create_attention_mask):
+    """Return the tensors of the next batch that a layout has."""
     batch = next(data_iterator)
     _refuse_batch(batch, layout, create_attention_mask)
-    tensors = {key: batch[key].to("cpu", dtype) for key, (_, dtype) in layout.items()}
-    if views is not None:
-        for key, tensor in tensors.items():
-            views[key].copy_(tensor)
-    return tensors
+    return {key: batch[key].to("cpu", dtype) for key, (_, dtype) in layout.items()}
 
 
 def _share_batch(data_iterator, layout, create_attention_mask, groups, device):
@@ -2890,8 +2886,11 @@ def _share_batch(data_iterator, layout, create_attention_mask, groups, device):
     error = None
     if groups.rank("tp") == 0:
         # Section 17: every error but KeyboardInterrupt, SystemExit and GeneratorExit.
-        _, error = _attempt(_read_batch, data_iterator, layout, create_attention_mask, views)
+        tensors, error = _attempt(_read_batch, data_iterator, layout, create_attention_mask)
         views["failed"].fill_(error is not None)
+        if error is None:
+            for key, tensor in tensors.items():
+                views[key].copy_(tensor)
     torch.distributed.broadcast(buffer, group=groups.batch_group, group_src=0)
     if views["failed"]:
         _raise_error_of(0, error, groups.batch_group)  # in a second broadcast: tp 0 tells it
