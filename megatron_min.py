@@ -2504,6 +2504,15 @@ class MegatronPretrainingSampler(_Sampler):
             padding = [None] * (self.micro_batch_size - (own_end - own_first))
             yield [*range(own_first, own_end), *padding]
 
+    def get_start_end_idx(self) -> tuple[int, int]:
+        """Return which samples of a whole round are this rank's: (first, end).  Upstream's name.
+
+        >>> MegatronPretrainingSampler(8, 0, 2, 1, 2).get_start_end_idx()
+        (2, 4)
+        """
+        first = self.data_parallel_rank * self.micro_batch_size
+        return first, first + self.micro_batch_size
+
 
 class MegatronFullValidationSampler(MegatronPretrainingSampler):
     """One sample for each rank in each round, to the last sample, then None.
