@@ -2474,14 +2474,19 @@ class MegatronPretrainingSampler(_Sampler):
     kind = "single"
 
     def __iter__(self) -> typing.Iterator[list[int | None]]:
+        rank = self.data_parallel_rank
+        ranks = self.data_parallel_size
         begin = self.next_start
         self.next_start = 0
-        own_first, own_end = self.get_start_end_idx()
         for first in range(begin, self.total_samples, self.samples_per_round):
-            if first + self.samples_per_round <= self.total_samples:
-                yield list(range(first + own_first, first + own_end))
-            elif not self.drop_last:
-                yield self._part_of_short_round(first)
+            count = min(self.samples_per_round, self.total_samples - first)
+            if self.drop_last and count < self.samples_per_round:
+                return
+            # As evenly as can be: of a short round two ranks differ by one sample at most.
+            own_first = first + _ceil_div(rank * count, ranks)
+            own_end = first + _ceil_div((rank + 1) * count, ranks)
+            padding = [None] * (self.micro_batch_size - (own_end - own_first))
+            yield [*range(own_first, own_end), *padding]
 
     def get_start_end_idx(self) -> tuple[int, int]:
         """Return which samples of a whole round are this rank's: (first, end).  Upstream's name.
@@ -2491,17 +2496,6 @@ class MegatronPretrainingSampler(_Sampler):
         """
         first = self.data_parallel_rank * self.micro_batch_size
         return first, first + self.micro_batch_size
-
-    def _part_of_short_round(self, first):
-        """This rank's part of the samples from first to the last, filled up with None.
-
-        They are cut as evenly as can be: two ranks differ by one sample at most.
-        """
-        count = self.total_samples - first
-        own_first = first + _ceil_div(self.data_parallel_rank * count, self.data_parallel_size)
-        own_end = first + _ceil_div((self.data_parallel_rank + 1) * count, self.data_parallel_size)
-        padding = [None] * (self.micro_batch_size - (own_end - own_first))
-        return [*range(own_first, own_end), *padding]
 
 
 class MegatronFullValidationSampler(MegatronPretrainingSampler):
@@ -2721,11 +2715,9 @@ class ParallelGroups:
         if _is_distributed():
             for kind in self._KINDS:
                 self._groups[kind] = self._new_group(kind)
-            self.batch_group = self._groups["tp"]
             # Batches travel by gloo.  Over NCCL a receiver would have to read from its GPU whether
             # the reader failed, and so wait for all the work that is queued there.
-            if torch.distributed.get_backend() != "gloo":
-                self.batch_group = self._new_group("tp", backend="gloo")
+            self.batch_group = self._new_group("tp", backend="gloo")
 
     def _new_group(self, kind, backend=None):
         """Make all process groups of a kind, on every rank; return this rank's."""
@@ -2866,15 +2858,11 @@ def _layout_of_stage(groups, shape, create_attention_mask, mtp, packed):
     return layout
 
 
-def _read_batch(data_iterator, layout, create_attention_mask, views=None):
-    """Return the tensors of the next batch that a layout has; they are copied into views, too."""
+def _read_batch(data_iterator, layout, create_attention_mask):
+    """Return the tensors of the next batch that a layout has."""
     batch = next(data_iterator)
     _refuse_batch(batch, layout, create_attention_mask)
-    tensors = {key: batch[key].to("cpu", dtype) for key, (_, dtype) in layout.items()}
-    if views is not None:
-        for key, tensor in tensors.items():
-            views[key].copy_(tensor)
-    return tensors
+    return {key: batch[key].to("cpu", dtype) for key, (_, dtype) in layout.items()}
 
 
 def _share_batch(data_iterator, layout, create_attention_mask, groups, device):
@@ -2891,8 +2879,11 @@ def _share_batch(data_iterator, layout, create_attention_mask, groups, device):
     error = None
     if groups.rank("tp") == 0:
         # Section 17: every error but KeyboardInterrupt, SystemExit and GeneratorExit.
-        _, error = _attempt(_read_batch, data_iterator, layout, create_attention_mask, views)
+        tensors, error = _attempt(_read_batch, data_iterator, layout, create_attention_mask)
         views["failed"].fill_(error is not None)
+        if error is None:
+            for key, tensor in tensors.items():
+                views[key].copy_(tensor)
     torch.distributed.broadcast(buffer, group=groups.batch_group, group_src=0)
     if views["failed"]:
         _raise_error_of(0, error, groups.batch_group)  # in a second broadcast: tp 0 tells it
@@ -2951,14 +2942,11 @@ def get_batch_on_this_cp_rank(
         return part
     cu_seqlens = batch.get("cu_seqlens")
     if cu_seqlens is None or use_per_sequence_balancing:
-        if length % (2 * cp_size):
-            wanted = f"cp_size {cp_size} wants a multiple of {2 * cp_size}"
-            raise ValueError(f"a row of {length} tokens cannot be cut: {wanted}")
-        [places] = _places_of_cp_rank(torch.tensor([[0, length]]), cp_rank, cp_size)  # of all rows
+        bounds = torch.tensor([[0, length]])
+        [places] = _places_of_cp_rank(bounds, cp_rank, cp_size)  # of all rows
     else:
         bounds = torch.nn.functional.pad(cu_seqlens.to("cpu", torch.int64), (1, 0))
         bounds = torch.nn.functional.pad(bounds, (0, 1), value=length)
-        _refuse_uneven_documents(bounds, cp_size)
         places = _places_of_cp_rank(bounds, cp_rank, cp_size)
     for key, value in batch.items():
         dim = 2 if key == "attention_mask" else 1
@@ -2991,6 +2979,7 @@ def _places_of_cp_rank(bounds, cp_rank, cp_size):
     Of each document, cut into 2 * cp_size chunks, the rank keeps number cp_rank from the front and
     number cp_rank from the back.
     """
+    _refuse_uneven(bounds, cp_size)
     rows = len(bounds)
     lengths = bounds.diff(dim=1).flatten()
     length_of_document = lengths.repeat_interleave(lengths)  # of each token's
@@ -3112,10 +3101,10 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         if sampler.drop_last:
             end -= (end - begin) % sampler.samples_per_round
         if self.consumed_samples < self._end_of_resumed:
-            words = f"left at sample {self.consumed_samples}, and this one begins at sample {begin}"
             warnings.warn(
-                f"the iterator that went on from the state was {words}: to go on there, load the "
-                "state again, and keep its first iterator",
+                f"the iterator that went on from the state was left at sample "
+                f"{self.consumed_samples}, and this one begins at sample {begin}: to go on there, "
+                "load the state again, and keep its first iterator",
                 stacklevel=2,
             )
         self._end_of_resumed = end if self._newest is None else 0
@@ -3207,13 +3196,14 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         all the same, if a pass of the sampler can start there.
         """
         if strict:
-            _refuse_other_version(state_dict.get("version"))
+            version = state_dict.get("version")
+            _refuse_difference({"version": version}, {"version": _STATE_VERSION})
         with _named("the state", "wanted version, consumed_samples, past, as of state_dict()"):
             consumed = operator.index(state_dict["consumed_samples"])
             past = _read_past(state_dict["past"]) if strict else None
         _refuse_start(self.batch_sampler, consumed)
         if strict:
-            _refuse_other_past(past, _read_past(self._past_of(consumed)))
+            _refuse_difference(past, _read_past(self._past_of(consumed)))
         self._newest = None
         self._end_of_resumed = 0
         self.consumed_samples = consumed
@@ -3781,10 +3771,8 @@ def finalize_model_grads(
         if num_tokens is None:
             continue
         total = torch.as_tensor(num_tokens, device=_device_of_group(part.group)).clone()
-        group, size = part.group, part.size
-        if groups is not None:
-            group, size = groups.group("dp-cp"), groups.size("dp-cp")
-        if size > 1:
+        group = part.group if groups is None else groups.group("dp-cp")
+        if _is_distributed():
             torch.distributed.all_reduce(total, group=group)
         total = total.item()
         if total != 0:  # without a token that counts, all gradients are 0 already
@@ -4695,26 +4683,20 @@ def _refuse_start(sampler, consumed_samples):
     total = sampler.total_samples
     ranks = sampler.data_parallel_size
     per_round = sampler.samples_per_round
-    sizes = [total, sampler.micro_batch_size, ranks]
-    if min(sizes) < 1:
+    is_cyclic = sampler.kind == "cyclic"
+    for name, value, least, most in (
+        ("total_samples", total, 1, math.inf),
+        ("micro_batch_size", sampler.micro_batch_size, 1, math.inf),
+        ("data_parallel_size", ranks, 1, math.inf),
+        ("data_parallel_rank", sampler.data_parallel_rank, 0, ranks - 1),
+        ("consumed_samples", consumed_samples, 0, math.inf if is_cyclic else total),
+    ):
+        if not least <= value <= most:
+            raise ValueError(f"{name}: wanted {least} to {most}, got {value}")
+    if is_cyclic and (total < per_round or consumed_samples % per_round):
         raise ValueError(
-            f"total_samples, micro_batch_size, data_parallel_size must be at least 1, got {sizes}"
-        )
-    if not 0 <= sampler.data_parallel_rank < ranks:
-        raise ValueError(
-            f"data_parallel_rank must be 0 to {ranks - 1}, got {sampler.data_parallel_rank}"
-        )
-    if sampler.kind == "cyclic":
-        if total < per_round:
-            raise ValueError(f"total_samples ({total}) must fill a round of {per_round} samples")
-        if consumed_samples < 0 or consumed_samples % per_round:
-            raise ValueError(
-                f"consumed_samples must be a multiple of the round of {per_round} samples, "
-                f"got {consumed_samples}"
-            )
-    elif not 0 <= consumed_samples <= total:
-        raise ValueError(
-            f"consumed_samples must be 0 to total_samples ({total}), got {consumed_samples}"
+            f"wanted whole rounds of {per_round} samples (micro_batch_size * data_parallel_size), "
+            f"got total_samples {total} and consumed_samples {consumed_samples}"
         )
 
 
@@ -4772,7 +4754,7 @@ def _refuse_batch(batch, layout, create_attention_mask):
             raise ValueError(f"batch[{key!r}]: wanted {dtype}, got {batch[key].dtype}")
 
 
-def _refuse_uneven_documents(bounds, cp_size):
+def _refuse_uneven(bounds, cp_size):
     """ValueError unless each document, from bound to bound, can be cut into 2 * cp_size chunks."""
     lengths = bounds.diff(dim=1)
     wrong = ((lengths < 0) | (lengths % (2 * cp_size) != 0)).nonzero()
@@ -4781,9 +4763,9 @@ def _refuse_uneven_documents(bounds, cp_size):
         begin, end = bounds[row, at : at + 2].tolist()
         number = int((lengths[row, :at] > 0).sum())
         raise ValueError(
-            f"cu_seqlens: document {number} of row {row} has {end - begin} tokens ({begin} to "
-            f"{end}): cp_size {cp_size} wants a multiple of {2 * cp_size} in every document; "
-            "use_per_sequence_balancing=True cuts the whole row instead"
+            f"document {number} of row {row} has {end - begin} tokens ({begin} to {end}): cp_size "
+            f"{cp_size} wants a multiple of {2 * cp_size} in each document, or, with "
+            "use_per_sequence_balancing=True, in each row"
         )
 
 
@@ -4814,26 +4796,16 @@ def _refuse_data_of_loader(dataset, rank, size):
         )
 
 
-def _refuse_other_version(version):
-    """ValueError for a state of another version."""
-    if version != _STATE_VERSION:
-        raise ValueError(
-            f"the state does not fit: it has version {version}, and this release reads "
-            f"{_STATE_VERSION}.  Go on with the release that saved it, or unchecked: "
-            "load_state_dict(state, strict=False)"
-        )
-
-
-def _refuse_other_past(past, here):
-    """ValueError for a state whose past is not what is here."""
-    difference = _first_difference(past, here)
+def _refuse_difference(state, here):
+    """ValueError for what a state says, where here it is another one."""
+    difference = _first_difference(state, here)
     if difference is not None:
         words, was, now = difference
         raise ValueError(
             f"the state does not fit: {words} was {was} in the state, and is {now}.  Go on with "
-            "the data and the settings of the state (a run that is to grow wants stable_order=True "
-            "from its first start), or unchecked, where some samples come twice and others never: "
-            "load_state_dict(state, strict=False)"
+            "the data, settings and release of the state (a run that is to grow wants "
+            "stable_order=True from its first start), or unchecked, where samples may come twice "
+            "or never: load_state_dict(state, strict=False)"
         )
 
 
@@ -4899,18 +4871,15 @@ def _refuse_sums_of_one_rank(model):
     if _num_processes() == 1:
         return
     # Told by name: torch.distributed.fsdp is slow to import, and most jobs do without it.
-    names = set()
+    averaging = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
     for part in model.modules():
-        kinds = type(part).__mro__
-        names.update(kind.__name__ for kind in kinds if kind.__module__.startswith("torch."))
-    found = names & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
-    if found:
-        raise ValueError(
-            f"the model is, or has in it, a {found.pop()} of torch, which averages over the ranks, "
-            "and the loss is a sum, which the tokens of this rank alone would divide: have "
-            "loss_func return a mean, (loss, report), or take this module's "
-            "DistributedDataParallel"
-        )
+        for kind in type(part).__mro__:
+            if kind.__name__ in averaging and kind.__module__.startswith("torch."):
+                raise ValueError(
+                    f"a {kind.__name__} of torch averages over the ranks, and the loss is a sum, "
+                    "which the tokens of this rank alone would divide: have loss_func return a "
+                    "mean, (loss, report), or take this module's DistributedDataParallel"
+                )
 
 
 def _refuse_ramp(sizes, global_batch_size, samples_per_round):
