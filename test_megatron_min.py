@@ -653,6 +653,7 @@ def test_a_pickle_is_all_but_the_files(one, pair, monkeypatch):
     ds = Shifted(10, "pair", mmap=False, object_storage_config=settings, check=True)
     ds.document_indices = np.array([7])
     pickled = pickle.dumps(ds)
+    assert not {"_tokens", "_stamps", "_known"} & set(ds.__getstate__())
     assert len(pickled) < 1100
     monkeypatch.chdir("/")
     again = pickle.loads(pickled)
