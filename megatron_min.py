@@ -1180,7 +1180,7 @@ def build_sample_idx(
     if S < 1:
         raise ValueError(f"sequence_length must be 1 or more, got {S}")
     N = count_samples(tokens, S, drop_last_partial_sequence, x)
-    rows = np.zeros((N + 1, 2), _sample_index_dtype(len(document_index)))
+    rows = np.empty((N + 1, 2), _sample_index_dtype(len(document_index)))
     end_of_last = min(N * S + x, tokens) if N else 0
     _fill_rows(rows, sizes, document_index, S, x, end_of_last)
     # With x = 0 a last, short sample ends, as in upstream, with the last document.  (Upstream
@@ -1191,17 +1191,18 @@ def build_sample_idx(
 
 
 def _fill_rows(rows, sizes, document_index, S, x, end_of_last):
-    """Fill in rows 1 to N of a sample_index; section 18 puts a faster function here.
+    """Fill in the rows of a sample_index; section 18 puts a faster function here.
 
-    Row j is found from where sample j - 1 ends: j*S + x tokens into the stream, or, if it is a
-    last, short one, end_of_last.  (So, as in upstream, with x = 0 the row of a sample that starts
-    with a document is the end of the document before it.)
+    Row 0 is (0, 0).  Row j is found from where sample j - 1 ends: j*S + x tokens into the stream,
+    or, if it is a last, short one, end_of_last.  (So, as in upstream, with x = 0 the row of a
+    sample that starts with a document is the end of the document before it.)
     """
     lengths = _check_documents(sizes, document_index, end_of_last)
     tokens_read = np.minimum(np.arange(1, len(rows)) * S + x, end_of_last)
     ends = np.cumsum(lengths, dtype=np.int64)  # tokens of the stream up to the end of each document
     starts = ends - lengths
     d = np.searchsorted(ends, tokens_read)  # the first document that ends there or later
+    rows[0] = 0
     rows[1:, 0] = d
     rows[1:, 1] = tokens_read - x - starts[d]  # sample j begins x tokens before sample j - 1 ends
 
@@ -1414,9 +1415,6 @@ class GPTDataset(MegatronDataset):
     document that it touches.  On object storage the reads of a batch are made at the same time.
     IndexError for a sample that does not exist.
 
-    The arrays are kept in files in config.path_to_cache.  Its default is a folder beside the pair,
-    or, for a pair on object storage, one beside the copy of its .idx.
-
     A subclass may override
       __getitem__(k)                                returns a sample, whatever its keys are
       _query_document_sample_shuffle_indices(k)     returns (tokens, sequences) of one, and perhaps
@@ -1536,9 +1534,9 @@ class GPTDataset(MegatronDataset):
         S = config.sequence_length
         pad = self._pad_token_id
         text = self._fill_up(text)  # that of a subclass may be short
-        text = np.asarray(text).astype(np.int64, casting="same_kind")  # a copy; TypeError of floats
+        text = np.asarray(text).astype(np.int64, casting="same_kind", copy=False)  # no floats
         tokens = text[:S].copy()
-        labels = text[1:]
+        labels = text[1:].copy()
         if not self._x:
             labels = np.append(labels, pad)
         is_padding = labels == pad
@@ -1920,8 +1918,6 @@ def build_phase_indices(
         which = dataset_index[begin : begin + samples]
         sample = dataset_sample_index[begin : begin + samples]
         _check_blending(which, sample, shares, len(taken))
-        if samples and not shares.any():
-            raise ValueError(f"weights of a phase: wanted a sum > 0, got {weights}")
         _fill_blend(which, sample, shares, limits, samples)
         sample += taken[which]
         taken += np.bincount(which, minlength=len(taken))
@@ -2285,8 +2281,7 @@ class BlendedMegatronDatasetBuilder:
     def build(self) -> list:
         """Return [train, valid, test]: each None, a dataset, or a list of validation datasets.
 
-        Rank 0 builds first, so that the others find its cache; a failure on any rank is raised on
-        every rank, and so is a ValueError where their data differ.
+        A failure on any rank is raised on every rank, as is a ValueError where their data differ.
         """
         if not _is_distributed():
             return self._build_splits()
@@ -4119,12 +4114,11 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 #                            do not go together, weights, phases
 #   sizes                    no build can have them                  a builder is made    ValueError
 #   corpora                  too many sequences; several tokenizers  build()              ValueError
-#   the pair of a dataset    floats; no eods (a warning)             before orders        ValueError
+#   the pair of a dataset    no eods                                 before orders        a warning
 #   data of the ranks        they differ                             end of build()       ValueError
 #   arguments of kernels     dtype, shape, range                     at each call         (c)
 #   arrays of orders         they lead out of the corpus             at each access       IndexError
 #   sizes of a sampler       below 1; it cannot begin there          when made or loaded  ValueError
-#   a text of a subclass     no integers; too many                   at each access       (c)
 #   sizes of a run           a ramp-up without equal steps           when they are given  ValueError
 #   groups, rows, documents  ranks or tokens cannot be cut so        when they are cut    ValueError
 #   a batch                  shape; packed or not; a mask of         when it is read      ValueError
