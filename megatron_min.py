@@ -4410,7 +4410,7 @@ def _check_config(config):
     if config.blend_per_split is not None:
         blends = config.blend_per_split
         if len(blends) != len(Split) or config.blend is not None or config.split is not None:
-            raise ValueError("blend_per_split wants 3 blends or None, and no blend and split")
+            raise ValueError("blend_per_split wants 3 entries, and blend and split to be None")
     elif config.multiple_validation_sets:
         raise ValueError("multiple_validation_sets needs blend_per_split")
     elif config.blend is not None and config.split is None:
