@@ -1500,7 +1500,7 @@ class GPTDataset(MegatronDataset):
         """
         k = _position(k, len(self), f"the samples of {_name(self)}")
         j = int(self.shuffle_index[k])
-        rows = self.sample_index[j : j + 2].tolist()
+        rows = self.sample_index[j : j + 2].tolist()  # (d, offset) of this sample and the next
         sequences = self.document_index[rows[0][0] : rows[-1][0] + 1].tolist()
         _check_places(self, k, rows, sequences)
         (first_d, first_offset), (last_d, last_offset) = rows
