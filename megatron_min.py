@@ -902,29 +902,18 @@ class BlendedMegatronDatasetConfig:
     blend_phases: list | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.blend_per_split is not None and not any(self.blend_per_split):
+            self.blend_per_split = None
         _check_config(self)
         self.random_seed = int(self.random_seed)  # JSON, of section 15, has no numbers of numpy
         self.sequence_length = int(self.sequence_length)
-        if self.blend_per_split and any(self.blend_per_split):
-            self.blend_per_split = [_read_blend(blend) for blend in self.blend_per_split]
+        if self.blend_per_split is not None:
             return
-        self.blend_per_split = None
-        self.blend = _read_blend(self.blend)
         self.mock = self.blend is None
         if self.mock:
             self.split = "1,1,1"
         shares = parse_and_normalize_split(self.split)
         self.split_matrix = convert_split_vector_to_split_matrix(shares)
-
-
-def _read_blend(blend):
-    """A blend as (prefixes, a list of Python's numbers or None); None stays None."""
-    if blend is None:
-        return None
-    prefixes, weights = blend
-    if weights is not None:
-        weights = np.array(weights).tolist()
-    return prefixes, weights
 
 
 @dataclasses.dataclass
@@ -1083,10 +1072,11 @@ def plan_epochs(
     """
     S = sequence_length
     x = int(add_extra_token_to_sequence)
-    _check_wanted(num_samples, tokens_per_epoch)
     num_epochs = 1
     if num_samples:
-        num_epochs = _ceil_div(num_samples * S + x, tokens_per_epoch)
+        if tokens_per_epoch == 0:
+            raise ValueError(f"{num_samples} samples are wanted of no tokens: enlarge it")
+        num_epochs = max(1, _ceil_div(num_samples * S + x, tokens_per_epoch))
     all_tokens = num_epochs * tokens_per_epoch
     all_samples = count_samples(all_tokens, S, drop_last_partial_sequence, x)
     if num_epochs == 1:
@@ -1137,7 +1127,8 @@ def build_document_index(
 
 def _repeat(documents, num_epochs):
     """The documents once for each epoch, int32 (E*D,)."""
-    _check_numbers(documents)
+    if len(documents) and np.max(documents) >= 2**31:
+        raise ValueError(f"document {np.max(documents)}: document_index is int32, below 2**31")
     return np.tile(np.asarray(documents, np.int32), num_epochs)
 
 
@@ -1177,26 +1168,36 @@ def build_sample_idx(
     x = int(add_extra_token_to_sequence)
     tokens = operator.index(num_epochs) * operator.index(tokens_per_epoch)
     document_index = document_indices  # upstream's name means another array in section 1
-    _check_stream(sizes, document_index, S, tokens)
+    _check_array(sizes, "sizes", np.int32)
+    _check_array(document_index, "document_indices", np.int32)
+    if S < 1:
+        raise ValueError(f"sequence_length must be 1 or more, got {S}")
     N = count_samples(tokens, S, drop_last_partial_sequence, x)
+    rows = np.empty((N + 1, 2), _sample_index_dtype(len(document_index)))
     end_of_last = min(N * S + x, tokens) if N else 0
-    lengths = _check_documents(sizes, document_index, end_of_last)
-
-    # Row 0 is (0, 0).  Row j is found from where sample j - 1 ends: j*S + x tokens into the stream,
-    # or, if it is a last, short one, where the stream ends.  (So, as in upstream, with x = 0 the
-    # row of a sample that starts with a document is the end of the document before it.)
-    tokens_read = np.minimum(np.arange(1, N + 1) * S + x, tokens)
-    ends = np.cumsum(lengths, dtype=np.int64)  # tokens of the stream up to the end of each document
-    starts = ends - lengths
-    d = np.searchsorted(ends, tokens_read)  # the first document that ends there or later
-    rows = np.zeros((N + 1, 2), _sample_index_dtype(len(document_index)))
-    rows[1:, 0] = d
-    rows[1:, 1] = tokens_read - x - starts[d]  # sample j begins x tokens before sample j - 1 ends
+    _fill_rows(rows, sizes, document_index, S, x, end_of_last)
     # With x = 0 a last, short sample ends, as in upstream, with the last document.  (Upstream
     # counts it in float32, and with x = 1 lets it end at offset -1 of an empty document.)
     if x == 0 and N * S > tokens:
-        rows[-1] = len(lengths) - 1, lengths[-1]
+        rows[-1] = len(document_index) - 1, sizes[document_index[-1]]
     return rows
+
+
+def _fill_rows(rows, sizes, document_index, S, x, end_of_last):
+    """Fill in the rows of a sample_index; section 18 puts a faster function here.
+
+    Row 0 is (0, 0).  Row j is found from where sample j - 1 ends: j*S + x tokens into the stream,
+    or, if it is a last, short one, end_of_last.  (So, as in upstream, with x = 0 the row of a
+    sample that starts with a document is the end of the document before it.)
+    """
+    lengths = _check_documents(sizes, document_index, end_of_last)
+    tokens_read = np.minimum(np.arange(1, len(rows)) * S + x, end_of_last)
+    ends = np.cumsum(lengths, dtype=np.int64)  # tokens of the stream up to the end of each document
+    starts = ends - lengths
+    d = np.searchsorted(ends, tokens_read)  # the first document that ends there or later
+    rows[0] = 0
+    rows[1:, 0] = d
+    rows[1:, 1] = tokens_read - x - starts[d]  # sample j begins x tokens before sample j - 1 ends
 
 
 def _sample_index_dtype(num_documents):
@@ -1407,9 +1408,6 @@ class GPTDataset(MegatronDataset):
     document that it touches.  On object storage the reads of a batch are made at the same time.
     IndexError for a sample that does not exist.
 
-    The arrays are kept in files in config.path_to_cache.  Its default is a folder beside the pair,
-    or, for a pair on object storage, one beside the copy of its .idx.
-
     A subclass may override
       __getitem__(k)                                returns a sample, whatever its keys are
       _query_document_sample_shuffle_indices(k)     returns (tokens, sequences) of one, and perhaps
@@ -1486,7 +1484,7 @@ class GPTDataset(MegatronDataset):
         pieces = self.pieces(idx)
         text = np.concatenate(_read_pieces(self.dataset, pieces), dtype=np.int64)
         sequences = [i for i, _, _ in pieces]
-        return self._fill_up(idx, text), np.array(sequences, np.int64)
+        return self._fill_up(text), np.array(sequences, np.int64)
 
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         """Return where the tokens of sample k are: [(sequence, offset, length), ...], in order.
@@ -1494,10 +1492,11 @@ class GPTDataset(MegatronDataset):
         A length may be 0: that of an empty document, or, with x = 0, of the first piece.
         """
         k = _position(k, len(self), f"the samples of {_name(self)}")
-        _check_places(self, k)
-        j = self.shuffle_index[k]
-        (first_d, first_offset), (last_d, last_offset) = self.sample_index[j : j + 2].tolist()
-        sequences = self.document_index[first_d : last_d + 1].tolist()
+        j = int(self.shuffle_index[k])
+        rows = self.sample_index[j : j + 2].tolist()  # (d, offset) of this sample and the next
+        sequences = self.document_index[rows[0][0] : rows[-1][0] + 1].tolist()
+        _check_places(self, k, rows, sequences)
+        (first_d, first_offset), (last_d, last_offset) = rows
         pieces = []
         for d, i in enumerate(sequences, first_d):
             begin = first_offset if d == first_d else 0
@@ -1508,13 +1507,12 @@ class GPTDataset(MegatronDataset):
             pieces.append((i, begin, end - begin))
         return pieces
 
-    def _fill_up(self, k, text):
-        """The text of sample k, with padding behind it where it has fewer than S + x tokens."""
+    def _fill_up(self, text):
+        """A text, with padding behind it where it has fewer than S + x tokens."""
         missing = self.config.sequence_length + self._x - len(text)
-        _check_text(self, k, text, missing)
         if missing == 0:
             return text
-        padding = np.full(missing, self._pad_token_id)
+        padding = np.full(missing, self._pad_token_id)  # numpy refuses a text that is too long
         return np.concatenate([text, padding], dtype=np.int64)
 
     def _make_sample(self, idx, text, lengths=None):
@@ -1528,9 +1526,10 @@ class GPTDataset(MegatronDataset):
         config = self.config
         S = config.sequence_length
         pad = self._pad_token_id
-        text = self._fill_up(k, text)  # that of a subclass may be short
-        tokens = np.array(text[:S], np.int64)
-        labels = np.array(text[1:], np.int64)
+        text = self._fill_up(text)  # that of a subclass may be short
+        text = np.asarray(text).astype(np.int64, casting="same_kind", copy=False)  # no floats
+        tokens = text[:S].copy()
+        labels = text[1:].copy()
         if not self._x:
             labels = np.append(labels, pad)
         is_padding = labels == pad
@@ -1584,7 +1583,7 @@ class GPTDataset(MegatronDataset):
         config = self.config
         S = config.sequence_length
         lengths = self.dataset.sequence_lengths
-        tokens_per_epoch = _count_tokens(lengths, self._documents)
+        tokens_per_epoch = int(lengths[self.indices].sum(dtype=np.int64))
         drop_last = not self._keeps_short
         with _named(_name(self), f"{self.index_split.name} of split {config.split!r}"):
             plan = plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._x)
@@ -1723,13 +1722,6 @@ def _positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.nd
     return positions
 
 
-def _count_tokens(lengths, documents):
-    """The tokens of all these documents; of a range no lengths are copied."""
-    if isinstance(documents, range):
-        documents = slice(documents.start, documents.stop)
-    return int(lengths[documents].sum(dtype=np.int64))
-
-
 class MockGPTLowLevelDataset:
     """Sequence i is 1, 2, ..., length - 1 (mod vocabulary), then eod.  Upstream: the same name.
 
@@ -1841,7 +1833,7 @@ def build_blending_indices(
     ([1, 0, 1, 1], [0, 0, 1, 2])
     """
     shares = np.array(weights[:num_datasets], np.float64)
-    _check_blending(dataset_index, dataset_sample_index, shares, num_datasets, size)
+    _check_blending(dataset_index, dataset_sample_index, shares, num_datasets)
     no_limits = np.full(len(shares), np.inf)
     _fill_blend(dataset_index, dataset_sample_index, shares, no_limits, size)
 
@@ -1867,7 +1859,7 @@ def build_exhaustive_blending_indices(
     """
     counts = _as_counts(sizes[:num_datasets])
     size = sum(counts.tolist())  # of Python's integers: a sum in int64 might overflow
-    _check_blending(dataset_index, dataset_sample_index, counts, num_datasets, size)
+    _check_blending(dataset_index, dataset_sample_index, counts, num_datasets)
     shares = counts / np.float64(max(size, 1))
     _fill_blend(dataset_index, dataset_sample_index, shares, counts.astype(np.float64), size)
 
@@ -1918,9 +1910,7 @@ def build_phase_indices(
         limits = np.where(shares > 0, np.inf, 0.0)
         which = dataset_index[begin : begin + samples]
         sample = dataset_sample_index[begin : begin + samples]
-        _check_blending(which, sample, shares, len(taken), samples)
-        if samples and not shares.any():
-            raise ValueError(f"weights of a phase: wanted a sum > 0, got {weights}")
+        _check_blending(which, sample, shares, len(taken))
         _fill_blend(which, sample, shares, limits, samples)
         sample += taken[which]
         taken += np.bincount(which, minlength=len(taken))
@@ -2015,10 +2005,11 @@ class BlendedDataset(_Identified):
     def _set_shares(self, weights, size, phases):
         """Set size, weights and phases as in the table above; datasets of weight 0 are dropped."""
         names = [_name(dataset) for dataset in self.datasets]
-        _check_shares(self.datasets, weights, size, phases, names)
         self.phases = None
         self.size = None
         if phases is not None:
+            if weights is not None or size is not None:
+                raise ValueError("phases stand for weights and size: these must be None")
             phases = _as_phases(phases, names)
             self.size = sum(samples for samples, _ in phases)
             _, self.weights = phases[0]
@@ -2026,6 +2017,7 @@ class BlendedDataset(_Identified):
                 self.phases = phases
                 self.weights = None
             return
+        _check_weights(weights, names)
         self.datasets, weights = _drop_zero_weights(self.datasets, weights, names)
         if size is None:
             self.weights = _as_counts(weights).tolist()
@@ -2273,8 +2265,7 @@ class BlendedMegatronDatasetBuilder:
     def build(self) -> list:
         """Return [train, valid, test]: each None, a dataset, or a list of validation datasets.
 
-        Rank 0 builds first, so that the others find its cache; a failure on any rank is raised on
-        every rank, and so is a ValueError where their data differ.
+        A failure on any rank is raised on every rank, as is a ValueError where their data differ.
         """
         if not _is_distributed():
             return self._build_splits()
@@ -4095,12 +4086,11 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 #                            do not go together, weights, phases
 #   sizes                    no build can have them                  a builder is made    ValueError
 #   corpora                  too many sequences; several tokenizers  build()              ValueError
-#   the pair of a dataset    floats; no eods (a warning)             before orders        ValueError
+#   the pair of a dataset    no eods                                 before orders        a warning
 #   data of the ranks        they differ                             end of build()       ValueError
 #   arguments of kernels     dtype, shape, range                     at each call         (c)
 #   arrays of orders         they lead out of the corpus             at each access       IndexError
 #   sizes of a sampler       below 1; it cannot begin there          when made or loaded  ValueError
-#   a text of a subclass     no integers; too many                   at each access       (c)
 #   sizes of a run           a ramp-up without equal steps           when they are given  ValueError
 #   groups, rows, documents  ranks or tokens cannot be cut so        when they are cut    ValueError
 #   a batch                  shape; packed or not; a mask of         when it is read      ValueError
@@ -4387,13 +4377,10 @@ def _check_config(config):
         if not hasattr(value, "__index__") or not least <= value < 2**32:
             raise ValueError(f"{name}: wanted a whole number, {least} to 2**32 - 1, got {value!r}")
     blends = [config.blend]
-    per_split = config.blend_per_split
-    if per_split and not (isinstance(per_split, collections.abc.Sequence) and len(per_split) == 3):
-        raise ValueError(f"blend_per_split: wanted 3 blends or None, got {per_split!r:.60}")
-    if per_split and any(per_split):
-        blends = per_split
-        if config.blend is not None or config.split is not None:
-            raise ValueError("blend_per_split wants blend and split to be None")
+    if config.blend_per_split is not None:
+        blends = config.blend_per_split
+        if len(blends) != len(Split) or config.blend is not None or config.split is not None:
+            raise ValueError("blend_per_split wants 3 entries, and blend and split to be None")
     elif config.multiple_validation_sets:
         raise ValueError("multiple_validation_sets needs blend_per_split")
     elif config.blend is not None and config.split is None:
@@ -4429,28 +4416,13 @@ def _check_config_of_samples(config):
 
 
 def _check_phases(phases, names):
-    """ValueError for what is no list of phases of a blend of these names."""
-    if not isinstance(phases, collections.abc.Sequence) or len(phases) == 0:
-        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r:.60}")
+    """ValueError for phases that are none of a blend of these names."""
     for number, phase in enumerate(phases):
         with _named(f"phase {number}", "wanted (samples, weights), 1 sample or more"):
             samples, weights = phase
             if operator.index(samples) < 1:
                 raise ValueError(f"got {samples} samples")
             _check_weights(weights, names)
-
-
-def _check_shares(datasets, weights, size, phases, names):
-    """ValueError for what a BlendedDataset cannot be made with."""
-    splits = {dataset.index_split.name for dataset in datasets}
-    if len(splits) > 1:
-        raise ValueError(f"wanted datasets of one split, got {sorted(splits)}")
-    if phases is None:
-        _check_weights(weights, names)
-        if size is not None and (size < 0 or size % 1):
-            raise ValueError(f"wanted a size that is a whole number >= 0, got {size}")
-    elif weights is not None or size is not None:
-        raise ValueError("phases stand for weights and size: these must be None")
 
 
 class _BlendTooLarge(ValueError):
@@ -4460,14 +4432,13 @@ class _BlendTooLarge(ValueError):
 def _check_taken(blend):
     """_BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
     needed = {}
+    sentences = []
     for count, dataset in zip(blend.samples_taken().tolist(), blend.datasets, strict=True):
         if count > len(dataset):
             needed[dataset] = count
-    if needed:
-        sentences = []
-        for dataset, count in needed.items():
             has = f"{_name(dataset)}, which has {len(dataset):,}"
             sentences.append(f"the blend takes {count:,} samples of {has}")
+    if needed:
         error = _BlendTooLarge("; ".join(sentences))
         error.needed = needed
         raise error
@@ -4557,14 +4528,6 @@ def _allow_open_files():
 # -- Kernels, orders and samples (sections 4 to 6) -------------------------------------------------
 
 
-def _check_wanted(num_samples, tokens_per_epoch):
-    """ValueError for a number of samples that no number of epochs holds."""
-    if num_samples is not None and num_samples < 0:
-        raise ValueError(f"wanted num_samples >= 0, got {num_samples}")
-    if num_samples and tokens_per_epoch == 0:
-        raise ValueError(f"{num_samples} samples are wanted, but it holds no tokens: enlarge it")
-
-
 def _check_array(values, name, dtype):
     """A 1-D array of this dtype; TypeError or ValueError."""
     if not isinstance(values, np.ndarray) or values.dtype != dtype:
@@ -4572,22 +4535,6 @@ def _check_array(values, name, dtype):
         raise TypeError(f"{name} must be an array of {np.dtype(dtype)}, got {found}")
     if values.ndim != 1:
         raise ValueError(f"{name} must be 1-D, got shape {values.shape}")
-
-
-def _check_stream(sizes, document_index, S, tokens):
-    """Arrays of documents that may hold so many tokens: asked before larger arrays are made."""
-    _check_array(sizes, "sizes", np.int32)
-    _check_array(document_index, "document_indices", np.int32)
-    if not 1 <= S < 2**32:
-        raise ValueError(f"sequence_length must be 1 to 2**32 - 1, got {S}")
-    if not 0 <= tokens <= len(document_index) * 2**31:
-        raise ValueError(f"{len(document_index)} documents cannot hold {tokens} tokens")
-
-
-def _check_numbers(documents):
-    """ValueError for the number of a document that would wrap in document_index."""
-    if len(documents) and np.max(documents) >= 2**31:
-        raise ValueError(f"document {np.max(documents)}: document_index is int32, below 2**31")
 
 
 def _check_documents(sizes, document_index, num_tokens):
@@ -4604,13 +4551,10 @@ def _check_documents(sizes, document_index, num_tokens):
     return lengths
 
 
-def _check_blending(dataset_index, dataset_sample_index, shares, num_datasets, size):
+def _check_blending(dataset_index, dataset_sample_index, shares, num_datasets):
     """TypeError or ValueError for weights or sizes, and outputs, that the loops would misread."""
     _check_array(dataset_index, "dataset_index", np.int16)
     _check_array(dataset_sample_index, "dataset_sample_index", np.int64)
-    room = min(len(dataset_index), len(dataset_sample_index))
-    if not 0 <= size <= room:
-        raise ValueError(f"the outputs have room for {room} samples, not for {size}")
     if not 0 < num_datasets < 2**15 - 1 or len(shares) != num_datasets:
         found = f"{num_datasets}, and {len(shares)} weights"
         raise ValueError(f"num_datasets must be 1 to {2**15 - 2}, each with a weight, got {found}")
@@ -4623,11 +4567,7 @@ def _check_corpus(dataset):
     reader = dataset.dataset
     if isinstance(reader, IndexedDataset):
         reader.verify()
-        if np.issubdtype(reader.dtype, np.floating):
-            raise ValueError(f"{_name(dataset)} holds {reader.dtype.__name__}, no ids")
     lengths = reader.sequence_lengths
-    if np.any((dataset.indices < 0) | (dataset.indices >= len(lengths))):
-        raise IndexError(f"{_name(dataset)}: its documents are 0 to {len(lengths) - 1}")
     if dataset.eod_token_id is None:
         return
     last_tokens = []
@@ -4642,33 +4582,17 @@ def _check_corpus(dataset):
         )
 
 
-def _check_places(dataset, k):
-    """IndexError unless the arrays lead from sample k to sequences of the corpus.
+def _check_places(dataset, k, rows, sequences):
+    """IndexError unless two rows of sample_index lead sample k to sequences of the corpus.
 
     Those of other data may lead elsewhere, or to a number below 0, which numpy counts from the end.
     What is then read of a sequence, its reader checks.
     """
+    is_whole = len(rows) == 2 and 0 < len(sequences) == rows[1][0] - rows[0][0] + 1
+    numbers = [*rows[0], *rows[-1], *sequences]
     num_sequences = len(dataset.dataset.sequence_lengths)
-    j = int(dataset.shuffle_index[k])
-    rows = dataset.sample_index[j : j + 2].tolist()
-    sequences = []
-    if j >= 0 and len(rows) == 2:
-        (first_d, first_offset), (last_d, last_offset) = rows
-        is_in_order = 0 <= first_d <= last_d < len(dataset.document_index)
-        if is_in_order and min(first_offset, last_offset) >= 0:
-            sequences = dataset.document_index[first_d : last_d + 1].tolist()
-    if not sequences or min(sequences) < 0 or max(sequences) >= num_sequences:
-        found = f"rows {j} and {j + 1} of sample_index are {rows}, in sequences {sequences}"
-        raise IndexError(f"{_name(dataset)}: sample {k}: {found}: rebuild the indices")
-
-
-def _check_text(dataset, k, text, missing):
-    """An error unless a text, perhaps of a subclass, is integers, not more than S + x."""
-    dtype = np.asarray(text).dtype
-    if dtype.kind not in "iu":
-        raise TypeError(f"{_name(dataset)}: sample {k}: tokens must be integers, got {dtype}")
-    if missing < 0:
-        found = f"wanted {len(text) + missing} tokens, got {len(text)}"
+    if not is_whole or min(numbers) < 0 or max(sequences) >= num_sequences:
+        found = f"its rows of sample_index are {rows}, in sequences {sequences}"
         raise IndexError(f"{_name(dataset)}: sample {k}: {found}: rebuild the indices")
 
 
@@ -5667,7 +5591,7 @@ def _raise_error_of(source, error, group):
 # Question answered here: where is each loop made fast, and how is C switched on and off?
 #
 #   definition, above                   adapter, below                 loop, in _helpers.c
-#   build_sample_idx                    _c_build_sample_idx            build_sample_idx
+#   _fill_rows                          _c_fill_rows                   build_sample_idx
 #   shuffle                             _c_shuffle                     shuffle
 #   _fill_blend                         _c_fill_blend                  build_blend
 #   _make_batch                         _c_make_batch                  read_samples
@@ -5709,31 +5633,12 @@ if os.environ.get("MEGATRON_MIN_C") != "0":
             warnings.warn(f"the C kernels are there, and cannot be used: {error}", stacklevel=2)
 
 
-@functools.wraps(build_sample_idx)
-def _c_build_sample_idx(
-    sizes,
-    document_indices,
-    sequence_length,
-    num_epochs,
-    tokens_per_epoch,
-    drop_last_partial_sequence=True,
-    add_extra_token_to_sequence=True,
-):
-    flags = drop_last_partial_sequence, add_extra_token_to_sequence
-    S = operator.index(sequence_length)
-    x = int(add_extra_token_to_sequence)
-    tokens = operator.index(num_epochs) * operator.index(tokens_per_epoch)
-    _check_stream(sizes, document_indices, S, tokens)
-    num_samples = count_samples(tokens, S, *flags)
-    tokens_read = min(tokens, num_samples * S + x)  # where the last sample ends
-    with contextlib.suppress(MemoryError, OverflowError, TypeError, ValueError):
-        rows = np.empty((num_samples + 1, 2), _sample_index_dtype(len(document_indices)))
-        _megatron_min.build_sample_idx(rows, sizes, document_indices, S, x, tokens_read)
-        if x == 0 and tokens_read < num_samples * S:  # a short last sample, as in the definition
-            rows[-1] = len(document_indices) - 1, sizes[document_indices[-1]]
-        return rows
-    arguments = sizes, document_indices, sequence_length, num_epochs, tokens_per_epoch
-    return _c_build_sample_idx.__wrapped__(*arguments, *flags)
+@functools.wraps(_fill_rows)
+def _c_fill_rows(*arguments):
+    with contextlib.suppress(OverflowError, TypeError, ValueError):
+        _megatron_min.build_sample_idx(*arguments)
+        return
+    _c_fill_rows.__wrapped__(*arguments)
 
 
 _generators = threading.local()  # one of each thread that builds
@@ -5770,7 +5675,7 @@ def _c_shuffle(items, random_state):
 
 @functools.wraps(_fill_blend)
 def _c_fill_blend(*arguments):
-    with contextlib.suppress(TypeError, ValueError):
+    with contextlib.suppress(OverflowError, TypeError, ValueError):
         _megatron_min.build_blend(*arguments)
         return
     _c_fill_blend.__wrapped__(*arguments)
@@ -5884,7 +5789,7 @@ def _read_samples(dataset, columns, rows, samples):
 
 
 if IMPLEMENTATION == "c":
-    build_sample_idx = _c_build_sample_idx
+    _fill_rows = _c_fill_rows
     shuffle = _c_shuffle
     _fill_blend = _c_fill_blend
     _make_batch = _c_make_batch
