@@ -5083,11 +5083,7 @@ def _read_or_map_file(path: str | os.PathLike) -> np.ndarray:
 
 
 def _as_array(content, noted):
-    """The array in the bytes of a file.
-
-    Its dtype and its shape are noted: of hundreds of small corpora, to parse the headers of the
-    files takes a fifth of a start.
-    """
+    """The array in the bytes of a file, whose dtype and shape are noted."""
     dtype = np.dtype(noted["dtype"])
     header_bytes = len(content) - math.prod(noted["shape"]) * dtype.itemsize
     return np.frombuffer(content, dtype, offset=header_bytes).reshape(noted["shape"])
@@ -5119,6 +5115,7 @@ def _save_arrays(stem, arrays, description, manifest):
             new_file.finish()
             # opened before it has its name, under which another job may put its own
             content = _read_or_map_file(new_file.temporary)
+            # of hundreds of small corpora, to parse the headers takes a fifth of a start
             noted = {"dtype": values.dtype.str, "shape": values.shape}
             manifest["files"][name] = noted | _size_and_crc32(content)
             in_files[name] = _as_array(content, noted)
@@ -5164,15 +5161,12 @@ def _note_of_pair(pair):
 
 
 def _is_noted(pair, note):
-    """Are these the data of a note?  Nothing is read where the stamps are equal, and have a time.
-
-    Else the whole .idx is checked: of its arrays the fingerprint has the lengths alone.
-    """
+    """Are these the data of a note?  Where its stamps do not say so, the whole .idx is checked."""
     has_times = all(stamp["changed"] for stamp in pair._stamps.values())
     if has_times and note["stamps"] == pair._stamps:
         pair._known["fingerprint"] = note["fingerprint"]
     else:
-        pair.verify()
+        pair.verify()  # of the arrays of the .idx a fingerprint has the lengths alone
     return note["fingerprint"] == pair.fingerprint()
 
 
