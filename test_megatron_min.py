@@ -4074,8 +4074,13 @@ def test_what_a_url_with_a_password_is(one):
     assert [url for url in refused + taken if one._PASSWORD.search(url)] == refused
 
 
-def test_a_url_that_may_hold_a_secret_is_refused_at_every_door(one, some_pair, tmp_path, caplog):
-    """So none gets into a message, a file or its name.  Upstream: in the description of a cache."""
+def test_a_url_that_may_hold_a_secret_is_refused_at_every_door(
+    one, bucket, some_pair, tmp_path, caplog
+):
+    """So none gets into a message, a file or its name.  Upstream: in the description of a cache.
+
+    A chain with a query is an input all the same.
+    """
     local, _ = some_pair
     lines = jsonl(f"{local}.jsonl", ["1"])
     password = f"memory://k:{SECRET}/{SECRET}@b/c"
@@ -4097,18 +4102,15 @@ def test_a_url_that_may_hold_a_secret_is_refused_at_every_door(one, some_pair, t
         assert type(caught.value) is ValueError, arguments
         assert SECRET not in str(caught.value), arguments
         assert caught.value.__cause__ is caught.value.__context__ is None
+    MEMORY().pipe_file(f"/bucket/a.jsonl?{SECRET}", GOOD * 3)
+    made = one.preprocess(f"simplecache::{bucket}/a.jsonl?{SECRET}", tmp_path / "o")["text"]
+    assert len(one.IndexedDataset(made)) == 3
     with pytest.raises(ValueError, match="prefixes") as caught:
         one.get_blend_from_list([local, password, "70"])
     assert SECRET not in str(caught.value) + caplog.text
     for path in tmp_path.rglob("*"):
         assert SECRET not in str(path)
         assert path.is_dir() or SECRET.encode() not in path.read_bytes()
-
-
-def test_a_chain_with_a_query_is_an_input(one, bucket, tmp_path):
-    MEMORY().pipe_file("/bucket/a.jsonl?sig=1", GOOD * 3)
-    made = one.preprocess(f"simplecache::{bucket}/a.jsonl?sig=1", tmp_path / "o")["text"]
-    assert len(one.IndexedDataset(made)) == 3
 
 
 # ==============================================================================
