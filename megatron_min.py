@@ -1520,7 +1520,7 @@ class GPTDataset(MegatronDataset):
         if missing == 0:
             return text
         if missing < 0:
-            raise IndexError(f"{_name(self)}: {-missing} tokens too many in a sample: rebuild it")
+            raise IndexError(f"{_name(self)}: a sample is {-missing} tokens too long: rebuild it")
         padding = np.full(missing, self._pad_token_id)
         return np.concatenate([text, padding], dtype=np.int64)
 

@@ -1401,7 +1401,7 @@ def test_a_subclass_may_return_other_tokens_and_lengths(mm, tmp_path):
         assert short["tokens"].tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
         assert short["loss_mask"].tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
     same(kept, np.arange(10))
-    check_refused(own, 10, IndexError, "/p: .* 1 tokens too many")
+    check_refused(own, 10, IndexError, "/p: .* 1 tokens too long")
     check_refused(own, 11, TypeError, "Cannot cast .*float64")
 
 
