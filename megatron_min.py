@@ -1512,7 +1512,9 @@ class GPTDataset(MegatronDataset):
         missing = self.config.sequence_length + self._x - len(text)
         if missing == 0:
             return text
-        padding = np.full(missing, self._pad_token_id)  # numpy refuses a text that is too long
+        if missing < 0:
+            raise IndexError(f"{_name(self)}: a sample is {-missing} tokens too long: rebuild it")
+        padding = np.full(missing, self._pad_token_id)
         return np.concatenate([text, padding], dtype=np.int64)
 
     def _make_sample(self, idx, text, lengths=None):
@@ -2005,6 +2007,8 @@ class BlendedDataset(_Identified):
     def _set_shares(self, weights, size, phases):
         """Set size, weights and phases as in the table above; datasets of weight 0 are dropped."""
         names = [_name(dataset) for dataset in self.datasets]
+        if len({dataset.index_split for dataset in self.datasets}) > 1:
+            raise ValueError(f"wanted datasets of one split, got other ones: {names}")
         self.phases = None
         self.size = None
         if phases is not None:
@@ -2022,7 +2026,7 @@ class BlendedDataset(_Identified):
         if size is None:
             self.weights = _as_counts(weights).tolist()
         else:
-            self.size = int(size)
+            self.size = operator.index(size)
             self.weights = normalize(weights)
 
     def __len__(self) -> int:
@@ -4417,6 +4421,8 @@ def _check_config_of_samples(config):
 
 def _check_phases(phases, names):
     """ValueError for phases that are none of a blend of these names."""
+    if len(phases) == 0:
+        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
     for number, phase in enumerate(phases):
         with _named(f"phase {number}", "wanted (samples, weights), 1 sample or more"):
             samples, weights = phase
