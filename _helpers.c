@@ -4,9 +4,9 @@
  * What each loop computes is defined in megatron_min.py, in plain Python with a docstring.  This
  * file has to give the same bytes, only sooner.  Three pieces belong together:
  *
- *   definition   in part I of megatron_min.py, such as build_sample_idx(): what is computed
- *   adapter      in its section 18, such as _c_build_sample_idx(): has the arguments of the
- *                definition, checks them, allocates the arrays, and calls the function of C
+ *   definition   in part I of megatron_min.py, such as _fill_rows(): what is computed
+ *   adapter      in its section 18, such as _c_fill_rows(): has the arguments of the definition,
+ *                and calls the function of C
  *   function     in this file: fills the arrays
  *
  * Where a function finds a value that it cannot use, it raises an error or returns False; then the
@@ -168,7 +168,7 @@ INLINE int64_t load(const char *base, int64_t i, Py_ssize_t size)
 
 /* ============================== 2. Sample index ===============================
  *
- * Definition: build_sample_idx in megatron_min.py.  Upstream: helpers.build_sample_idx.
+ * Definition: _fill_rows in megatron_min.py.  Upstream: helpers.build_sample_idx.
  *
  *     document    0       1     2
  *     stream      a a a a b b b c c c c c c      S = 4 tokens in a sample, x = 1 extra

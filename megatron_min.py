@@ -329,9 +329,7 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     def _open(self):
         """Open both files; a dataset that is unpickled does so, too."""
-        self._verified = False
-        self._fingerprint = None  # made when it is asked for: section 15
-        self._record = None  # read when it is asked for: section 20
+        self._known = {}  # what was asked for once: verified, fingerprint, record
         idx_stamp = _file_stamp(self._idx_path)  # size and time of the file: section 15
         local_path = self._idx_path
         if _is_remote(local_path):
@@ -352,10 +350,10 @@ class IndexedDataset(torch.utils.data.Dataset):
         _check_ends_of_pair(self, bin_stamp["size"])
         if _is_remote(self._bin_path):
             self._tokens = _RemoteFile(self._bin_path, self.dtype)
-        elif self.mmap:
-            self._tokens = _MappedTokens(self._bin_path, self.dtype)
         else:
-            self._tokens = _FileTokens(self._bin_path, self.dtype)
+            tokens_of_file = _MappedTokens if self.mmap else _FileTokens
+            self._tokens = tokens_of_file(self._bin_path, self.dtype)
+            _refuse_if_changed(self._bin_path, bin_stamp, "opened")  # as one that is cut in place
         # With the same .idx before and after, the pair was not replaced meanwhile (section 14).
         _refuse_if_changed(self._idx_path, idx_stamp, "opened")
         self._stamps = {"idx": idx_stamp, "bin": bin_stamp}
@@ -382,11 +380,10 @@ class IndexedDataset(torch.utils.data.Dataset):
         The result is a 1-D array of the dtype of the file; with modes it is (tokens, mode).
         IndexError for a place outside of the sequence.
         """
-        i = _position(idx, len(self), self.path_prefix)  # -1 is the last sequence
-        first, count = self._span(i, offset, length)
+        first, count = self._span(idx, offset, length)
         tokens = self._tokens.read(first, count)
         if self.multimodal:
-            return tokens, self.sequence_modes[i]
+            return tokens, self.sequence_modes[idx]
         return tokens
 
     def get_many(self, pieces: typing.Iterable[tuple[int, int, int | None]]) -> list[np.ndarray]:
@@ -394,14 +391,11 @@ class IndexedDataset(torch.utils.data.Dataset):
 
         Pieces of a pair on object storage are fetched at the same time.
         """
-        spans = []
-        for idx, offset, length in pieces:
-            i = _position(idx, len(self), self.path_prefix)
-            spans.append(self._span(i, offset, length))
-        return self._tokens.read_many(spans)
+        return self._tokens.read_many([self._span(*piece) for piece in pieces])
 
-    def _span(self, i, offset, length):
-        """Where a part of sequence i lies: (number of tokens before it in the .bin, its length)."""
+    def _span(self, idx, offset, length):
+        """Where a part of a sequence lies: (number of tokens before it in the .bin, its length)."""
+        i = _position(idx, len(self), self.path_prefix)  # -1 is the last sequence
         pointer = int(self.sequence_pointers[i])
         size = int(self.sequence_lengths[i])
         offset = operator.index(offset)
@@ -415,19 +409,18 @@ class IndexedDataset(torch.utils.data.Dataset):
         No length is below 0, each sequence begins where the one before it ends, and no document
         begins before the one before it.
         """
-        if not self._verified:
+        if "verified" not in self._known:
             _check_entries_of_idx(self)
-            self._verified = True
+            self._known["verified"] = True
 
     @staticmethod
     def exists(path_prefix: str | os.PathLike) -> bool:
         """Return True if both files of the pair exist."""
-        try:  # only a file that is there has a stamp
-            _file_stamp(get_idx_path(path_prefix))
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            _file_stamp(get_idx_path(path_prefix))  # only a file that is there has a stamp
             _file_stamp(get_bin_path(path_prefix))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
+            return True
+        return False
 
     @property
     def index(self) -> "IndexedDataset":
@@ -457,8 +450,8 @@ class IndexedDataset(torch.utils.data.Dataset):
         return _fingerprint_of_pair(self)
 
     def __getstate__(self):
-        """What a pickle has: all attributes, but nothing that is in the files."""
-        return _state_of_pair(self)
+        """What a pickle has: all attributes, but nothing that is in the files; and their note."""
+        return _state_without_files(self) | {"_note": _note_of_pair(self)}
 
     def __setstate__(self, state):
         """Open the pair again; DatasetFormatError if it is another than that of the pickle."""
@@ -616,7 +609,7 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
     """
     if folder is None:
         folder = tempfile.mkdtemp()
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        atexit.register(_remove_path, folder, os.getpid())  # section 14
     prefix = os.path.join(folder, "toy")
     with IndexedDatasetBuilder(get_bin_path(prefix), np.uint8) as builder:
         for text in (b"aaaa", b"bbb", b"cccccc"):
@@ -909,29 +902,18 @@ class BlendedMegatronDatasetConfig:
     blend_phases: list | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.blend_per_split is not None and not any(self.blend_per_split):
+            self.blend_per_split = None
         _check_config(self)
         self.random_seed = int(self.random_seed)  # JSON, of section 15, has no numbers of numpy
         self.sequence_length = int(self.sequence_length)
-        if self.blend_per_split and any(self.blend_per_split):
-            self.blend_per_split = [_read_blend(blend) for blend in self.blend_per_split]
+        if self.blend_per_split is not None:
             return
-        self.blend_per_split = None
-        self.blend = _read_blend(self.blend)
         self.mock = self.blend is None
         if self.mock:
             self.split = "1,1,1"
         shares = parse_and_normalize_split(self.split)
         self.split_matrix = convert_split_vector_to_split_matrix(shares)
-
-
-def _read_blend(blend):
-    """A blend as (prefixes, a list of Python's numbers or None); None stays None."""
-    if blend is None:
-        return None
-    prefixes, weights = blend
-    if weights is not None:
-        weights = np.array(weights).tolist()
-    return prefixes, weights
 
 
 @dataclasses.dataclass
@@ -1090,10 +1072,11 @@ def plan_epochs(
     """
     S = sequence_length
     x = int(add_extra_token_to_sequence)
-    _check_wanted(num_samples, tokens_per_epoch)
     num_epochs = 1
     if num_samples:
-        num_epochs = _ceil_div(num_samples * S + x, tokens_per_epoch)
+        if tokens_per_epoch == 0:
+            raise ValueError(f"{num_samples} samples are wanted of no tokens: enlarge it")
+        num_epochs = max(1, _ceil_div(num_samples * S + x, tokens_per_epoch))
     all_tokens = num_epochs * tokens_per_epoch
     all_samples = count_samples(all_tokens, S, drop_last_partial_sequence, x)
     if num_epochs == 1:
@@ -1144,7 +1127,8 @@ def build_document_index(
 
 def _repeat(documents, num_epochs):
     """The documents once for each epoch, int32 (E*D,)."""
-    _check_numbers(documents)
+    if len(documents) and np.max(documents) >= 2**31:
+        raise ValueError(f"document {np.max(documents)}: document_index is int32, below 2**31")
     return np.tile(np.asarray(documents, np.int32), num_epochs)
 
 
@@ -1184,26 +1168,36 @@ def build_sample_idx(
     x = int(add_extra_token_to_sequence)
     tokens = operator.index(num_epochs) * operator.index(tokens_per_epoch)
     document_index = document_indices  # upstream's name means another array in section 1
-    _check_stream(sizes, document_index, S, tokens)
+    _check_array(sizes, "sizes", np.int32)
+    _check_array(document_index, "document_indices", np.int32)
+    if S < 1:
+        raise ValueError(f"sequence_length must be 1 or more, got {S}")
     N = count_samples(tokens, S, drop_last_partial_sequence, x)
+    rows = np.empty((N + 1, 2), _sample_index_dtype(len(document_index)))
     end_of_last = min(N * S + x, tokens) if N else 0
-    lengths = _check_documents(sizes, document_index, end_of_last)
-
-    # Row 0 is (0, 0).  Row j is found from where sample j - 1 ends: j*S + x tokens into the stream,
-    # or, if it is a last, short one, where the stream ends.  (So, as in upstream, with x = 0 the
-    # row of a sample that starts with a document is the end of the document before it.)
-    tokens_read = np.minimum(np.arange(1, N + 1) * S + x, tokens)
-    ends = np.cumsum(lengths, dtype=np.int64)  # tokens of the stream up to the end of each document
-    starts = ends - lengths
-    d = np.searchsorted(ends, tokens_read)  # the first document that ends there or later
-    rows = np.zeros((N + 1, 2), _sample_index_dtype(len(document_index)))
-    rows[1:, 0] = d
-    rows[1:, 1] = tokens_read - x - starts[d]  # sample j begins x tokens before sample j - 1 ends
+    _fill_rows(rows, sizes, document_index, S, x, end_of_last)
     # With x = 0 a last, short sample ends, as in upstream, with the last document.  (Upstream
     # counts it in float32, and with x = 1 lets it end at offset -1 of an empty document.)
     if x == 0 and N * S > tokens:
-        rows[-1] = len(lengths) - 1, lengths[-1]
+        rows[-1] = len(document_index) - 1, sizes[document_index[-1]]
     return rows
+
+
+def _fill_rows(rows, sizes, document_index, S, x, end_of_last):
+    """Fill in the rows of a sample_index; section 18 puts a faster function here.
+
+    Row 0 is (0, 0).  Row j is found from where sample j - 1 ends: j*S + x tokens into the stream,
+    or, if it is a last, short one, end_of_last.  (So, as in upstream, with x = 0 the row of a
+    sample that starts with a document is the end of the document before it.)
+    """
+    lengths = _check_documents(sizes, document_index, end_of_last)
+    tokens_read = np.minimum(np.arange(1, len(rows)) * S + x, end_of_last)
+    ends = np.cumsum(lengths, dtype=np.int64)  # tokens of the stream up to the end of each document
+    starts = ends - lengths
+    d = np.searchsorted(ends, tokens_read)  # the first document that ends there or later
+    rows[0] = 0
+    rows[1:, 0] = d
+    rows[1:, 1] = tokens_read - x - starts[d]  # sample j begins x tokens before sample j - 1 ends
 
 
 def _sample_index_dtype(num_documents):
@@ -1414,9 +1408,6 @@ class GPTDataset(MegatronDataset):
     document that it touches.  On object storage the reads of a batch are made at the same time.
     IndexError for a sample that does not exist.
 
-    The arrays are kept in files in config.path_to_cache.  Its default is a folder beside the pair,
-    or, for a pair on object storage, one beside the copy of its .idx.
-
     A subclass may override
       __getitem__(k)                                returns a sample, whatever its keys are
       _query_document_sample_shuffle_indices(k)     returns (tokens, sequences) of one, and perhaps
@@ -1493,7 +1484,7 @@ class GPTDataset(MegatronDataset):
         pieces = self.pieces(idx)
         text = np.concatenate(_read_pieces(self.dataset, pieces), dtype=np.int64)
         sequences = [i for i, _, _ in pieces]
-        return self._fill_up(idx, text), np.array(sequences, np.int64)
+        return self._fill_up(text), np.array(sequences, np.int64)
 
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         """Return where the tokens of sample k are: [(sequence, offset, length), ...], in order.
@@ -1501,10 +1492,11 @@ class GPTDataset(MegatronDataset):
         A length may be 0: that of an empty document, or, with x = 0, of the first piece.
         """
         k = _position(k, len(self), f"the samples of {_name(self)}")
-        _check_places(self, k)
-        j = self.shuffle_index[k]
-        (first_d, first_offset), (last_d, last_offset) = self.sample_index[j : j + 2].tolist()
-        sequences = self.document_index[first_d : last_d + 1].tolist()
+        j = int(self.shuffle_index[k])
+        rows = self.sample_index[j : j + 2].tolist()  # (d, offset) of this sample and the next
+        sequences = self.document_index[rows[0][0] : rows[-1][0] + 1].tolist()
+        _check_places(self, k, rows, sequences)
+        (first_d, first_offset), (last_d, last_offset) = rows
         pieces = []
         for d, i in enumerate(sequences, first_d):
             begin = first_offset if d == first_d else 0
@@ -1515,12 +1507,13 @@ class GPTDataset(MegatronDataset):
             pieces.append((i, begin, end - begin))
         return pieces
 
-    def _fill_up(self, k, text):
-        """The text of sample k, with padding behind it where it has fewer than S + x tokens."""
+    def _fill_up(self, text):
+        """A text, with padding behind it where it has fewer than S + x tokens."""
         missing = self.config.sequence_length + self._x - len(text)
-        _check_text(self, k, text, missing)
         if missing == 0:
             return text
+        if missing < 0:
+            raise IndexError(f"{_name(self)}: a sample is {-missing} tokens too long: rebuild it")
         padding = np.full(missing, self._pad_token_id)
         return np.concatenate([text, padding], dtype=np.int64)
 
@@ -1535,9 +1528,10 @@ class GPTDataset(MegatronDataset):
         config = self.config
         S = config.sequence_length
         pad = self._pad_token_id
-        text = self._fill_up(k, text)  # that of a subclass may be short
-        tokens = np.array(text[:S], np.int64)
-        labels = np.array(text[1:], np.int64)
+        text = self._fill_up(text)  # that of a subclass may be short
+        text = np.asarray(text).astype(np.int64, casting="same_kind", copy=False)  # no floats
+        tokens = text[:S].copy()
+        labels = text[1:].copy()
         if not self._x:
             labels = np.append(labels, pad)
         is_padding = labels == pad
@@ -1591,7 +1585,7 @@ class GPTDataset(MegatronDataset):
         config = self.config
         S = config.sequence_length
         lengths = self.dataset.sequence_lengths
-        tokens_per_epoch = _count_tokens(lengths, self._documents)
+        tokens_per_epoch = int(lengths[self.indices].sum(dtype=np.int64))
         drop_last = not self._keeps_short
         with _named(_name(self), f"{self.index_split.name} of split {config.split!r}"):
             plan = plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._x)
@@ -1730,13 +1724,6 @@ def _positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.nd
     return positions
 
 
-def _count_tokens(lengths, documents):
-    """The tokens of all these documents; of a range no lengths are copied."""
-    if isinstance(documents, range):
-        documents = slice(documents.start, documents.stop)
-    return int(lengths[documents].sum(dtype=np.int64))
-
-
 class MockGPTLowLevelDataset:
     """Sequence i is 1, 2, ..., length - 1 (mod vocabulary), then eod.  Upstream: the same name.
 
@@ -1848,7 +1835,7 @@ def build_blending_indices(
     ([1, 0, 1, 1], [0, 0, 1, 2])
     """
     shares = np.array(weights[:num_datasets], np.float64)
-    _check_blending(dataset_index, dataset_sample_index, shares, num_datasets, size)
+    _check_blending(dataset_index, dataset_sample_index, shares, num_datasets)
     no_limits = np.full(len(shares), np.inf)
     _fill_blend(dataset_index, dataset_sample_index, shares, no_limits, size)
 
@@ -1874,7 +1861,7 @@ def build_exhaustive_blending_indices(
     """
     counts = _as_counts(sizes[:num_datasets])
     size = sum(counts.tolist())  # of Python's integers: a sum in int64 might overflow
-    _check_blending(dataset_index, dataset_sample_index, counts, num_datasets, size)
+    _check_blending(dataset_index, dataset_sample_index, counts, num_datasets)
     shares = counts / np.float64(max(size, 1))
     _fill_blend(dataset_index, dataset_sample_index, shares, counts.astype(np.float64), size)
 
@@ -1925,9 +1912,7 @@ def build_phase_indices(
         limits = np.where(shares > 0, np.inf, 0.0)
         which = dataset_index[begin : begin + samples]
         sample = dataset_sample_index[begin : begin + samples]
-        _check_blending(which, sample, shares, len(taken), samples)
-        if samples and not shares.any():
-            raise ValueError(f"weights of a phase: wanted a sum > 0, got {weights}")
+        _check_blending(which, sample, shares, len(taken))
         _fill_blend(which, sample, shares, limits, samples)
         sample += taken[which]
         taken += np.bincount(which, minlength=len(taken))
@@ -2013,9 +1998,7 @@ class BlendedDataset(_Identified):
         if self.phases is not None:
             self.unique_identifiers["phases"] = self.phases
 
-        self._cache_folder = config.path_to_cache
-        if self._cache_folder:
-            self._cache_folder = _absolute(self._cache_folder)
+        self._cache_folder = _folder_of_cache(self)
         self._in_files = {}
         self._taken = None
         self.dataset_index, self.dataset_sample_index = self._build_indices()
@@ -2024,10 +2007,13 @@ class BlendedDataset(_Identified):
     def _set_shares(self, weights, size, phases):
         """Set size, weights and phases as in the table above; datasets of weight 0 are dropped."""
         names = [_name(dataset) for dataset in self.datasets]
-        _check_shares(self.datasets, weights, size, phases, names)
+        if len({dataset.index_split for dataset in self.datasets}) > 1:
+            raise ValueError(f"wanted datasets of one split, got other ones: {names}")
         self.phases = None
         self.size = None
         if phases is not None:
+            if weights is not None or size is not None:
+                raise ValueError("phases stand for weights and size: these must be None")
             phases = _as_phases(phases, names)
             self.size = sum(samples for samples, _ in phases)
             _, self.weights = phases[0]
@@ -2035,11 +2021,12 @@ class BlendedDataset(_Identified):
                 self.phases = phases
                 self.weights = None
             return
+        _check_weights(weights, names)
         self.datasets, weights = _drop_zero_weights(self.datasets, weights, names)
         if size is None:
             self.weights = _as_counts(weights).tolist()
         else:
-            self.size = int(size)
+            self.size = operator.index(size)
             self.weights = normalize(weights)
 
     def __len__(self) -> int:
@@ -2049,15 +2036,8 @@ class BlendedDataset(_Identified):
 
     def _build_indices(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the two arrays, and keep how many samples each dataset gives.  Upstream's name."""
-        self._taken, arrays, self._in_files = _load_or_build(  # section 15
-            folder=self._cache_folder,
-            stem=f"{self.unique_description_hash}-{type(self).__name__}-{self.split.name}",
-            names=self.index_names,
-            description=self.unique_description,
-            made_from={},  # the description says it all
-            pair=None,
-            build=self._build_arrays,
-        )
+        # the description says all that they are made from; section 15
+        self._taken, arrays = _load_or_build(self, self.split, made_from={}, pair=None)
         return arrays
 
     def _build_arrays(self):
@@ -2289,8 +2269,7 @@ class BlendedMegatronDatasetBuilder:
     def build(self) -> list:
         """Return [train, valid, test]: each None, a dataset, or a list of validation datasets.
 
-        Rank 0 builds first, so that the others find its cache; a failure on any rank is raised on
-        every rank, and so is a ValueError where their data differ.
+        A failure on any rank is raised on every rank, as is a ValueError where their data differ.
         """
         if not _is_distributed():
             return self._build_splits()
@@ -2490,14 +2469,19 @@ class MegatronPretrainingSampler(_Sampler):
     kind = "single"
 
     def __iter__(self) -> typing.Iterator[list[int | None]]:
+        rank = self.data_parallel_rank
+        ranks = self.data_parallel_size
         begin = self.next_start
         self.next_start = 0
-        own_first, own_end = self.get_start_end_idx()
         for first in range(begin, self.total_samples, self.samples_per_round):
-            if first + self.samples_per_round <= self.total_samples:
-                yield list(range(first + own_first, first + own_end))
-            elif not self.drop_last:
-                yield self._part_of_short_round(first)
+            count = min(self.samples_per_round, self.total_samples - first)
+            if self.drop_last and count < self.samples_per_round:
+                return
+            # As evenly as can be: of a short round two ranks differ by one sample at most.
+            own_first = first + _ceil_div(rank * count, ranks)
+            own_end = first + _ceil_div((rank + 1) * count, ranks)
+            padding = [None] * (self.micro_batch_size - (own_end - own_first))
+            yield [*range(own_first, own_end), *padding]
 
     def get_start_end_idx(self) -> tuple[int, int]:
         """Return which samples of a whole round are this rank's: (first, end).  Upstream's name.
@@ -2507,17 +2491,6 @@ class MegatronPretrainingSampler(_Sampler):
         """
         first = self.data_parallel_rank * self.micro_batch_size
         return first, first + self.micro_batch_size
-
-    def _part_of_short_round(self, first):
-        """This rank's part of the samples from first to the last, filled up with None.
-
-        They are cut as evenly as can be: two ranks differ by one sample at most.
-        """
-        count = self.total_samples - first
-        own_first = first + _ceil_div(self.data_parallel_rank * count, self.data_parallel_size)
-        own_end = first + _ceil_div((self.data_parallel_rank + 1) * count, self.data_parallel_size)
-        padding = [None] * (self.micro_batch_size - (own_end - own_first))
-        return [*range(own_first, own_end), *padding]
 
 
 class MegatronFullValidationSampler(MegatronPretrainingSampler):
@@ -2737,11 +2710,9 @@ class ParallelGroups:
         if _is_distributed():
             for kind in self._KINDS:
                 self._groups[kind] = self._new_group(kind)
-            self.batch_group = self._groups["tp"]
             # Batches travel by gloo.  Over NCCL a receiver would have to read from its GPU whether
             # the reader failed, and so wait for all the work that is queued there.
-            if torch.distributed.get_backend() != "gloo":
-                self.batch_group = self._new_group("tp", backend="gloo")
+            self.batch_group = self._new_group("tp", backend="gloo")
 
     def _new_group(self, kind, backend=None):
         """Make all process groups of a kind, on every rank; return this rank's."""
@@ -2882,15 +2853,11 @@ def _layout_of_stage(groups, shape, create_attention_mask, mtp, packed):
     return layout
 
 
-def _read_batch(data_iterator, layout, create_attention_mask, views=None):
-    """Return the tensors of the next batch that a layout has; they are copied into views, too."""
+def _read_batch(data_iterator, layout, create_attention_mask):
+    """Return the tensors of the next batch that a layout has."""
     batch = next(data_iterator)
     _refuse_batch(batch, layout, create_attention_mask)
-    tensors = {key: batch[key].to("cpu", dtype) for key, (_, dtype) in layout.items()}
-    if views is not None:
-        for key, tensor in tensors.items():
-            views[key].copy_(tensor)
-    return tensors
+    return {key: batch[key].to("cpu", dtype) for key, (_, dtype) in layout.items()}
 
 
 def _share_batch(data_iterator, layout, create_attention_mask, groups, device):
@@ -2907,8 +2874,11 @@ def _share_batch(data_iterator, layout, create_attention_mask, groups, device):
     error = None
     if groups.rank("tp") == 0:
         # Section 17: every error but KeyboardInterrupt, SystemExit and GeneratorExit.
-        _, error = _attempt(_read_batch, data_iterator, layout, create_attention_mask, views)
+        tensors, error = _attempt(_read_batch, data_iterator, layout, create_attention_mask)
         views["failed"].fill_(error is not None)
+        if error is None:
+            for key, tensor in tensors.items():
+                views[key].copy_(tensor)
     torch.distributed.broadcast(buffer, group=groups.batch_group, group_src=0)
     if views["failed"]:
         _raise_error_of(0, error, groups.batch_group)  # in a second broadcast: tp 0 tells it
@@ -2967,14 +2937,11 @@ def get_batch_on_this_cp_rank(
         return part
     cu_seqlens = batch.get("cu_seqlens")
     if cu_seqlens is None or use_per_sequence_balancing:
-        if length % (2 * cp_size):
-            wanted = f"cp_size {cp_size} wants a multiple of {2 * cp_size}"
-            raise ValueError(f"a row of {length} tokens cannot be cut: {wanted}")
-        [places] = _places_of_cp_rank(torch.tensor([[0, length]]), cp_rank, cp_size)  # of all rows
+        bounds = torch.tensor([[0, length]])
+        [places] = _places_of_cp_rank(bounds, cp_rank, cp_size)  # of all rows
     else:
         bounds = torch.nn.functional.pad(cu_seqlens.to("cpu", torch.int64), (1, 0))
         bounds = torch.nn.functional.pad(bounds, (0, 1), value=length)
-        _refuse_uneven_documents(bounds, cp_size)
         places = _places_of_cp_rank(bounds, cp_rank, cp_size)
     for key, value in batch.items():
         dim = 2 if key == "attention_mask" else 1
@@ -3007,6 +2974,7 @@ def _places_of_cp_rank(bounds, cp_rank, cp_size):
     Of each document, cut into 2 * cp_size chunks, the rank keeps number cp_rank from the front and
     number cp_rank from the back.
     """
+    _refuse_uneven(bounds, cp_size)
     rows = len(bounds)
     lengths = bounds.diff(dim=1).flatten()
     length_of_document = lengths.repeat_interleave(lengths)  # of each token's
@@ -3128,10 +3096,10 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         if sampler.drop_last:
             end -= (end - begin) % sampler.samples_per_round
         if self.consumed_samples < self._end_of_resumed:
-            words = f"left at sample {self.consumed_samples}, and this one begins at sample {begin}"
             warnings.warn(
-                f"the iterator that went on from the state was {words}: to go on there, load the "
-                "state again, and keep its first iterator",
+                f"the iterator that went on from the state was left at sample "
+                f"{self.consumed_samples}, and this one begins at sample {begin}: to go on there, "
+                "load the state again, and keep its first iterator",
                 stacklevel=2,
             )
         self._end_of_resumed = end if self._newest is None else 0
@@ -3223,13 +3191,14 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         all the same, if a pass of the sampler can start there.
         """
         if strict:
-            _refuse_other_version(state_dict.get("version"))
+            version = state_dict.get("version")
+            _refuse_difference({"version": version}, {"version": _STATE_VERSION})
         with _named("the state", "wanted version, consumed_samples, past, as of state_dict()"):
             consumed = operator.index(state_dict["consumed_samples"])
             past = _read_past(state_dict["past"]) if strict else None
         _refuse_start(self.batch_sampler, consumed)
         if strict:
-            _refuse_other_past(past, _read_past(self._past_of(consumed)))
+            _refuse_difference(past, _read_past(self._past_of(consumed)))
         self._newest = None
         self._end_of_resumed = 0
         self.consumed_samples = consumed
@@ -3797,10 +3766,8 @@ def finalize_model_grads(
         if num_tokens is None:
             continue
         total = torch.as_tensor(num_tokens, device=_device_of_group(part.group)).clone()
-        group, size = part.group, part.size
-        if groups is not None:
-            group, size = groups.group("dp-cp"), groups.size("dp-cp")
-        if size > 1:
+        group = part.group if groups is None else groups.group("dp-cp")
+        if _is_distributed():
             torch.distributed.all_reduce(total, group=group)
         total = total.item()
         if total != 0:  # without a token that counts, all gradients are 0 already
@@ -4123,12 +4090,11 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 #                            do not go together, weights, phases
 #   sizes                    no build can have them                  a builder is made    ValueError
 #   corpora                  too many sequences; several tokenizers  build()              ValueError
-#   the pair of a dataset    floats; no eods (a warning)             before orders        ValueError
+#   the pair of a dataset    no eods                                 before orders        a warning
 #   data of the ranks        they differ                             end of build()       ValueError
 #   arguments of kernels     dtype, shape, range                     at each call         (c)
 #   arrays of orders         they lead out of the corpus             at each access       IndexError
 #   sizes of a sampler       below 1; it cannot begin there          when made or loaded  ValueError
-#   a text of a subclass     no integers; too many                   at each access       (c)
 #   sizes of a run           a ramp-up without equal steps           when they are given  ValueError
 #   groups, rows, documents  ranks or tokens cannot be cut so        when they are cut    ValueError
 #   a batch                  shape; packed or not; a mask of         when it is read      ValueError
@@ -4256,11 +4222,9 @@ def _check_idx_header(path, content, multimodal):
         wanted = f"{_MAGIC}, {_VERSION}, 1 to 8, n, and m >= 1"
         raise _format_error(path, "magic, version, dtype code, n, m", wanted, header)
     size = 34 + 12 * n + 8 * m
-    if found != size + n and (multimodal or found != size):
-        wanted = f"{size + n} bytes, with modes"
-        if not multimodal:
-            wanted += f", or {size} without"
-        raise _format_error(path, "file size", wanted, found)
+    sizes = [size + n] if multimodal else [size, size + n]
+    if found not in sizes:
+        raise _format_error(path, "file size", f"{sizes} bytes, the last with modes", found)
     return code, n, m
 
 
@@ -4417,13 +4381,10 @@ def _check_config(config):
         if not hasattr(value, "__index__") or not least <= value < 2**32:
             raise ValueError(f"{name}: wanted a whole number, {least} to 2**32 - 1, got {value!r}")
     blends = [config.blend]
-    per_split = config.blend_per_split
-    if per_split and not (isinstance(per_split, collections.abc.Sequence) and len(per_split) == 3):
-        raise ValueError(f"blend_per_split: wanted 3 blends or None, got {per_split!r:.60}")
-    if per_split and any(per_split):
-        blends = per_split
-        if config.blend is not None or config.split is not None:
-            raise ValueError("blend_per_split wants blend and split to be None")
+    if config.blend_per_split is not None:
+        blends = config.blend_per_split
+        if len(blends) != len(Split) or config.blend is not None or config.split is not None:
+            raise ValueError("blend_per_split wants 3 entries, and blend and split to be None")
     elif config.multiple_validation_sets:
         raise ValueError("multiple_validation_sets needs blend_per_split")
     elif config.blend is not None and config.split is None:
@@ -4459,28 +4420,15 @@ def _check_config_of_samples(config):
 
 
 def _check_phases(phases, names):
-    """ValueError for what is no list of phases of a blend of these names."""
-    if not isinstance(phases, collections.abc.Sequence) or len(phases) == 0:
-        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r:.60}")
+    """ValueError for phases that are none of a blend of these names."""
+    if len(phases) == 0:
+        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
     for number, phase in enumerate(phases):
         with _named(f"phase {number}", "wanted (samples, weights), 1 sample or more"):
             samples, weights = phase
             if operator.index(samples) < 1:
                 raise ValueError(f"got {samples} samples")
             _check_weights(weights, names)
-
-
-def _check_shares(datasets, weights, size, phases, names):
-    """ValueError for what a BlendedDataset cannot be made with."""
-    splits = {dataset.index_split.name for dataset in datasets}
-    if len(splits) > 1:
-        raise ValueError(f"wanted datasets of one split, got {sorted(splits)}")
-    if phases is None:
-        _check_weights(weights, names)
-        if size is not None and (size < 0 or size % 1):
-            raise ValueError(f"wanted a size that is a whole number >= 0, got {size}")
-    elif weights is not None or size is not None:
-        raise ValueError("phases stand for weights and size: these must be None")
 
 
 class _BlendTooLarge(ValueError):
@@ -4490,14 +4438,13 @@ class _BlendTooLarge(ValueError):
 def _check_taken(blend):
     """_BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
     needed = {}
+    sentences = []
     for count, dataset in zip(blend.samples_taken().tolist(), blend.datasets, strict=True):
         if count > len(dataset):
             needed[dataset] = count
-    if needed:
-        sentences = []
-        for dataset, count in needed.items():
             has = f"{_name(dataset)}, which has {len(dataset):,}"
             sentences.append(f"the blend takes {count:,} samples of {has}")
+    if needed:
         error = _BlendTooLarge("; ".join(sentences))
         error.needed = needed
         raise error
@@ -4587,14 +4534,6 @@ def _allow_open_files():
 # -- Kernels, orders and samples (sections 4 to 6) -------------------------------------------------
 
 
-def _check_wanted(num_samples, tokens_per_epoch):
-    """ValueError for a number of samples that no number of epochs holds."""
-    if num_samples is not None and num_samples < 0:
-        raise ValueError(f"wanted num_samples >= 0, got {num_samples}")
-    if num_samples and tokens_per_epoch == 0:
-        raise ValueError(f"{num_samples} samples are wanted, but it holds no tokens: enlarge it")
-
-
 def _check_array(values, name, dtype):
     """A 1-D array of this dtype; TypeError or ValueError."""
     if not isinstance(values, np.ndarray) or values.dtype != dtype:
@@ -4602,22 +4541,6 @@ def _check_array(values, name, dtype):
         raise TypeError(f"{name} must be an array of {np.dtype(dtype)}, got {found}")
     if values.ndim != 1:
         raise ValueError(f"{name} must be 1-D, got shape {values.shape}")
-
-
-def _check_stream(sizes, document_index, S, tokens):
-    """Arrays of documents that may hold so many tokens: asked before larger arrays are made."""
-    _check_array(sizes, "sizes", np.int32)
-    _check_array(document_index, "document_indices", np.int32)
-    if not 1 <= S < 2**32:
-        raise ValueError(f"sequence_length must be 1 to 2**32 - 1, got {S}")
-    if not 0 <= tokens <= len(document_index) * 2**31:
-        raise ValueError(f"{len(document_index)} documents cannot hold {tokens} tokens")
-
-
-def _check_numbers(documents):
-    """ValueError for the number of a document that would wrap in document_index."""
-    if len(documents) and np.max(documents) >= 2**31:
-        raise ValueError(f"document {np.max(documents)}: document_index is int32, below 2**31")
 
 
 def _check_documents(sizes, document_index, num_tokens):
@@ -4634,13 +4557,10 @@ def _check_documents(sizes, document_index, num_tokens):
     return lengths
 
 
-def _check_blending(dataset_index, dataset_sample_index, shares, num_datasets, size):
+def _check_blending(dataset_index, dataset_sample_index, shares, num_datasets):
     """TypeError or ValueError for weights or sizes, and outputs, that the loops would misread."""
     _check_array(dataset_index, "dataset_index", np.int16)
     _check_array(dataset_sample_index, "dataset_sample_index", np.int64)
-    room = min(len(dataset_index), len(dataset_sample_index))
-    if not 0 <= size <= room:
-        raise ValueError(f"the outputs have room for {room} samples, not for {size}")
     if not 0 < num_datasets < 2**15 - 1 or len(shares) != num_datasets:
         found = f"{num_datasets}, and {len(shares)} weights"
         raise ValueError(f"num_datasets must be 1 to {2**15 - 2}, each with a weight, got {found}")
@@ -4653,11 +4573,7 @@ def _check_corpus(dataset):
     reader = dataset.dataset
     if isinstance(reader, IndexedDataset):
         reader.verify()
-        if np.issubdtype(reader.dtype, np.floating):
-            raise ValueError(f"{_name(dataset)} holds {reader.dtype.__name__}, no ids")
     lengths = reader.sequence_lengths
-    if np.any((dataset.indices < 0) | (dataset.indices >= len(lengths))):
-        raise IndexError(f"{_name(dataset)}: its documents are 0 to {len(lengths) - 1}")
     if dataset.eod_token_id is None:
         return
     last_tokens = []
@@ -4672,33 +4588,17 @@ def _check_corpus(dataset):
         )
 
 
-def _check_places(dataset, k):
-    """IndexError unless the arrays lead from sample k to sequences of the corpus.
+def _check_places(dataset, k, rows, sequences):
+    """IndexError unless two rows of sample_index lead sample k to sequences of the corpus.
 
     Those of other data may lead elsewhere, or to a number below 0, which numpy counts from the end.
     What is then read of a sequence, its reader checks.
     """
+    is_whole = len(rows) == 2 and 0 < len(sequences) == rows[1][0] - rows[0][0] + 1
+    numbers = [*rows[0], *rows[-1], *sequences]
     num_sequences = len(dataset.dataset.sequence_lengths)
-    j = int(dataset.shuffle_index[k])
-    rows = dataset.sample_index[j : j + 2].tolist()
-    sequences = []
-    if j >= 0 and len(rows) == 2:
-        (first_d, first_offset), (last_d, last_offset) = rows
-        is_in_order = 0 <= first_d <= last_d < len(dataset.document_index)
-        if is_in_order and min(first_offset, last_offset) >= 0:
-            sequences = dataset.document_index[first_d : last_d + 1].tolist()
-    if not sequences or min(sequences) < 0 or max(sequences) >= num_sequences:
-        found = f"rows {j} and {j + 1} of sample_index are {rows}, in sequences {sequences}"
-        raise IndexError(f"{_name(dataset)}: sample {k}: {found}: rebuild the indices")
-
-
-def _check_text(dataset, k, text, missing):
-    """An error unless a text, perhaps of a subclass, is integers, not more than S + x."""
-    dtype = np.asarray(text).dtype
-    if dtype.kind not in "iu":
-        raise TypeError(f"{_name(dataset)}: sample {k}: tokens must be integers, got {dtype}")
-    if missing < 0:
-        found = f"wanted {len(text) + missing} tokens, got {len(text)}"
+    if not is_whole or min(numbers) < 0 or max(sequences) >= num_sequences:
+        found = f"its rows of sample_index are {rows}, in sequences {sequences}"
         raise IndexError(f"{_name(dataset)}: sample {k}: {found}: rebuild the indices")
 
 
@@ -4713,26 +4613,20 @@ def _refuse_start(sampler, consumed_samples):
     total = sampler.total_samples
     ranks = sampler.data_parallel_size
     per_round = sampler.samples_per_round
-    sizes = [total, sampler.micro_batch_size, ranks]
-    if min(sizes) < 1:
+    is_cyclic = sampler.kind == "cyclic"
+    for name, value, least, most in (
+        ("total_samples", total, 1, math.inf),
+        ("micro_batch_size", sampler.micro_batch_size, 1, math.inf),
+        ("data_parallel_size", ranks, 1, math.inf),
+        ("data_parallel_rank", sampler.data_parallel_rank, 0, ranks - 1),
+        ("consumed_samples", consumed_samples, 0, math.inf if is_cyclic else total),
+    ):
+        if not least <= value <= most:
+            raise ValueError(f"{name}: wanted {least} to {most}, got {value}")
+    if is_cyclic and (total < per_round or consumed_samples % per_round):
         raise ValueError(
-            f"total_samples, micro_batch_size, data_parallel_size must be at least 1, got {sizes}"
-        )
-    if not 0 <= sampler.data_parallel_rank < ranks:
-        raise ValueError(
-            f"data_parallel_rank must be 0 to {ranks - 1}, got {sampler.data_parallel_rank}"
-        )
-    if sampler.kind == "cyclic":
-        if total < per_round:
-            raise ValueError(f"total_samples ({total}) must fill a round of {per_round} samples")
-        if consumed_samples < 0 or consumed_samples % per_round:
-            raise ValueError(
-                f"consumed_samples must be a multiple of the round of {per_round} samples, "
-                f"got {consumed_samples}"
-            )
-    elif not 0 <= consumed_samples <= total:
-        raise ValueError(
-            f"consumed_samples must be 0 to total_samples ({total}), got {consumed_samples}"
+            f"wanted whole rounds of {per_round} samples (micro_batch_size * data_parallel_size), "
+            f"got total_samples {total} and consumed_samples {consumed_samples}"
         )
 
 
@@ -4790,7 +4684,7 @@ def _refuse_batch(batch, layout, create_attention_mask):
             raise ValueError(f"batch[{key!r}]: wanted {dtype}, got {batch[key].dtype}")
 
 
-def _refuse_uneven_documents(bounds, cp_size):
+def _refuse_uneven(bounds, cp_size):
     """ValueError unless each document, from bound to bound, can be cut into 2 * cp_size chunks."""
     lengths = bounds.diff(dim=1)
     wrong = ((lengths < 0) | (lengths % (2 * cp_size) != 0)).nonzero()
@@ -4799,9 +4693,9 @@ def _refuse_uneven_documents(bounds, cp_size):
         begin, end = bounds[row, at : at + 2].tolist()
         number = int((lengths[row, :at] > 0).sum())
         raise ValueError(
-            f"cu_seqlens: document {number} of row {row} has {end - begin} tokens ({begin} to "
-            f"{end}): cp_size {cp_size} wants a multiple of {2 * cp_size} in every document; "
-            "use_per_sequence_balancing=True cuts the whole row instead"
+            f"document {number} of row {row} has {end - begin} tokens ({begin} to {end}): cp_size "
+            f"{cp_size} wants a multiple of {2 * cp_size} in each document, or, with "
+            "use_per_sequence_balancing=True, in each row"
         )
 
 
@@ -4832,26 +4726,16 @@ def _refuse_data_of_loader(dataset, rank, size):
         )
 
 
-def _refuse_other_version(version):
-    """ValueError for a state of another version."""
-    if version != _STATE_VERSION:
-        raise ValueError(
-            f"the state does not fit: it has version {version}, and this release reads "
-            f"{_STATE_VERSION}.  Go on with the release that saved it, or unchecked: "
-            "load_state_dict(state, strict=False)"
-        )
-
-
-def _refuse_other_past(past, here):
-    """ValueError for a state whose past is not what is here."""
-    difference = _first_difference(past, here)
+def _refuse_difference(state, here):
+    """ValueError for what a state says, where here it is another one."""
+    difference = _first_difference(state, here)
     if difference is not None:
         words, was, now = difference
         raise ValueError(
             f"the state does not fit: {words} was {was} in the state, and is {now}.  Go on with "
-            "the data and the settings of the state (a run that is to grow wants stable_order=True "
-            "from its first start), or unchecked, where some samples come twice and others never: "
-            "load_state_dict(state, strict=False)"
+            "the data, settings and release of the state (a run that is to grow wants "
+            "stable_order=True from its first start), or unchecked, where samples may come twice "
+            "or never: load_state_dict(state, strict=False)"
         )
 
 
@@ -4917,18 +4801,15 @@ def _refuse_sums_of_one_rank(model):
     if _num_processes() == 1:
         return
     # Told by name: torch.distributed.fsdp is slow to import, and most jobs do without it.
-    names = set()
+    averaging = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
     for part in model.modules():
-        kinds = type(part).__mro__
-        names.update(kind.__name__ for kind in kinds if kind.__module__.startswith("torch."))
-    found = names & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
-    if found:
-        raise ValueError(
-            f"the model is, or has in it, a {found.pop()} of torch, which averages over the ranks, "
-            "and the loss is a sum, which the tokens of this rank alone would divide: have "
-            "loss_func return a mean, (loss, report), or take this module's "
-            "DistributedDataParallel"
-        )
+        for kind in type(part).__mro__:
+            if kind.__name__ in averaging and kind.__module__.startswith("torch."):
+                raise ValueError(
+                    f"a {kind.__name__} of torch averages over the ranks, and the loss is a sum, "
+                    "which the tokens of this rank alone would divide: have loss_func return a "
+                    "mean, (loss, report), or take this module's DistributedDataParallel"
+                )
 
 
 def _refuse_ramp(sizes, global_batch_size, samples_per_round):
@@ -4987,7 +4868,7 @@ class _NewFile(contextlib.AbstractContextManager):
         self.digits = digits or secrets.token_hex(8)
         self.temporary = f"{self.path}.{self.digits}.tmp"
         # Before the file is there: a signal may come at any moment.
-        self._remove = weakref.finalize(self, _remove_file, self.temporary, os.getpid())
+        self._remove = weakref.finalize(self, _remove_path, self.temporary, os.getpid())
         try:
             with _named(path, "cannot be written"):
                 self.file = open(self.temporary, "xb", 1 << 20)
@@ -5030,11 +4911,14 @@ class _NewFile(contextlib.AbstractContextManager):
             self.discard()
 
 
-def _remove_file(path, process):
-    """Remove a file that may be there, in the process with this number only."""
+def _remove_path(path, process):
+    """Remove a file or a folder that may be there, in the process with this number only."""
     if process == os.getpid():
         with contextlib.suppress(OSError):  # the disk may refuse this
-            os.unlink(path)
+            if os.path.isdir(path):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
 
 
 def _commit_pair(tokens, index):
@@ -5057,8 +4941,8 @@ def _commit_pair(tokens, index):
         # A step over a network may fail and be made: look which names are there.
         is_first = _is_there(tokens.temporary)
         if is_first and has_old == _is_there(index.path):
-            _remove_file(index.temporary, os.getpid())
-            _remove_file(tokens.temporary, os.getpid())
+            _remove_path(index.temporary, os.getpid())
+            _remove_path(tokens.temporary, os.getpid())
             raise
         names = [tokens.temporary if is_first else tokens.path]
         names.append(index.temporary if _is_there(index.temporary) else index.path)
@@ -5124,43 +5008,41 @@ _CACHE_FORMAT = 6  # a number to count up when the same manifest comes to mean o
 _CHECKED_BYTES = 1 << 20  # an array file of up to so many is read, and checked, at each start
 
 
-def _load_or_build(folder, stem, names, description, made_from, pair, build):
-    """Find index arrays in files, or build and save them: return (facts, arrays, in_files).
+def _load_or_build(dataset, split, made_from, pair):
+    """Find the index arrays of a dataset in files, or build and save them: return (facts, arrays).
 
-    They are in the files <folder>/<stem>-<name>.npy; without a folder they stay in memory.
     made_from is a flat dict of what they are made from, as JSON has it; pair the pair that they are
-    made from, or None.  build() returns (facts, arrays), in the order of names; its errors pass.
-    in_files is {name: array} of the arrays that are in files: all, or none.
+    made from, or None.  dataset._build_arrays() builds both; its errors pass.
+    dataset._in_files becomes {name: array} of the arrays that are in files: all, or none.
     """
-    if not folder:
-        facts, arrays = build()
-        return facts, arrays, {}
-    if _is_remote(folder):
+    if not dataset._cache_folder:
+        return dataset._build_arrays()
+    if _is_remote(dataset._cache_folder):
         raise ValueError("path_to_cache must be a local folder, got a URL")
-    stem = os.path.join(folder, stem)
+    name = f"{dataset.unique_description_hash}-{type(dataset).__name__}-{split.name}"
+    stem = os.path.join(dataset._cache_folder, name)
     in_files = {}
     try:
-        facts, in_files = _find_arrays(stem, names, made_from, pair)
+        facts, in_files = _find_arrays(stem, made_from, pair)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         warnings.warn(f"the index cache {stem}-* is rebuilt: {reason}", stacklevel=4)
     if not in_files:
-        facts, arrays = build()
+        facts, arrays = dataset._build_arrays()
         note = None if pair is None else _note_of_pair(pair)
         manifest = {"format": _CACHE_FORMAT, "made_from": made_from, "pair": note, "facts": facts}
-        arrays_by_name = dict(zip(names, arrays, strict=True))
+        arrays_by_name = dict(zip(dataset.index_names, arrays, strict=True))
         try:
-            in_files = _save_arrays(stem, arrays_by_name, description, manifest)
+            in_files = _save_arrays(stem, arrays_by_name, dataset.unique_description, manifest)
         except OSError as error:
-            warnings.warn(
-                f"the index cache {stem}-* cannot be written: the indices stay in memory ({error})",
-                stacklevel=4,
-            )
-            return facts, arrays, {}
-    return facts, list(in_files.values()), in_files
+            reason = f"the indices stay in memory: {error}"
+            warnings.warn(f"the index cache {stem}-* cannot be written: {reason}", stacklevel=4)
+            return facts, arrays
+    dataset._in_files = in_files
+    return facts, list(in_files.values())
 
 
-def _find_arrays(stem, names, made_from, pair):
+def _find_arrays(stem, made_from, pair):
     """Return (facts, {name: array}) of the files; the latter is empty without a usable manifest.
 
     An exception says what is wrong with them.
@@ -5181,9 +5063,12 @@ def _find_arrays(stem, names, made_from, pair):
     if pair is not None and not _is_noted(pair, note):
         raise DatasetFormatError(f"the pair was {note}, is {_note_of_pair(pair)}")
     in_files = {}
-    for name in names:
+    for name, noted in manifest["files"].items():
         content = _read_or_map_file(f"{stem}-{name}.npy")
-        in_files[name] = _as_array(name, content, manifest["files"][name])
+        found = noted | _size_and_crc32(content)
+        if found != noted:
+            raise DatasetFormatError(f"{name}.npy: wanted {noted}, got {found}")
+        in_files[name] = _as_array(content, noted)
     # Another job may have renamed its own files in meanwhile: it removes the manifest first.
     if path.read_bytes() != text:
         raise DatasetFormatError("another job has written it meanwhile")
@@ -5203,15 +5088,8 @@ def _read_or_map_file(path: str | os.PathLike) -> np.ndarray:
         return np.frombuffer(file.read(), np.uint8)
 
 
-def _as_array(name, content, noted):
-    """The array in the bytes of a file, which must be as it was noted.
-
-    Its dtype and its shape are noted too: of hundreds of small corpora, to parse the headers of the
-    files takes a fifth of a start.
-    """
-    for key, found in _size_and_crc32(content).items():
-        if noted[key] != found:
-            raise DatasetFormatError(f"{name}.npy: {key}: wanted {noted[key]}, got {found}")
+def _as_array(content, noted):
+    """The array in the bytes of a file, whose dtype and shape are noted."""
     dtype = np.dtype(noted["dtype"])
     header_bytes = len(content) - math.prod(noted["shape"]) * dtype.itemsize
     return np.frombuffer(content, dtype, offset=header_bytes).reshape(noted["shape"])
@@ -5238,18 +5116,15 @@ def _save_arrays(stem, arrays, description, manifest):
     with contextlib.ExitStack() as new_files:  # its end gives them their names
         for name, values in arrays.items():
             new_file = new_files.enter_context(_NewFile(f"{stem}-{name}.npy"))
-            # as np.save() does, which takes 0.1 ms more: much for hundreds of small corpora
-            header = np.lib.format.header_data_from_array_1_0(values)
-            np.lib.format.write_array_header_1_0(new_file, header)
-            new_file.write(values)
+            np.save(new_file, values)
             new_file.synced = new_file.file.tell() > _CHECKED_BYTES
             new_file.finish()
             # opened before it has its name, under which another job may put its own
             content = _read_or_map_file(new_file.temporary)
-            noted = _size_and_crc32(content)
-            noted |= {"dtype": values.dtype.str, "shape": values.shape}
-            in_files[name] = _as_array(name, content, noted)
-            manifest["files"][name] = noted
+            # of hundreds of small corpora, to parse the headers takes a fifth of a start
+            noted = {"dtype": values.dtype.str, "shape": values.shape}
+            manifest["files"][name] = noted | _size_and_crc32(content)
+            in_files[name] = _as_array(content, noted)
         for ending in ("manifest.json", "description.txt"):
             pathlib.Path(f"{stem}-{ending}").unlink(missing_ok=True)
     manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
@@ -5274,16 +5149,16 @@ def _file_stamp(path: str | os.PathLike) -> dict:
 
 def _fingerprint_of_pair(pair):
     """What IndexedDataset.fingerprint() returns; it is made once."""
-    if pair._fingerprint is None:
+    if "fingerprint" not in pair._known:
         some = min(4096 // pair._token_bytes, pair.num_tokens)
         ends = pair._in_files["_tokens"].read_many([(0, some), (pair.num_tokens - some, some)])
-        pair._fingerprint = {
+        pair._known["fingerprint"] = {
             "idx_size": pair._stamps["idx"]["size"],
             "bin_size": pair._stamps["bin"]["size"],
             "lengths_crc32": zlib.crc32(pair._in_files["sequence_lengths"]),
             "bin_ends_crc32": zlib.crc32(np.concatenate(ends)),
         }
-    return pair._fingerprint
+    return pair._known["fingerprint"]
 
 
 def _note_of_pair(pair):
@@ -5292,19 +5167,18 @@ def _note_of_pair(pair):
 
 
 def _is_noted(pair, note):
-    """Are these the data of a note?  Nothing is read where the stamps are equal, and have a time.
-
-    Else the whole .idx is checked: of its arrays the fingerprint has the lengths alone.
-    """
+    """Are these the data of a note?  Where its stamps do not say so, the whole .idx is checked."""
     has_times = all(stamp["changed"] for stamp in pair._stamps.values())
     if has_times and note["stamps"] == pair._stamps:
-        pair._fingerprint = note["fingerprint"]
+        pair._known["fingerprint"] = note["fingerprint"]
     else:
-        pair.verify()
+        pair.verify()  # of the arrays of the .idx a fingerprint has the lengths alone
     return note["fingerprint"] == pair.fingerprint()
 
 
+# What a pair opens, and what was asked of it since then.
 _OPENED = ("sequence_lengths", "sequence_pointers", "document_indices", "sequence_modes", "_tokens")
+_OPENED += ("_stamps", "_known")
 
 
 def _state_without_files(dataset):
@@ -5327,14 +5201,6 @@ def _find_left_out(dataset, state, find_or_build):
         arrays = find_or_build(dataset)
         for name, values in zip(dataset.index_names, arrays, strict=True):
             vars(dataset).setdefault(name, values)
-
-
-def _state_of_pair(pair):
-    """The state of a pair for a pickle, without what was read and checked, but with its note."""
-    state = _state_without_files(pair) | {"_note": _note_of_pair(pair)}
-    for name in ("_stamps", "_verified", "_fingerprint", "_record"):
-        del state[name]
-    return state
 
 
 def _restore_pair(pair, state):
@@ -5383,24 +5249,14 @@ def _find_or_build_orders(dataset):
     if not isinstance(pair, IndexedDataset):
         made_from["lengths_crc32"] = zlib.crc32(np.array(pair.sequence_lengths, np.int64))
         pair = None
-    split = dataset.index_split.name
-    facts, arrays, dataset._in_files = _load_or_build(
-        folder=dataset._cache_folder,
-        stem=f"{dataset.unique_description_hash}-{type(dataset).__name__}-{split}",
-        names=dataset.index_names,
-        description=dataset.unique_description,
-        made_from=made_from,
-        pair=pair,
-        build=dataset._build_arrays,
-    )
-    return facts, arrays
+    return _load_or_build(dataset, dataset.index_split, made_from, pair)
 
 
 def _folder_of_cache(dataset):
-    """The folder of the config, or one beside the pair, or beside the copy of its .idx."""
+    """The folder of the config, or one beside the pair, or beside the copy of its .idx, or None."""
     if dataset.config.path_to_cache:
         return _absolute(dataset.config.path_to_cache)
-    if dataset.dataset_path is None:
+    if isinstance(dataset, BlendedDataset) or dataset.dataset_path is None:
         return None
     prefix = getattr(dataset.dataset, "absolute_prefix", dataset.dataset_path)
     folder = f"{_absolute(prefix)}/cache"
@@ -5529,15 +5385,13 @@ class _RemoteFile:
         """Return new arrays, whose ranges are fetched at the same time."""
         size = self.dtype.itemsize
         ranges = [(first * size, (first + count) * size) for first, count in spans]
-        contents = dict.fromkeys(ranges, b"")
+        contents = {(begin, end): None for begin, end in ranges if begin < end}
         self._request(self._fetch_missing, contents)
-        return [np.frombuffer(contents[span], self.dtype) for span in ranges]
+        return [np.frombuffer(contents.get(span, b""), self.dtype) for span in ranges]
 
     def _fetch_missing(self, file_system, path, contents):
         """Fetch the ranges that contents lacks; what came is kept, and an error raised."""
-        missing = [
-            (begin, end) for begin, end in contents if len(contents[begin, end]) < end - begin
-        ]
+        missing = [span for span, content in contents.items() if content is None]
         begins = [begin for begin, _ in missing]
         ends = [end for _, end in missing]
         found = file_system.cat_ranges([path] * len(missing), begins, ends, on_error="return")
@@ -5565,10 +5419,7 @@ class _RemoteFile:
     def _look(self, file_system, path):
         """What the storage says of the object."""
         file_system.invalidate_cache(path)  # an older answer would be of no use
-        found = file_system.info(path)
-        if found["type"] == "directory":
-            raise FileNotFoundError("a folder, and no object")
-        return found
+        return file_system.info(path)
 
     def find(self):
         """Return [(URL, size or None)] of the object; if it is not there, of what it matches."""
@@ -5740,7 +5591,7 @@ def _raise_error_of(source, error, group):
 # Question answered here: where is each loop made fast, and how is C switched on and off?
 #
 #   definition, above                   adapter, below                 loop, in _helpers.c
-#   build_sample_idx                    _c_build_sample_idx            build_sample_idx
+#   _fill_rows                          _c_fill_rows                   build_sample_idx
 #   shuffle                             _c_shuffle                     shuffle
 #   _fill_blend                         _c_fill_blend                  build_blend
 #   _make_batch                         _c_make_batch                  read_samples
@@ -5782,31 +5633,12 @@ if os.environ.get("MEGATRON_MIN_C") != "0":
             warnings.warn(f"the C kernels are there, and cannot be used: {error}", stacklevel=2)
 
 
-@functools.wraps(build_sample_idx)
-def _c_build_sample_idx(
-    sizes,
-    document_indices,
-    sequence_length,
-    num_epochs,
-    tokens_per_epoch,
-    drop_last_partial_sequence=True,
-    add_extra_token_to_sequence=True,
-):
-    flags = drop_last_partial_sequence, add_extra_token_to_sequence
-    S = operator.index(sequence_length)
-    x = int(add_extra_token_to_sequence)
-    tokens = operator.index(num_epochs) * operator.index(tokens_per_epoch)
-    _check_stream(sizes, document_indices, S, tokens)
-    num_samples = count_samples(tokens, S, *flags)
-    tokens_read = min(tokens, num_samples * S + x)  # where the last sample ends
-    with contextlib.suppress(MemoryError, OverflowError, TypeError, ValueError):
-        rows = np.empty((num_samples + 1, 2), _sample_index_dtype(len(document_indices)))
-        _megatron_min.build_sample_idx(rows, sizes, document_indices, S, x, tokens_read)
-        if x == 0 and tokens_read < num_samples * S:  # a short last sample, as in the definition
-            rows[-1] = len(document_indices) - 1, sizes[document_indices[-1]]
-        return rows
-    arguments = sizes, document_indices, sequence_length, num_epochs, tokens_per_epoch
-    return _c_build_sample_idx.__wrapped__(*arguments, *flags)
+@functools.wraps(_fill_rows)
+def _c_fill_rows(*arguments):
+    with contextlib.suppress(OverflowError, TypeError, ValueError):
+        _megatron_min.build_sample_idx(*arguments)
+        return
+    _c_fill_rows.__wrapped__(*arguments)
 
 
 _generators = threading.local()  # one of each thread that builds
@@ -5843,7 +5675,7 @@ def _c_shuffle(items, random_state):
 
 @functools.wraps(_fill_blend)
 def _c_fill_blend(*arguments):
-    with contextlib.suppress(TypeError, ValueError):
+    with contextlib.suppress(OverflowError, TypeError, ValueError):
         _megatron_min.build_blend(*arguments)
         return
     _c_fill_blend.__wrapped__(*arguments)
@@ -5957,7 +5789,7 @@ def _read_samples(dataset, columns, rows, samples):
 
 
 if IMPLEMENTATION == "c":
-    build_sample_idx = _c_build_sample_idx
+    _fill_rows = _c_fill_rows
     shuffle = _c_shuffle
     _fill_blend = _c_fill_blend
     _make_batch = _c_make_batch
@@ -6824,7 +6656,7 @@ def _record_of(pair):
 
     With "begins": the number of each input's first document, and at the end that of all documents.
     """
-    if pair._record is None:
+    if "record" not in pair._known:
         record = {}
         with contextlib.suppress(Exception):  # it may be missing, damaged, or of another release
             prefix = pair.absolute_prefix
@@ -6833,8 +6665,8 @@ def _record_of(pair):
             if found == _make_record(prefix, found["tokenizer"], inputs, found.get("job")):
                 counts = (documents for _, documents in inputs)
                 record = found | {"begins": list(itertools.accumulate(counts, initial=0))}
-        pair._record = record
-    return pair._record
+        pair._known["record"] = record
+    return pair._known["record"]
 
 
 def _identity_of_tokenizer(tokenizer):

@@ -503,6 +503,12 @@ def test_a_bin_of_another_size(one, pair, monkeypatch):
             one.IndexedDataset(pair)
     with pytest.raises(one.DatasetFormatError, match=r"pair\.bin: bytes at 20"):
         ds[3]
+    broken = mock.Mock(side_effect=OSError(errno.EIO, "broken"))  # it names no file
+    monkeypatch.setattr(os, "pread", broken)
+    monkeypatch.setattr(one, "open", broken, raising=False)
+    for kind, function, argument in (("bin", ds.get, 3), ("idx", one.IndexedDataset, pair)):
+        with pytest.raises(OSError, match=rf"cannot be read: broken: .*pair\.{kind}'"):
+            function(argument)
 
 
 @pytest.mark.slow
@@ -587,17 +593,17 @@ def test_the_whole_check_sees_each_entry_of_a_long_index(one, tmp_path):
 # -- Is a pair the one that it was? ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", [".idx", ".bin"])
-def test_a_pair_that_is_replaced_while_it_is_opened_is_refused(one, pair, monkeypatch, moment):
-    """An old .idx is not used with a new .bin: here it changes before a file is mapped or read."""
+@pytest.mark.parametrize("moment, changed", [("idx", "idx"), ("bin", "idx"), ("bin", "bin")])
+def test_a_pair_that_changes_while_it_is_opened_is_refused(one, pair, monkeypatch, moment, changed):
+    """No old .idx is used with a new .bin, nor one that is cut before it is mapped."""
 
-    def size_of_touched(path):
+    def size_of_changed(path):
         if path.endswith(moment):
-            os.utime(f"{pair}.idx", (1, 1))
+            os.utime(f"{pair}.{changed}", (1, 1))
         return os.stat(path).st_size
 
-    monkeypatch.setattr(os.path, "getsize", size_of_touched)
-    with pytest.raises(one.DatasetFormatError, match=r"pair\.idx: .* another"):
+    monkeypatch.setattr(os.path, "getsize", size_of_changed)
+    with pytest.raises(one.DatasetFormatError, match=rf"pair\.{changed}: .* another"):
         one.IndexedDataset(pair)
 
 
@@ -647,6 +653,7 @@ def test_a_pickle_is_all_but_the_files(one, pair, monkeypatch):
     ds = Shifted(10, "pair", mmap=False, object_storage_config=settings, check=True)
     ds.document_indices = np.array([7])
     pickled = pickle.dumps(ds)
+    assert not {"_tokens", "_stamps", "_known"} & set(ds.__getstate__())
     assert len(pickled) < 1100
     monkeypatch.chdir("/")
     again = pickle.loads(pickled)
@@ -906,10 +913,7 @@ BAD_CONFIGS = [  # what is changed in a good config, a word of the sentence
     ({"random_seed": 2**32}, "random_seed"),
     ({"split": None}, "needs a split"),
     ({"blend": ([], None)}, "a blend: wanted"),
-    ({"blend": []}, "a blend: wanted"),
-    (WITHOUT_BLEND | {"blend_per_split": 5}, "blend_per_split: .*got 5"),
-    (WITHOUT_BLEND | {"blend_per_split": [None, None]}, "blend_per_split"),
-    ({"blend_phases": 5}, "phases: .*got 5"),
+    ({"blend_phases": [4, [1]]}, "phase 0: wanted"),
     ({"blend": ("p", None)}, "a blend: wanted"),
     ({"blend": (np.array(["s3://KEY:SECRET@bucket/c"]), None)}, "a blend: wanted"),
     ({"blend": (["p"], [-2])}, "weight of p"),
@@ -964,7 +968,7 @@ def test_sequences_numbers_and_paths_of_any_kind(one, tmp_path):
     loader = one.build_pretraining_data_loader(
         blend, four, micro_batch_size=four, dataloader_type="cyclic", seed=four
     )
-    json.dumps([config(one, ([p, p], weights)).blend, loader.state_dict()])
+    json.dumps(loader.state_dict())
     assert '"num_samples": 20' in blend.unique_description
 
 
@@ -987,15 +991,14 @@ def plan_by_counting(tokens, wanted, S, drop_last, x):
 
 def test_epochs_are_counted_one_by_one(one):
     """Upstream loops for ever without tokens, and counts short samples in float32."""
-    counts = list(itertools.product(range(1, 9), range(9), range(1, 6)))
+    counts = list(itertools.product(range(1, 9), range(-9, 9), range(1, 6)))
     counts += [(101, 179, 1), (101, 180, 1)]  # 79 and 80 of the last epoch's 100 samples
     for stream, drop_last, x in itertools.product(counts, (False, True), (0, 1)):
         plan = one.plan_epochs(*stream, drop_last, bool(x))
         assert plan == plan_by_counting(*stream, drop_last, x), (stream, drop_last, x)
     assert one.plan_epochs(0, 0, 4) == (1, 0, False, 0)
-    for tokens, wanted, word in ((0, 1, "no tokens"), (13, -1, "num_samples")):
-        with pytest.raises(ValueError, match=word):
-            one.plan_epochs(tokens, wanted, 4)
+    with pytest.raises(ValueError, match="no tokens"):
+        one.plan_epochs(0, 1, 4)
     S = 2**20
     wanted = 2**70  # more than a float counts
     tokens = wanted * S + 1
@@ -1057,9 +1060,7 @@ def test_a_wrong_stream_is_said(mm):
         ({"document_indices": int32(0, 3, 2)}, IndexError, r"document_indices\[1\] is 3 "),
         ({"document_indices": int32(0, -1, 2)}, IndexError, r"document_indices\[1\] is -1 "),
         ({"tokens_per_epoch": 14, "sequence_length": 13}, ValueError, "14 tokens, .* hold 13"),
-        ({"tokens_per_epoch": 2**40}, ValueError, "cannot hold"),
         ({"sequence_length": 0}, ValueError, "sequence_length"),
-        ({"sequence_length": 2**32}, ValueError, "sequence_length"),
     ):
         with pytest.raises(error, match=word):
             mm.build_sample_idx(**good_arguments("build_sample_idx") | wrong)
@@ -1289,14 +1290,13 @@ def test_what_a_tokenizer_says_of_pad_and_eod(one, tmp_path):
 
 def test_datasets_that_cannot_be(one, tmp_path):
     """Upstream never returns from a split without tokens."""
-    for dtype, documents, error, words in (
-        (np.int32, [], ValueError, "/p: train of split '1,0,0': 1 samples .* no tokens"),
-        (np.int32, [0, 3], IndexError, "/p: .* documents are 0 to 2"),
-        (np.int32, [-2, 0], IndexError, "/p: .* documents are 0 to 2"),
-        (np.int32, [True, False], TypeError, "integers, got bool"),
-        (np.float32, [0], ValueError, "/p holds float32"),
+    prefix = mk(one, tmp_path / "p", [[1] * 9] * 3)
+    for documents, error, words in (
+        ([], ValueError, "/p: train of split '1,0,0': 1 samples .* no tokens"),
+        ([0, 3], IndexError, "index 3 "),
+        ([-2, 0], IndexError, r"document_indices\[0\] is -2 of 3"),
+        ([True, False], TypeError, "integers, got bool"),
     ):
-        prefix = mk(one, tmp_path / "p", [[1] * 9] * 3, dtype)
         with pytest.raises(error, match=words):
             gpt(one, prefix, 1, documents=np.array(documents))
     patch(f"{prefix}.idx", 34 + 4, b"\x08")  # a length: opening the pair does not look at it
@@ -1396,7 +1396,7 @@ def test_a_subclass_may_return_other_tokens_and_lengths(mm, tmp_path):
 
     class Own(mm.GPTDataset):
         def _query_document_sample_shuffle_indices(self, k):
-            return kept[:k] if k < 11 else kept / 2, [], [2, 0, 3, 4]
+            return kept[:k] if k < 11 else kept[:9] / 2, [], [2, 0, 3, 4]
 
     prefix = mk(mm, tmp_path / "p", [np.arange(90)])
     own = gpt(mm, prefix, cls=Own, tokenizer=Tok(pad=7), inter_document_masking=True)
@@ -1408,8 +1408,8 @@ def test_a_subclass_may_return_other_tokens_and_lengths(mm, tmp_path):
         assert short["tokens"].tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
         assert short["loss_mask"].tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
     same(kept, np.arange(10))
-    check_refused(own, 10, IndexError, "wanted 9 .* got 10")
-    check_refused(own, 11, TypeError, "integers, got float64")
+    check_refused(own, 10, IndexError, "/p: .* 1 tokens too long")
+    check_refused(own, 11, TypeError, "Cannot cast .*float64")
 
 
 # ==============================================================================
@@ -1477,11 +1477,8 @@ def blended(mm, sizes, weights, size, phases=None, **fields):
 
 def test_a_blend_by_counts(mm):
     """Without a size the weights are counts.  Upstream: counts that are floats are an error."""
-    ds = blended(mm, [9, 9], [1.0, 3.0], None)
-    assert pairs_of(ds) == [(1, 0), (0, 0), (1, 1), (1, 2)]
-    assert ds[3] == ds[-1] == {"dataset_id": 1, "sample": 2}
-    long = blended(mm, [20_000] * 2, [1, 2], 30_000)  # more than are counted at a time
-    same(long.samples_taken(), np.array([10_000, 20_000]))
+    ds = blended(mm, [9, 20_000], [9.0, 20_000.0], None)  # more than are counted at a time
+    same(ds.samples_taken(), np.array([9, 20_000]))
 
 
 def test_refused_blends(one):
@@ -1492,7 +1489,6 @@ def test_refused_blends(one):
         (([0, 0], 4), "sum"),
         ((2, 4), "wanted 2 weights"),
         (([1.5, 2.5], None), "numbers of samples"),
-        (([1, 1], -1), "size"),
         # more than there are, which in upstream is an IndexError in the run
         (([1, 3], 14), "takes 10 samples of bare, which has 9$"),
         (([12, 10], None), "takes 12 .* has 9; .* takes 10 .* has 9"),
@@ -1505,10 +1501,8 @@ def test_refused_blends(one):
         with pytest.raises(ValueError, match=word):
             blended(one, [9, 9], *arguments)
     parts = [Bare(9, one.Split[name]) for name in ("valid", "train")]
-    with pytest.raises(ValueError, match=r"of one split, got \['train', 'valid'\]"):
+    with pytest.raises(ValueError, match="of one split"):
         one.BlendedDataset(parts, [1, 1], 4, config(one))
-    with pytest.raises(ValueError, match=r"a phase: wanted a sum > 0, got \[0, 0\]"):
-        one.build_phase_indices(*map(np.zeros, [4, 4], [np.int16, np.int64]), [(4, [0, 0])])
     with pytest.raises(ValueError, match="phase 0: .*wanted 1 weights"):
         config(one, (["p"], None), blend_phases=[(4, [1, 1])])
 
@@ -1690,15 +1684,12 @@ def test_what_a_builder_refuses(one, corpora):
         one._write_record(prefix, {"class": name}, [])
     other_tokenizer = f"{B} was made with .*BPE.* that of {A} is .*bytes"
     for sizes, fields, words in (
-        ([1, 2], {"blend": (["in/none"], None)}, "expected 3"),
         ([0, -1, 0], {"blend": two}, "sizes: .*-1"),
-        ([None, 0, 0], {"blend": two}, "train .*needs a size"),
         ([0, None, None], sets, "test .*needs a size"),  # valid is two datasets, and test a blend
         ([0, 5, 9], sets | {"full_validation": True}, "must be None"),
         ([20, 0, 0], {"blend": two, "blend_phases": [(16, [1, 1])]}, "16 samples, but 20"),
         ([9, 0, 0], {}, "no blend is given"),
         ([5, 0, 0], {"blend": ([mk(one, "in/short", [[1]])] * 2, None)}, "finite sum > 0"),
-        ([5, 5, 0], {"blend": ([C, A, B], [1, 1, 1])}, other_tokenizer),
         ([5, 5, 0], {"blend_per_split": [([A, C], None), ([B], None), None]}, other_tokenizer),
     ):
         with pytest.raises(ValueError, match=words):
@@ -1828,14 +1819,15 @@ def test_a_last_short_round_is_shared_out(one):
 
 def test_a_sampler_refuses_sizes_and_places_that_cannot_be(one):
     for kind, sizes, words in (  # see sampler_of
-        ("single", (0, 0, 1, 0, 1), r"total_samples, .* got \[0, 1, 1\]"),
-        ("single", (8, -1, 1, 0, 1), "consumed_samples"),
-        ("single", (8, 9, 1, 0, 1), "consumed_samples"),
-        ("single", (8, 0, 1, 2, 2), "data_parallel_rank"),
+        ("single", (0, 0, 1, 0, 1), "total_samples: wanted 1 to inf, got 0"),
+        ("single", (8, 0, 0, 0, 1), "micro_batch_size"),
+        ("single", (8, 0, 1, 0, 0), "data_parallel_size"),
+        ("single", (8, 9, 1, 0, 1), "consumed_samples: wanted 0 to 8, got 9"),
+        ("single", (8, 0, 1, 2, 2), "data_parallel_rank: wanted 0 to 1, got 2"),
         ("full_validation", (8, 0, 1, -1, 2), "data_parallel_rank"),
-        ("sharded", (3, 0, 2, 0, 2), r"total_samples \(3\)"),  # no whole round
-        ("unsharded", (64, 24, 16, 0, 2), "consumed_samples"),  # no whole number of rounds
-        ("sharded", (8, -2, 2, 0, 1), "consumed_samples"),
+        ("sharded", (3, 0, 2, 0, 2), "wanted whole rounds of 4 .* total_samples 3"),
+        ("unsharded", (64, 24, 16, 0, 2), "wanted whole rounds of 32 .* consumed_samples 24"),
+        ("sharded", (8, -2, 2, 0, 1), "consumed_samples: wanted 0 to inf, got -2"),
     ):
         with pytest.raises(ValueError, match=f"^{words}"):
             sampler_of(one, kind, *sizes)
@@ -1894,7 +1886,7 @@ def test_a_run_goes_on_where_its_order_is_the_same(one):
         (64, 8, ("sharded", 4, 1), ("sharded", 2, 2), "data_parallel_size"),
         (67, 8, ("unsharded", 4, 1), ("unsharded", 2, 1), "samples that are shuffled"),
         (20, 40, ("unsharded", 4, 1), ("unsharded", 4, 2), "done in the turn"),
-        (64, 8, ("unsharded", 4, 1), ("unsharded", 4, 4), "consumed_samples"),  # within a round
+        (64, 8, ("unsharded", 4, 1), ("unsharded", 4, 4), "wanted whole rounds of 16"),
     ):
         resumed = loader(total, after)
         with refusal(refused):
@@ -1927,13 +1919,11 @@ def test_groups_of_one_process_and_what_cannot_be(one, monkeypatch):
 
 
 def test_batches_of_a_job_with_nccl_travel_over_gloo_to_the_gpu(one, group, monkeypatch):
-    """One process, whose backend is not gloo alone."""
-    both = "cpu:gloo,cuda:nccl"
-    with mock.patch.object(torch.distributed, "get_backend", return_value=both):
-        groups = one.ParallelGroups()
-    assert groups.batch_group is not groups.group("tp")
-    assert torch.distributed.get_backend(groups.batch_group) == "gloo"
+    with counted("new_subgroups_by_enumeration") as new:
+        one.ParallelGroups()
+    assert [call.kwargs["backend"] for call in new.call_args_list] == [*7 * [None], "gloo"]
     assert one._device_of_group() == torch.device("cpu")
+    both = "cpu:gloo,cuda:nccl"
     monkeypatch.setattr(torch.distributed, "get_backend_config", mock.Mock(return_value=both))
     assert one._device_of_group() == torch.device("cuda")
 
@@ -2071,9 +2061,8 @@ def test_what_cannot_be_cut_is_refused(one):
     """Upstream: another error, or none.  A stage between knows a row from cu_seqlens alone."""
     rest = 13 * [16]  # cu_seqlens has an entry more than a row has tokens
     for cu_seqlens, by_row, words in (
-        ([[0, 4, *9 * [10]]], True, "a row of 10 tokens"),
+        ([[0, 4, *9 * [10]]], True, "0 of row 0 has 10 tokens.* 4 in"),
         ([[0, 8, 16, 16, *rest], [0, 4, 10, 16, *rest]], False, "t 1 of row 1.*per_sequence_"),
-        ([[0, 12, 8, 16, *rest]], False, "1 of row 0 has -4 tokens"),  # out of order
         ([[-8, 8, 8, 16, *rest]], False, "0 of row 0 has -8 tokens"),  # before the row
         ([[0, 8, 24, 24, *rest]], False, "2 of row 0 has -8 tokens"),  # behind it
         ([[0, 4, *7 * [8]]], False, None),
@@ -2085,7 +2074,6 @@ def test_what_cannot_be_cut_is_refused(one):
                     part | {"tokens": tokens}, 1, 2, use_per_sequence_balancing=by_row
                 )
     for batch, rank, words in (
-        ({"tokens": torch.zeros(2, 10)}, 1, "a row of 10 tokens"),
         ({"tokens": torch.zeros(2, 8)}, 2, "cp_rank"),
         ({"tokens": torch.zeros(8)}, 1, r"tokens'\]: wanted 8 tokens along dim 1.*\(8,\)"),
         ({"tokens": torch.zeros(1, 8), "labels": torch.zeros(1, 9)}, 1, "labels.*wanted 8"),
@@ -2323,7 +2311,6 @@ def test_which_loader(one, monkeypatch):
     assert list(one.PretrainingDataLoader(Numbers(8), sampler, collate_fn=len)) == [4, 4]
     for data, fields, words in (
         (Numbers(9), {"dataloader_type": "odd"}, "dataloader_type"),
-        (Numbers(9), {"num_workers": -1}, "num_workers"),
         ([Numbers(9)] * 2, {}, "got 2 datasets.*a loader for each"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -2610,23 +2597,20 @@ def loader_of_run(
     return loader_of(mm, data, **fields_of(kind), seed=int(seed or 0))
 
 
-U = (1, 2)  # weights of phases, as V and W
-V = (2, 1)
-W = (1, 1)
+U = (1, 2, 1)  # weights of phases, as V and W, of as many corpora as there are
+V = (2, 1, 1)
+W = (1, 1, 1)
 TWO_PHASES = {"mix": [(24, U), (24, V)]}
 UNSTABLE = {"stable_order": False}
 OTHER_MIX = r"which corpus gave which sample \(weights, blend_phases\) was \d+ in the state, and is"
 RUNS = [  # a run; what is another in the next one; what is said of it, or None: it fits
     ({}, {"corpora": ["copies/of a", "copies/b"]}, None),
-    ({}, {"mix": [(99, U)]}, None),
     ({}, {"corpora": "abc", "mix": [(40, (1, 2, 0)), (9, (1, 1, 1))]}, None),
     (TWO_PHASES, {"mix": [(24, U), (16, V), (9, W)]}, None),
-    (TWO_PHASES, {"mix": [(48, U)]}, OTHER_MIX),
     (TWO_PHASES, {"mix": [(48, (1, 0))]}, OTHER_MIX),  # and nothing is known of b
     ({"mix": [(48, (1, 0))]}, TWO_PHASES, OTHER_MIX),
     (UNSTABLE | {"mix": [(400, U)]}, {"mix": [(40, V)]}, OTHER_MIX),  # epochs, too
     ({}, {"corpora": "a", "mix": None}, "class was BlendedDataset in .* is GPTDataset"),
-    ({}, {"corpora": "ba"}, r"bin_size of fingerprint of corpus 0 \(b\) was \d+ in .* is"),
     ({}, {"corpora": ["other tokens/a", "b"]}, r"bin_ends_crc32 of .*corpus 0 \(a\) was"),
     ({}, {"random_seed": 2}, r"random_seed of corpus 0 \(a\) was 1234 in the .* is 2\."),
     ({}, {"split": "8,2,0"}, r"documents \(split\) of corpus 0 \(a\) was range\(0, 40"),
@@ -2662,14 +2646,10 @@ def test_a_state_fits_where_the_samples_are_equal(one, tmp_path):
         load_state_of(before, after, n, words)
 
 
+SEVERAL_PHASES = [[(24, U), (24, V)], [(24, U), (90, V)], [(24, U), (24, V), (60, W)]]
 VALUES = {  # of each setting of a random run
     "corpora": ["a", "ab", "ab", "abc", "ba", ["copies/a", "b"], ["a", "other tokens/b"]],
-    "mix": [
-        None,
-        *([(count, (1, 2, 1))] for count in (24, 48, 90)),
-        *([(24, (1, 2, 1)), (count, (2, 1, 1))] for count in (24, 90)),
-        *([(24, weights), (24, (2, 1, 1)), (60, (1, 1, 1))] for weights in [(1, 2, 1), (1, 1, 0)]),
-    ],
+    "mix": [None, [(24, U)], [(48, U)], [(90, U)], *SEVERAL_PHASES],
     "samples": [None, None, None, range(20), range(24), range(1, 21), [*range(16), 1, 2, 3, 4]],
     "which": [0, 0, 1],
     "random_seed": [1, 2],
@@ -2684,10 +2664,6 @@ VALUES = {  # of each setting of a random run
 
 @pytest.mark.parametrize("count", [10, pytest.param(300, marks=pytest.mark.slow)])
 def test_of_random_runs_a_state_fits_only_where_the_samples_are_equal(one, tmp_path, count):
-    """It prints what refused how many runs, also of those whose consumed samples are equal.
-
-    Ten times as many: MEGATRON_MIN_CASES=10 pytest -m slow -s -k random_runs
-    """
     make_corpora(one, tmp_path)
     no_folder = str(tmp_path / "a.bin")  # the arrays stay in memory
     found = collections.Counter()
@@ -2703,16 +2679,13 @@ def test_of_random_runs_a_state_fits_only_where_the_samples_are_equal(one, tmp_p
         most = min(len(before.dataset), len(after.dataset)) // 4
         before.consumed_samples = consumed = 4 * int(rng.integers(1, most + 1))
         same_texts = consumed_texts(before, consumed) == consumed_texts(after, consumed)
-        words = "it fits"
-        try:
+        fits = False
+        with contextlib.suppress(ValueError):
             after.load_state_dict(before.state_dict())
-        except ValueError as error:
-            pattern = "the state does not fit: (.+?)(?: of (?:corpus|data) .*?)? was "
-            words = re.match(pattern, str(error))[1]
-        assert same_texts or words != "it fits", (run, other)
-        found[words, "equal" if same_texts else "other samples"] += 1
-    print(found)
-    assert 0 < found["it fits", "equal"] < found.total()
+            fits = True
+        assert same_texts or not fits, (run, other)
+        found[fits] += 1
+    assert found[True] and found[False]
 
 
 # -- The state: datasets of other classes ------------------------------------------------------
@@ -2736,11 +2709,6 @@ def test_what_a_state_asks_of_other_classes(one, tmp_path):
             which, samples = super()._build_indices()
             return which, samples[::-1].copy()
 
-    class Own(one.MegatronDataset):
-        __len__ = Numbers.__len__
-        __getitem__ = Wrapped.__getitem__
-        n = 64
-
     prefix = mk(one, tmp_path / "p", [[1] * 17, [2] * 9, [3] * 30] * 9)
 
     def plain(n=40, **fields):
@@ -2749,12 +2717,12 @@ def test_what_a_state_asks_of_other_classes(one, tmp_path):
     def part(*samples, **fields):
         return torch.utils.data.Subset(plain(80, **fields), *samples)
 
-    def over(reader, cls=one.GPTDataset, **fields):
-        return cls(reader, None, range(2), 40, one.Split.train, config(one, **fields))
+    def over(reader):
+        return one.GPTDataset(reader, None, range(2), 40, one.Split.train, config(one))
 
-    def chats(**fields):
+    def chats(n=64, **fields):
         rows = [{"messages": ROW}]
-        return one.SFTDataset(rows, None, range(1), 64, one.Split.train, config(one, **fields))
+        return one.SFTDataset(rows, None, range(1), n, one.Split.train, config(one, **fields))
 
     def blend(cls, *phases):
         phases = [(samples, (1, 1)) for samples in phases]
@@ -2773,9 +2741,7 @@ def test_what_a_state_asks_of_other_classes(one, tmp_path):
         (part(range(40)), part([*range(40), 60, 70]), None),
         (part([5, -1] * 16), part([5, len(plain(80)) - 1] * 16), None),
         (part(range(40)), part(range(40), random_seed=5), r"random_seed of data \(p\) was 1234"),
-        (Wrapped(plain()), Wrapped(plain(400)), None),
         (Wrapped(blend(one.BlendedDataset, 40)), Wrapped(blend(one.BlendedDataset, 32, 60)), None),
-        (Wrapped(plain()), Wrapped(plain(random_seed=5)), "random_seed of data .* was 1234"),
         (Wrapped(), renamed(), "class was Wrapped in the state, and is Renamed"),
         (Wrapped(named[0]), Wrapped(named[1]), "name of fingerprint of data .* was a in"),
         (over(reader([90, 80])), over(reader([80, 90])), r"sequence_lengths \(CRC-32\) was"),
@@ -2784,7 +2750,8 @@ def test_what_a_state_asks_of_other_classes(one, tmp_path):
         (*permuted[1:], r"document_index \(CRC-32\) was"),
         (blend(Reversed, 40), blend(Reversed, 40), None),
         (blend(Reversed, 40), blend(Reversed, 48), "which sample each corpus gave was"),
-        (over([0], Own), over([0], Own, sequence_length=9), "sequence_length was 8 in"),
+        (chats(), chats(99), None),
+        (chats(), chats(sequence_length=9), "sequence_length was 8 in"),
         (chats(), chats(context_parallel_size=2), "context_parallel_size was 1 in"),
     ):
         load_state_of(loader_of(one, before), loader_of(one, after), 32, words)
@@ -2798,7 +2765,7 @@ def test_a_state_of_another_version_or_place_is_refused(one):
     state = loader_of(one, Numbers(64), 16).state_dict()
     other = {"version": 6, "consumed_samples": 16}
     for changed, words in (
-        (other, "it has version 6, and this release reads 7.*strict=False"),
+        (other, "version was 6 in the state, and is 7.*strict=False"),
         (state | {"past": "{}"}, "kind of the sampler was None in the state, and is single"),
         (state | {"past": state["past"].replace("}}", ', "x": 5}}')}, "x was 5 in .* is None"),
     ):
@@ -2807,8 +2774,6 @@ def test_a_state_of_another_version_or_place_is_refused(one):
     for damaged in ({"past": "{"}, {"past": None}, {"past": "[]"}, {"consumed_samples": "6"}):
         with pytest.raises(ValueError, match="the state: wanted version, consumed_samples, past"):
             loader.load_state_dict(state | damaged)
-    with pytest.raises(ValueError, match="it has version None"):
-        loader.load_state_dict({})
     with pytest.raises(ValueError, match="consumed_samples"):
         loader.load_state_dict(state | {"consumed_samples": 65}, strict=False)
     assert loader.state_dict()["consumed_samples"] == 0
@@ -3014,28 +2979,24 @@ def run_step(mm, data, model, means=False, **options):
 
 @pytest.mark.parametrize("means", [True, False])
 def test_a_step_has_the_gradients_of_the_mean_over_its_micro_batches(one, means):
-    """Of a plain model too.  forward_only leaves them; without a token that counts all are 0."""
+    """Of a plain model too, and of a wrapper, which torch.compile() may wrap: it sends them once.
+
+    forward_only leaves them; without a token that counts all are 0.
+    """
     data = [step_data(seed) for seed in range(3)]
     uncounted = [(ids, labels, 0 * weights) for ids, labels, weights in data]
-    for net in (Net(), one.DistributedDataParallel(Net())):
+    plain, inner = Net(), Net()
+    wrapper = torch.nn.Sequential(one.DistributedDataParallel(inner, overlap_grad_reduce=True))
+    for net, model in ((plain, plain), (inner, wrapper)):
         wanted = [losses(net, *part).mean().item() for part in data]
         for forward_only in (False, True):
             with torch.set_grad_enabled(not forward_only):
-                reports = run_step(one, data, net, means, forward_only=forward_only)
+                reports = run_step(one, data, model, means, forward_only=forward_only)
             assert reports == pytest.approx(wanted)
-            close(gradients(getattr(net, "module", net)), gradients_of_one(range(3)))
+            close(gradients(net), gradients_of_one(range(3)))
         net.zero_grad()
-        run_step(one, uncounted, net, means)
+        run_step(one, uncounted, model, means)
         assert not any(gradient.any() for gradient in gradients(net).values())
-
-
-def test_gradients_of_a_wrapper_are_sent_once_and_finished(one):
-    """As of what torch.compile() returns."""
-    net = Net()
-    options = {"overlap_grad_reduce": True, "grad_reduce_in_fp32": True}
-    model = torch.nn.Sequential(one.DistributedDataParallel(net, **options))
-    run_step(one, [step_data(seed) for seed in range(3)], model)
-    close(gradients(net), gradients_of_one(range(3)))
 
 
 SLOW_DDP, SLOW_FSDP = (pytest.param(name, marks=pytest.mark.slow) for name in ("DDP", "FSDP"))
@@ -3402,36 +3363,20 @@ def test_a_commit_that_is_killed_or_fails_at_any_call_on_files(one, tmp_path, ol
             assert all(name in str(error) for name in files if name.endswith(".tmp")), note
 
 
-@pytest.mark.parametrize("end", [".bin", ".idx"])
+@pytest.mark.parametrize("end", ["bin", "idx"])
 def test_a_temporary_file_that_somebody_has_removed(one, tmp_path, end):
     """The old pair stays."""
     prefix = mk(one, tmp_path / "p", [[1, 2]])
     old = bytes_of_pair(prefix)
-    sync = one._NewFile.finish
 
-    def remove_and_sync(file):
-        sync(file)
-        if file.path.endswith(end):
-            os.unlink(file.temporary)
+    def remove_and_sync(descriptor):
+        for path in tmp_path.glob(f"p.{end}.*"):
+            path.unlink()
 
-    with mock.patch.object(one._NewFile, "finish", remove_and_sync):
-        with pytest.raises(FileNotFoundError, match=rf"p{end}\..*\.tmp"):
+    with mock.patch.object(os, "fsync", remove_and_sync):
+        with pytest.raises(FileNotFoundError, match=rf"p\.{end}\..*\.tmp"):
             mk(one, tmp_path / "p", [[3, 4]])
     assert bytes_of_pair(prefix) == old
-
-
-@linux
-def test_a_disk_that_cannot_read_is_told_of_a_file(one, tmp_path):
-    """As one over a network; here the memory of this process stands for it."""
-    prefix = mk(one, tmp_path / "p", [[1, 2]])
-    ds = one.IndexedDataset(prefix, mmap=False)
-    os.symlink("/proc/self/mem", tmp_path / "broken")
-    os.replace(tmp_path / "broken", f"{prefix}.idx")
-    with pytest.raises(OSError, match="cannot be read: Input/output error: .*p.idx'"):
-        one.IndexedDataset(prefix)
-    with mock.patch.object(os, "pread", side_effect=OSError(errno.EIO, "Input/output error")):
-        with pytest.raises(OSError, match="cannot be read: Input/output error: .*p.bin'"):
-            ds[0]
 
 
 @contextlib.contextmanager
@@ -3503,12 +3448,6 @@ def test_a_folder_that_cannot_be_synced(one, tmp_path, monkeypatch, call):
 
 
 @pytest.fixture
-def wanted(one, pair):
-    """The three arrays of 50 samples of the pair."""
-    return arrays(gpt(one, pair, 50))
-
-
-@pytest.fixture
 def cache(tmp_path):
     """The folder of a cache, which is not there yet."""
     return str(tmp_path / "cache")
@@ -3575,13 +3514,13 @@ def test_a_cache_is_built_once_then_found(one, pair, cache, monkeypatch):
 RUNS_CODE = b"cposix\nsystem\n(S'touch ran'\ntR."  # where something unpickles it
 
 
-def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache, monkeypatch):
+def test_what_a_start_finds_wrong_is_rebuilt(one, pair, cache, monkeypatch):
     """To the same bytes, with one warning, which says why; without one where no manifest is.
 
     An error of the build is raised, after one call, and nothing is written.
     """
     monkeypatch.chdir(os.path.dirname(pair))
-    start(one, pair, cache)
+    wanted = arrays(start(one, pair, cache))
     before = files_of(cache)
     text = file_of(cache, "manifest.json").read_bytes()
     manifest = json.loads(text)
@@ -3593,9 +3532,9 @@ def test_what_a_start_finds_wrong_is_rebuilt(one, pair, wanted, cache, monkeypat
         ("manifest.json", json.dumps(older).encode()),
         ("manifest.json", text[:-1], "JSON"),
         ("manifest.json", json.dumps(other_facts).encode(), "damaged"),
-        ("sample_index.npy", array[:-5], "sample_index.npy: size"),
-        ("sample_index.npy", array[:-8] + bytes(8), "sample_index.npy: crc32"),
-        ("sample_index.npy", RUNS_CODE.ljust(len(array)), "sample_index.npy: crc32"),
+        ("sample_index.npy", array[:-5], "sample_index.npy: wanted"),
+        ("sample_index.npy", array[:-8] + bytes(8), "sample_index.npy: wanted"),
+        ("sample_index.npy", RUNS_CODE.ljust(len(array)), "sample_index.npy: wanted"),
         ("document_index.npy", None, "document_index.npy"),
     ):
         path = file_of(cache, file)
@@ -3645,7 +3584,7 @@ def test_other_lengths_of_a_reader_of_ones_own_make_a_cache_stale(one, cache):
         assert len(messages) == num_warnings
 
 
-def test_a_touched_pair_and_a_copy_find_the_cache(one, pair, wanted, cache, tmp_path, monkeypatch):
+def test_a_touched_pair_and_a_copy_find_the_cache(one, pair, cache, tmp_path, monkeypatch):
     """Such a copy is looked at as a whole: no sample shows where a document ends.
 
     A relative path_to_cache is that of the start: also for a pickle, in another folder.
@@ -3657,7 +3596,7 @@ def test_a_touched_pair_and_a_copy_find_the_cache(one, pair, wanted, cache, tmp_
     (tmp_path / "node 1").mkdir()
     monkeypatch.chdir(tmp_path / "node 1")
     again = pickle.loads(pickle.dumps(blend))
-    same_arrays(arrays(again.datasets[0]), wanted)
+    same_arrays(arrays(again.datasets[0]), arrays(ds))
     same_samples(again[3], blend[3])
     assert os.listdir() == []
     for kind in ("bin", "idx"):
@@ -3751,9 +3690,8 @@ def test_a_pickle_has_no_array_that_is_in_a_file(one, tmp_path, cache):
 # -- errors of the disk, and other jobs --------------------------------------------------------
 
 
-@contextlib.contextmanager
 def before_rename(number, act):
-    """Before file number 0, 1, ... gets its name, act() is called."""
+    """A patch: before file number 0, 1, ... gets its name, act() is called."""
     rename = os.replace
     numbers = itertools.count()
 
@@ -3762,8 +3700,7 @@ def before_rename(number, act):
             act()
         rename(source, target)
 
-    with mock.patch.object(os, "replace", act_and_rename):
-        yield
+    return mock.patch.object(os, "replace", act_and_rename)
 
 
 @pytest.mark.parametrize("number", range(5))
@@ -3870,19 +3807,13 @@ class RangeHandler(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
 
-class Storage:
-    """A place on object storage: the URL that readers know, and the one that files are put to."""
-
-    def __init__(self, root, target=None):
-        self.root = root
-        self._file_system, self._place = fsspec.core.url_to_fs(str(target or root))
-
-    def put(self, prefix):
-        """Copy a local pair -> the prefix of the copy, which has its name."""
-        name = os.path.basename(prefix)
-        for extension in ("bin", "idx"):
-            self._file_system.put_file(f"{prefix}.{extension}", f"{self._place}/{name}.{extension}")
-        return f"{self.root}/{name}"
+def put(prefix, root, folder=None):
+    """Copy a local pair to object storage -> its prefix there; folder: where root's files lie."""
+    file_system, place = fsspec.core.url_to_fs(str(folder or root))
+    name = os.path.basename(prefix)
+    for extension in ("bin", "idx"):
+        file_system.put_file(f"{prefix}.{extension}", f"{place}/{name}.{extension}")
+    return f"{root}/{name}"
 
 
 @pytest.fixture
@@ -3896,10 +3827,10 @@ def no_pauses(tmp_path, monkeypatch):
 
 @pytest.fixture
 def bucket(no_pauses, monkeypatch):
-    """Object storage in this process, empty."""
+    """The URL of object storage in this process, empty."""
     monkeypatch.setattr(MEMORY, "store", {})
     monkeypatch.setattr(MEMORY, "pseudo_dirs", [""])
-    return Storage("memory://bucket")
+    return "memory://bucket"
 
 
 @pytest.fixture
@@ -3912,12 +3843,11 @@ def web(no_pauses, tmp_path):
         server.daemon_threads = True
         server.socket.listen(256)  # a batch opens many at once; those over the limit wait
         server.folder = folder
+        server.root = f"http://127.0.0.1:{server.server_port}/bucket"
         server.requests = []
         server.faults = iter([])  # of the next requests: a status, a word, or None
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        storage = Storage(f"http://127.0.0.1:{server.server_port}/bucket", folder)
-        storage.server = server
-        yield storage
+        yield server
         server.shutdown()
 
 
@@ -3940,7 +3870,7 @@ def test_a_remote_pair_equals_the_local_one(one, web, some_pair, no_pauses):
     with pytest.raises(FileNotFoundError, match=re.escape(f"{web.root}/pair.idx")):
         one.IndexedDataset(f"{web.root}/pair")
     assert not one.IndexedDataset.exists(f"{web.root}/pair")
-    ds = one.IndexedDataset(web.put(prefix), check=True)
+    ds = one.IndexedDataset(put(prefix, web.root, web.folder), check=True)
     assert one.IndexedDataset.exists(f"{web.root}/pair")
     assert no_pauses == []
     assert lists(ds[:]) == [doc.tolist() for doc in docs]
@@ -3974,7 +3904,7 @@ def test_s3(one, no_pauses, some_pair, tmp_path, monkeypatch):
     file_system = s3fs.S3FileSystem()
     file_system.mkdir("bucket")
     prefix, docs = some_pair
-    place = Storage("s3://bucket/data").put(prefix)
+    place = put(prefix, "s3://bucket/data")
     assert lists(one.IndexedDataset(place)[:]) == [doc.tolist() for doc in docs]
     file_system.find("bucket")
     of_another_process = s3fs.S3FileSystem(skip_instance_cache=True)
@@ -3994,7 +3924,7 @@ def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
     prefixes = [prefix, mk(mm, tmp_path / "local" / "second", docs[::-1], np.uint16)]
     fields = {"path_to_cache": str(tmp_path / "cache"), "sequence_length": 16}
     local = build(mm, [50, 0, 0], config(mm, (prefixes, [2, 3]), **fields))[0]
-    prefixes = [bucket.put(prefix) for prefix in prefixes]
+    prefixes = [put(prefix, bucket) for prefix in prefixes]
     remote = build(mm, [50, 0, 0], config(mm, (prefixes, [2, 3]), **fields))[0]
     ds = remote.datasets[0]
     for read, argument, wanted in (
@@ -4018,7 +3948,7 @@ def test_nothing_is_written_to_object_storage(one, bucket, some_pair, tmp_path, 
 
     A relative folder for the copies is that of the start: also for a pickle, in another folder.
     """
-    prefix = bucket.put(some_pair[0])
+    prefix = put(some_pair[0], bucket)
     (tmp_path / "elsewhere").mkdir()
     for path, place in ((None, ".cache/megatron_min"), ("idx", "idx")):
         monkeypatch.chdir(tmp_path)
@@ -4055,17 +3985,17 @@ def test_an_index_is_copied_once_for_each_state(
     monkeypatch.setattr(MEMORY, "info", info)
     prefix, docs = some_pair
     folder = tmp_path / ".cache" / "megatron_min"
-    place = bucket.put(prefix)
+    place = put(prefix, bucket)
     one.IndexedDataset(place)
     [copied] = before = copies()
     assert copied.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
     one.IndexedDataset(place)
     assert (copies() == before) == (name is not None)
     changed = mk(one, tmp_path / "changed" / "pair", docs[::-1], np.uint16)  # as long
-    bucket.put(changed)
+    put(changed, bucket)
     assert lists(one.IndexedDataset(place)[:]) == lists(docs[::-1])
     assert len(copies()) == (1 if name is None else 2)
-    one.IndexedDataset(Storage("memory://other").put(changed))
+    one.IndexedDataset(put(changed, "memory://other"))
     assert len(copies()) == (2 if name is None else 3)
     before = copies()
     told = [{"size": 9, "changed": time} for time in ("then", "later")]
@@ -4080,7 +4010,7 @@ def test_an_index_is_copied_once_for_each_state(
 
 def test_ranges_are_exact_and_only_what_failed_is_asked_for_again(one, web, some_pair):
     """Each once, none for what is empty.  A server that sends the whole file is asked once."""
-    ds = one.IndexedDataset(web.put(some_pair[0]))
+    ds = one.IndexedDataset(put(some_pair[0], web.root, web.folder))
     begin = int(ds.sequence_pointers[1])
     for pieces, fault, wanted in (
         ([(1, 2, 2), (1, 9, 1), (1, 2, 2), (1, 3, 0)], None, [4, 18]),
@@ -4088,23 +4018,23 @@ def test_ranges_are_exact_and_only_what_failed_is_asked_for_again(one, web, some
         ([(1, 0, 1), (1, 5, 2)], "short", [0, 10]),
         ([(1, 0, 1), (1, 5, 2)], 500, [0, 10]),
     ):
-        web.server.requests.clear()
-        web.server.faults = iter([fault])
+        web.requests.clear()
+        web.faults = iter([fault])
         found = ds.get_many(pieces)
         assert lists(found) == [list(range(100 + i, 100 + i + n)) for _, i, n in pieces]
-        ranges = [int(re.search(r"\d+", place)[0]) - begin for _, _, place in web.server.requests]
+        ranges = [int(re.search(r"\d+", place)[0]) - begin for _, _, place in web.requests]
         assert sorted(set(ranges)) == wanted
         assert len(ranges) == len(wanted) + (fault is not None)
-    web.server.requests.clear()
-    web.server.faults = iter(["whole"])
+    web.requests.clear()
+    web.faults = iter(["whole"])
     with pytest.raises(OSError, match=r"pair\.bin: .* bytes: the server does not know ranges"):
         ds.get(1, 2, 2)
-    assert len(web.server.requests) == 1
+    assert len(web.requests) == 1
 
 
 def test_only_what_may_pass_is_tried_again(one, web, some_pair, no_pauses):
     """After pauses that grow.  The error names it and the object; fsspec tells of none but 404."""
-    prefix = web.put(some_pair[0])
+    prefix = put(some_pair[0], web.root, web.folder)
     ds = one.IndexedDataset(prefix)
 
     def check(function, argument, kind, words, tries):
@@ -4122,15 +4052,15 @@ def test_only_what_may_pass_is_tried_again(one, web, some_pair, no_pauses):
     ):
         tries = 5 if kind is OSError else 1
         for status in statuses:
-            web.server.faults = itertools.repeat(status)
+            web.faults = itertools.repeat(status)
             check(one.IndexedDataset, prefix, kind, rf"/pair\.idx: \w+: .*{prefix}", tries)
             check(ds.get, 1, kind, rf"/pair\.bin: \w+: .*{prefix}", tries)
         with mock.patch.object(ds._tokens, "_fetch_missing", side_effect=failure):
             words = rf"/pair\.bin: {type(failure).__name__}: {failure}"
             check(ds.get, 1, kind, words, tries)
-    web.server.faults = itertools.repeat("no length")
+    web.faults = itertools.repeat("no length")
     check(one.IndexedDataset, prefix, OSError, r"/pair\.idx: .* no size", 1)
-    web.server.faults = itertools.repeat(503, 3)
+    web.faults = itertools.repeat(503, 3)
     assert lists(one.IndexedDataset(prefix)[:]) == lists(some_pair[1])
 
 
@@ -4148,8 +4078,13 @@ def test_what_a_url_with_a_password_is(one):
     assert [url for url in refused + taken if one._PASSWORD.search(url)] == refused
 
 
-def test_a_url_that_may_hold_a_secret_is_refused_at_every_door(one, some_pair, tmp_path, caplog):
-    """So none gets into a message, a file or its name.  Upstream: in the description of a cache."""
+def test_a_url_that_may_hold_a_secret_is_refused_at_every_door(
+    one, bucket, some_pair, tmp_path, caplog
+):
+    """So none gets into a message, a file or its name.  Upstream: in the description of a cache.
+
+    A chain with a query is an input all the same.
+    """
     local, _ = some_pair
     lines = jsonl(f"{local}.jsonl", ["1"])
     password = f"memory://k:{SECRET}/{SECRET}@b/c"
@@ -4171,18 +4106,15 @@ def test_a_url_that_may_hold_a_secret_is_refused_at_every_door(one, some_pair, t
         assert type(caught.value) is ValueError, arguments
         assert SECRET not in str(caught.value), arguments
         assert caught.value.__cause__ is caught.value.__context__ is None
+    MEMORY().pipe_file(f"/bucket/a.jsonl?{SECRET}", GOOD * 3)
+    made = one.preprocess(f"simplecache::{bucket}/a.jsonl?{SECRET}", tmp_path / "o")["text"]
+    assert len(one.IndexedDataset(made)) == 3
     with pytest.raises(ValueError, match="prefixes") as caught:
         one.get_blend_from_list([local, password, "70"])
     assert SECRET not in str(caught.value) + caplog.text
     for path in tmp_path.rglob("*"):
         assert SECRET not in str(path)
         assert path.is_dir() or SECRET.encode() not in path.read_bytes()
-
-
-def test_a_chain_with_a_query_is_an_input(one, bucket, tmp_path):
-    MEMORY().pipe_file("/bucket/a.jsonl?sig=1", GOOD * 3)
-    made = one.preprocess(f"simplecache::{bucket.root}/a.jsonl?sig=1", tmp_path / "o")["text"]
-    assert len(one.IndexedDataset(made)) == 3
 
 
 # ==============================================================================
@@ -4434,7 +4366,7 @@ def test_shuffle_goes_on_where_numpy_would(c, dtype):
 def test_what_c_can_read_is_left_to_c(c, toy, monkeypatch):
     """Else all would be right, and ten times slower."""
     monkeypatch.setattr(c, "_FEW_ITEMS", 0)
-    for name in ("_make_batch", "_fill_blend", "build_sample_idx", "shuffle"):
+    for name in ("_make_batch", "_fill_blend", "_fill_rows", "shuffle"):
         monkeypatch.setattr(getattr(c, name), "__wrapped__", None)
     monkeypatch.setattr(c.GPTDataset.__getitem__, "__wrapped__", None)
     for fields in ({"tokenizer": Tok(eod=None)}, DOCUMENTS, WITH_MASK | RESETS):
@@ -4481,7 +4413,7 @@ HOSTILE = {  # {argument: what is refused}; upstream crashes at many of them
     "dataset_sample_index": [np.zeros((4, 1), np.int64), b"\0" * 32],
     "weights": [[0.5, math.nan], [0.5, math.inf], [0.5, -0.5], [1.0], ["a", "b"], 1.0],
     "num_datasets": [0, 3, -1],
-    "size": [5, -1, 2.5, 4.0, 2**70],
+    "size": [5, 2.5, 4.0, 2**70],
     "sizes": [[4], np.array([2.5, 1.5]), [5, -1], [2**62, 2**62], 4],
 }
 
@@ -4512,18 +4444,13 @@ def good_arguments(name):
 
 def odd_calls(name):
     """Calls with an argument, or two, in other forms -> (call, has it to be refused?)."""
-    good = good_arguments(name)
-    for argument, value in good.items():
-        for other in other_forms(value):
-            yield good_arguments(name) | {argument: other}, False
-        if "blend" in name:
-            for other in HOSTILE[argument]:
-                yield good_arguments(name) | {argument: other}, True
-    if name == "build_sample_idx":  # a document that is none, of a stream too long for memory
-        too_long = {"sequence_length": 1, "tokens_per_epoch": 6 * 10**9}
-        yield good | too_long | {"document_indices": int32(0, 3, 2)}, False
-    elif name != "shuffle":
-        yield good | dict(zip(good, overlapping(*BLEND), strict=False)), False
+    for argument, value in good_arguments(name).items():
+        hostile = HOSTILE[argument] if "blend" in name else []
+        for number, other in enumerate([*hostile, *other_forms(value)]):
+            yield good_arguments(name) | {argument: other}, number < len(hostile)
+    if "blend" in name:
+        a, b = overlapping(*BLEND)
+        yield good_arguments(name) | {"dataset_index": a, "dataset_sample_index": b}, False
 
 
 def outcome(mm, name, call):
@@ -4546,7 +4473,7 @@ def test_what_c_takes_is_what_python_takes(c, one, name, monkeypatch):
         found = outcome(c, name, ours)
         assert found == outcome(one, name, plain), plain
         if is_refused:
-            assert found.startswith(("((<class 'TypeError'>", "((<class 'ValueError'>")), plain
+            assert re.match(r"\(\(<class '(Type|Value|Index)Error'>", found), plain
 
 
 # -- what a function of C is given is checked before it is trusted -----------------------------
@@ -5232,7 +5159,7 @@ def test_what_a_server_answers(one, web, no_pauses, tmp_path):
     contents = {"a.jsonl": lines, "a.jsonl.gz": compress(lines, ".gz")}
     contents |= {"b.jsonl": b"oops", "b.jsonl.gz": b"nothing", "b.jsonl.ZIP": b""}
     for name, content in contents.items():
-        pathlib.Path(web.server.folder, name).write_bytes(content)
+        pathlib.Path(web.folder, name).write_bytes(content)
     for name, faults, pauses, words in (
         ("a.jsonl", [503] * 3, 1, None),
         ("a.jsonl", [None] * 3 + [503] * 3, 1, None),
@@ -5247,7 +5174,7 @@ def test_what_a_server_answers(one, web, no_pauses, tmp_path):
         ("none.jsonl", [], 0, "no such file"),
     ):
         no_pauses.clear()
-        web.server.faults = iter(faults)
+        web.faults = iter(faults)
         url = f"{root}/{name}?X-Amz-Signature={SECRET}%2F&u=1"
         if words is None:
             made = one.preprocess(url, tmp_path / "o")["text"]
@@ -6078,12 +6005,15 @@ mm.warnings.simplefilter("always")  # of files that nobody closes
 mm._NewFile("g")
 new_file = mm._NewFile("f")
 builder = mm.IndexedDatasetBuilder("q.bin")
+mm.tempfile.tempdir = os.getcwd()
+toy = mm.toy_corpus()
 with mm.IndexedDatasetBuilder("o.bin") as pair:
     pair.add_document([1], [1])
     if os.fork() == 0:
         sys.exit()
     os.wait()
 mm.IndexedDataset("o", check=True)
+mm.IndexedDataset(toy, check=True)
 os.chdir("/")
 """
 FULL_DISK = "os.dup2(os.open('/dev/full', os.O_WRONLY), 1); preprocess()"
