@@ -616,6 +616,8 @@ def test_a_fingerprint_is_of_the_data_alone(one, tmp_path, monkeypatch):
     prefix = mk(one, tmp_path / "p", docs)
     first = one.IndexedDataset(prefix).fingerprint()
     assert {type(value) for value in first.values()} == {int}
+    content = pathlib.Path(f"{prefix}.bin").read_bytes()
+    assert first["bin_ends_crc32"] == zlib.crc32(content[:4096] + content[-4096:])
     shutil.copytree(tmp_path, tmp_path / "copy")
     crc32 = mock.Mock(wraps=zlib.crc32)
     monkeypatch.setattr(one.zlib, "crc32", crc32)
@@ -2997,6 +2999,8 @@ def test_a_step_has_the_gradients_of_the_mean_over_its_micro_batches(one, means)
         net.zero_grad()
         run_step(one, uncounted, model, means)
         assert not any(gradient.any() for gradient in gradients(net).values())
+        with pytest.raises(ValueError, match="num_microbatches must be at least 1, got 0"):
+            run_step(one, [], model)
 
 
 SLOW_DDP, SLOW_FSDP = (pytest.param(name, marks=pytest.mark.slow) for name in ("DDP", "FSDP"))
@@ -5807,7 +5811,10 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
     jsonl("a.jsonl", ["aaaa", "bbb", "cccccc"])
     mk(one, tmp_path / "none", [])
     mk(one, tmp_path / "small", [[257]])
-    mk(one, tmp_path / "half", [[0.5]], np.float32)
+    mk(one, tmp_path / "below", [[-1]])
+    with one.IndexedDatasetBuilder("half.bin", np.float32) as builder:
+        builder.add_document(torch.tensor([0.5], requires_grad=True), [1])
+        builder.finalize("half.idx")
     with one.IndexedDatasetBuilder("modes.bin", multimodal=True) as builder:
         builder.add_document([1, 2, 3], [2, 1], [0, 5])
     mk(one, tmp_path / "damaged", [[1] * 18, [2] * 2])
@@ -5823,12 +5830,14 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
         ("inspect none", 0, ["0 sequences, 0 documents, 0 tokens"]),
         (f"inspect {prefix} --tokenizer null:9", 0, ["not decoded: this command was made with"]),
         ("inspect small", 0, ["not decoded: name the tokenizer"]),
+        ("inspect below", 0, ["not decoded: name the tokenizer"]),
         ("inspect half", 0, ["[0.5]", "not decoded: name the tokenizer"]),
         (f"verify {prefix} modes", 0, [f"whole: {prefix}: 3 ", "whole: modes: 2 sequences"]),
         (f"merge --input {prefix} --input {prefix}.idx --output-prefix two", 0, ["26 tokens"]),
         ("merge --input modes --output-prefix q --multimodal", 0, ["2 sequences"]),
         ("", 2, ["COMMAND"]),
         (f"{preprocess} o --no-verbose --json-keys x", 1, ["a.jsonl: line 1: "]),
+        ("preprocess --input a.jsonl", 2, ["--output-prefix"]),
         (f"{preprocess} o --shard 3/3", 2, [shards]),
         (f"{preprocess} o --workers 0", 2, ["argument --workers: wanted 1 or more, got '0'"]),
         (f"{preprocess} o --on-error foo", 2, ["argument --on-error: invalid choice: 'foo'"]),
