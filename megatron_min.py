@@ -3264,7 +3264,7 @@ def _what_decides(dataset, n, kept):
         indices = np.asarray(dataset.indices[:n], np.int64)
         if np.any(indices < 0):  # -1 is the last
             indices = indices % len(data)
-        n = int(indices.max(initial=-1)) + 1
+        n = int(indices.max()) + 1
         settings = {"class": "Subset", "indices": _md5(indices.tobytes())}
     else:
         if id(dataset) not in kept:
@@ -3533,9 +3533,6 @@ class DistributedDataParallel(torch.nn.Module):
         self.check_for_nan_in_grad = check_for_nan_in_grad
         self.grad_reduce_in_fp32 = grad_reduce_in_fp32
         self._in_sync = True  # False under no_sync()
-        self._num_sent = 0  # buckets that were sent in this step
-        self._is_averaged = False  # True: finish_grad_sync(), called again, sends nothing
-        self._not_finite = []  # names of parameters with nan or inf in what this rank has sent
         self._make_buffers()
 
     def _make_buffers(self):
@@ -3691,7 +3688,7 @@ class DistributedDataParallel(torch.nn.Module):
                 bucket.handle.wait()
                 bucket.handle = None
             bucket.waiting = set(bucket.params)
-        self._num_sent = 0
+        self._num_sent = 0  # buckets that were sent in this step
 
     def zero_grad_buffer(self) -> None:
         """Begin a step: every gradient is 0, and every param.main_grad a view of the buffers again.
@@ -3706,8 +3703,8 @@ class DistributedDataParallel(torch.nn.Module):
             if not self.grad_reduce_in_fp32:
                 param.grad = param.main_grad
         self._wait_and_reset()
-        self._is_averaged = False
-        self._not_finite = []
+        self._is_averaged = False  # True: finish_grad_sync(), called again, sends nothing
+        self._not_finite = []  # names of parameters with nan or inf in what this rank has sent
         for buffer in self.grad_buffers:
             buffer.zero_()
 

@@ -1302,6 +1302,7 @@ def test_datasets_that_cannot_be(one, tmp_path):
         with pytest.raises(error, match=words):
             gpt(one, prefix, 1, documents=np.array(documents))
     patch(f"{prefix}.idx", 34 + 4, b"\x08")  # a length: opening the pair does not look at it
+    assert len(one.IndexedDataset(prefix)) == 3
     with pytest.raises(one.DatasetFormatError, match=re.escape(prefix)):
         gpt(one, prefix, 1)
 
@@ -1494,7 +1495,8 @@ def test_refused_blends(one):
         # more than there are, which in upstream is an IndexError in the run
         (([1, 3], 14), "takes 10 samples of bare, which has 9$"),
         (([12, 10], None), "takes 12 .* has 9; .* takes 10 .* has 9"),
-        (([1, 1], 4, [(4, [1, 1])]), "None"),  # phases stand for weights and size
+        (([1, 1], None, [(4, [1, 1])]), "None"),  # phases stand for weights and size
+        ((None, 4, [(4, [1, 1])]), "None"),
         ((None, None, []), "wanted"),
         ((None, None, [(0, [1, 1])]), "phase 0: .*1 sample or more: got 0"),
         ((None, None, [(4.5, [1, 1])]), "phase 0: .*float"),
@@ -1505,6 +1507,8 @@ def test_refused_blends(one):
     parts = [Bare(9, one.Split[name]) for name in ("valid", "train")]
     with pytest.raises(ValueError, match="of one split"):
         one.BlendedDataset(parts, [1, 1], 4, config(one))
+    with pytest.raises(TypeError, match="dataset_index must be an array of int16"):
+        one.build_phase_indices(np.zeros(4, np.int64), np.zeros(4, np.int64), [(4, [1])])
     with pytest.raises(ValueError, match="phase 0: .*wanted 1 weights"):
         config(one, (["p"], None), blend_phases=[(4, [1, 1])])
 
@@ -2930,8 +2934,9 @@ def test_a_step_in_float32(one, overlap):
         layers.append(torch.nn.Linear(1, 1, bias=False, dtype=dtype))
     options = {"overlap_grad_reduce": overlap, "grad_reduce_in_fp32": True}
     ddp = one.DistributedDataParallel(layers, **options)
-    for _ in range(2):
-        ddp.zero_grad_buffer()
+    for step in range(2):
+        if step > 0:  # what is new has begun one
+            ddp.zero_grad_buffer()
         with ddp.no_sync():
             for value in [256] + 62 * [1]:
                 backward_of_ones(layers, value)
@@ -3001,6 +3006,9 @@ def test_a_step_has_the_gradients_of_the_mean_over_its_micro_batches(one, means)
         assert not any(gradient.any() for gradient in gradients(net).values())
         with pytest.raises(ValueError, match="num_microbatches must be at least 1, got 0"):
             run_step(one, [], model)
+    with mock.patch.object(wrapper[0], "no_sync", wraps=wrapper[0].no_sync) as no_sync:
+        run_step(one, data, wrapper, means)
+    assert no_sync.call_count == len(data) - 1  # so that what overlaps is sent in the last one
 
 
 SLOW_DDP, SLOW_FSDP = (pytest.param(name, marks=pytest.mark.slow) for name in ("DDP", "FSDP"))
@@ -5610,6 +5618,8 @@ def test_a_file_of_rows_that_is_replaced(one, tmp_path, kind, changed):
     rows[changed] = rows[50]
     write_rows(new, rows, np.random.default_rng(0))
     ds = chat(one, old)
+    content = old.read_bytes()
+    assert ds.dataset.fingerprint()["ends_crc32"] == zlib.crc32(content[:4096] + content[-4096:])
     wanted = ds[changed]["tokens"].tolist()
     pickled = pickle.dumps(ds)
     assert b"assistant" not in pickled
@@ -5824,7 +5834,7 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
     preprocess = "preprocess --input a.jsonl --output-prefix"
     shards = "--shard: wanted i/n, such as 0/16 to 15/16, got '3/3'"
     for line, wanted, words in (
-        ("preprocess --help", 0, ["usage: megatron-min preprocess"]),
+        ("preprocess --help", 0, ["usage: megatron-min preprocess", "JSON lines, also"]),
         (f"{preprocess} toy", 0, [f"{prefix}: 3 sequences"]),
         (f"inspect {prefix}", 0, inspected),
         ("inspect none", 0, ["0 sequences, 0 documents, 0 tokens"]),
@@ -5837,7 +5847,8 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
         ("merge --input modes --output-prefix q --multimodal", 0, ["2 sequences"]),
         ("", 2, ["COMMAND"]),
         (f"{preprocess} o --no-verbose --json-keys x", 1, ["a.jsonl: line 1: "]),
-        ("preprocess --input a.jsonl", 2, ["--output-prefix"]),
+        ("preprocess", 2, ["required: --input, --output-prefix"]),
+        ("merge", 2, ["required: --input, --output-prefix"]),
         (f"{preprocess} o --shard 3/3", 2, [shards]),
         (f"{preprocess} o --workers 0", 2, ["argument --workers: wanted 1 or more, got '0'"]),
         (f"{preprocess} o --on-error foo", 2, ["argument --on-error: invalid choice: 'foo'"]),
