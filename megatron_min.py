@@ -383,7 +383,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         first, count = self._span(idx, offset, length)
         tokens = self._tokens.read(first, count)
         if self.multimodal:
-            return tokens, self.sequence_modes[idx]
+            return tokens, self.sequence_modes[operator.index(idx)]
         return tokens
 
     def get_many(self, pieces: typing.Iterable[tuple[int, int, int | None]]) -> list[np.ndarray]:
@@ -1492,9 +1492,11 @@ class GPTDataset(MegatronDataset):
         A length may be 0: that of an empty document, or, with x = 0, of the first piece.
         """
         k = _position(k, len(self), f"the samples of {_name(self)}")
-        j = int(self.shuffle_index[k])
+        j = operator.index(self.shuffle_index[k])
+        if not 0 <= j < len(self.sample_index) - 1:
+            raise IndexError(f"{_name(self)}: sample {k} is row {j} of sample_index: rebuild it")
         rows = self.sample_index[j : j + 2].tolist()  # (d, offset) of this sample and the next
-        sequences = self.document_index[rows[0][0] : rows[-1][0] + 1].tolist()
+        sequences = self.document_index[rows[0][0] : rows[1][0] + 1].tolist()
         _check_places(self, k, rows, sequences)
         (first_d, first_offset), (last_d, last_offset) = rows
         pieces = []
@@ -1585,7 +1587,10 @@ class GPTDataset(MegatronDataset):
         config = self.config
         S = config.sequence_length
         lengths = self.dataset.sequence_lengths
-        tokens_per_epoch = int(lengths[self.indices].sum(dtype=np.int64))
+        documents = self._documents
+        if isinstance(documents, range):  # of these no lengths are copied
+            documents = slice(documents.start, documents.stop)
+        tokens_per_epoch = int(lengths[documents].sum(dtype=np.int64))
         drop_last = not self._keeps_short
         with _named(_name(self), f"{self.index_split.name} of split {config.split!r}"):
             plan = plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._x)
@@ -1913,6 +1918,8 @@ def build_phase_indices(
         which = dataset_index[begin : begin + samples]
         sample = dataset_sample_index[begin : begin + samples]
         _check_blending(which, sample, shares, len(taken))
+        if samples and not shares.any():
+            raise ValueError(f"weights of a phase: wanted a sum > 0, got {weights}")
         _fill_blend(which, sample, shares, limits, samples)
         sample += taken[which]
         taken += np.bincount(which, minlength=len(taken))
@@ -2007,8 +2014,9 @@ class BlendedDataset(_Identified):
     def _set_shares(self, weights, size, phases):
         """Set size, weights and phases as in the table above; datasets of weight 0 are dropped."""
         names = [_name(dataset) for dataset in self.datasets]
-        if len({dataset.index_split for dataset in self.datasets}) > 1:
-            raise ValueError(f"wanted datasets of one split, got other ones: {names}")
+        splits = {dataset.index_split.name for dataset in self.datasets}
+        if len(splits) > 1:
+            raise ValueError(f"wanted datasets of one split, got {sorted(splits)}")
         self.phases = None
         self.size = None
         if phases is not None:
@@ -2026,7 +2034,9 @@ class BlendedDataset(_Identified):
         if size is None:
             self.weights = _as_counts(weights).tolist()
         else:
-            self.size = operator.index(size)
+            if size < 0 or size % 1:
+                raise ValueError(f"wanted a size that is a whole number >= 0, got {size}")
+            self.size = int(size)
             self.weights = normalize(weights)
 
     def __len__(self) -> int:
@@ -2853,11 +2863,15 @@ def _layout_of_stage(groups, shape, create_attention_mask, mtp, packed):
     return layout
 
 
-def _read_batch(data_iterator, layout, create_attention_mask):
-    """Return the tensors of the next batch that a layout has."""
+def _read_batch(data_iterator, layout, create_attention_mask, views=None):
+    """Return the tensors of the next batch that a layout has; they are copied into views, too."""
     batch = next(data_iterator)
     _refuse_batch(batch, layout, create_attention_mask)
-    return {key: batch[key].to("cpu", dtype) for key, (_, dtype) in layout.items()}
+    tensors = {key: batch[key].to("cpu", dtype) for key, (_, dtype) in layout.items()}
+    if views is not None:
+        for key, tensor in tensors.items():
+            views[key].copy_(tensor)
+    return tensors
 
 
 def _share_batch(data_iterator, layout, create_attention_mask, groups, device):
@@ -2874,11 +2888,8 @@ def _share_batch(data_iterator, layout, create_attention_mask, groups, device):
     error = None
     if groups.rank("tp") == 0:
         # Section 17: every error but KeyboardInterrupt, SystemExit and GeneratorExit.
-        tensors, error = _attempt(_read_batch, data_iterator, layout, create_attention_mask)
+        _, error = _attempt(_read_batch, data_iterator, layout, create_attention_mask, views)
         views["failed"].fill_(error is not None)
-        if error is None:
-            for key, tensor in tensors.items():
-                views[key].copy_(tensor)
     torch.distributed.broadcast(buffer, group=groups.batch_group, group_src=0)
     if views["failed"]:
         _raise_error_of(0, error, groups.batch_group)  # in a second broadcast: tp 0 tells it
@@ -4418,7 +4429,7 @@ def _check_config_of_samples(config):
 
 def _check_phases(phases, names):
     """ValueError for phases that are none of a blend of these names."""
-    if len(phases) == 0:
+    if not isinstance(phases, collections.abc.Sequence) or len(phases) == 0:
         raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
     for number, phase in enumerate(phases):
         with _named(f"phase {number}", "wanted (samples, weights), 1 sample or more"):
@@ -4591,8 +4602,8 @@ def _check_places(dataset, k, rows, sequences):
     Those of other data may lead elsewhere, or to a number below 0, which numpy counts from the end.
     What is then read of a sequence, its reader checks.
     """
-    is_whole = len(rows) == 2 and 0 < len(sequences) == rows[1][0] - rows[0][0] + 1
-    numbers = [*rows[0], *rows[-1], *sequences]
+    is_whole = 0 < len(sequences) == rows[1][0] - rows[0][0] + 1
+    numbers = [*rows[0], *rows[1], *sequences]
     num_sequences = len(dataset.dataset.sequence_lengths)
     if not is_whole or min(numbers) < 0 or max(sequences) >= num_sequences:
         found = f"its rows of sample_index are {rows}, in sequences {sequences}"
@@ -5416,7 +5427,10 @@ class _RemoteFile:
     def _look(self, file_system, path):
         """What the storage says of the object."""
         file_system.invalidate_cache(path)  # an older answer would be of no use
-        return file_system.info(path)
+        found = file_system.info(path)
+        if found["type"] == "directory":
+            raise FileNotFoundError("a folder, and no object")
+        return found
 
     def find(self):
         """Return [(URL, size or None)] of the object; if it is not there, of what it matches."""
@@ -6593,6 +6607,8 @@ def merge(
     >>> IndexedDataset(prefix + "2").document_indices.tolist()
     [0, 1, 2, 3, 4, 5, 6]
     """
+    if isinstance(prefixes, (str, os.PathLike)):
+        prefixes = [prefixes]
     prefixes = [os.fspath(prefix) for prefix in prefixes]
     if len(prefixes) == 0:
         raise ValueError("wanted at least one pair, got none")

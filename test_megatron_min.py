@@ -916,6 +916,7 @@ BAD_CONFIGS = [  # what is changed in a good config, a word of the sentence
     ({"split": None}, "needs a split"),
     ({"blend": ([], None)}, "a blend: wanted"),
     ({"blend_phases": [4, [1]]}, "phase 0: wanted"),
+    ({"blend_phases": 5}, "phases: .*got 5"),
     ({"blend": ("p", None)}, "a blend: wanted"),
     ({"blend": (np.array(["s3://KEY:SECRET@bucket/c"]), None)}, "a blend: wanted"),
     ({"blend": (["p"], [-2])}, "weight of p"),
@@ -1333,9 +1334,10 @@ def test_arrays_of_other_data_that_are_set(mm, toy, extra):
         setattr(ds, name, np.array(getattr(ds, name)))
         getattr(ds, name)[place] = value
         check_refused(ds, k, IndexError, re.escape(toy))
-    for length, k in ((2, 2), (6, len(good)), (6, -len(good) - 1)):
+    several = np.resize(good.shuffle_index, 6)
+    for order, k in ((several[:2], 2), (several, 3), (several, -4), (np.full(3, -3), 0)):
         ds = copy.copy(good)
-        ds.shuffle_index = np.resize(good.shuffle_index, length)
+        ds.shuffle_index = order
         check_refused(ds, k, IndexError)
 
 
@@ -1498,6 +1500,7 @@ def test_refused_blends(one):
         (([1, 1], None, [(4, [1, 1])]), "None"),  # phases stand for weights and size
         ((None, 4, [(4, [1, 1])]), "None"),
         ((None, None, []), "wanted"),
+        (([1, 1], -1), "size that is"),
         ((None, None, [(0, [1, 1])]), "phase 0: .*1 sample or more: got 0"),
         ((None, None, [(4.5, [1, 1])]), "phase 0: .*float"),
         ((None, None, [(4, [1, 1]), (4, [1])]), "phase 1: .*wanted 2 weights"),
@@ -1505,8 +1508,10 @@ def test_refused_blends(one):
         with pytest.raises(ValueError, match=word):
             blended(one, [9, 9], *arguments)
     parts = [Bare(9, one.Split[name]) for name in ("valid", "train")]
-    with pytest.raises(ValueError, match="of one split"):
+    with pytest.raises(ValueError, match=r"of one split, got \['train', 'valid'\]"):
         one.BlendedDataset(parts, [1, 1], 4, config(one))
+    with pytest.raises(ValueError, match=r"a phase: wanted a sum > 0, got \[0, 0\]"):
+        one.build_phase_indices(*map(np.zeros, [4, 4], [np.int16, np.int64]), [(4, [0, 0])])
     with pytest.raises(TypeError, match="dataset_index must be an array of int16"):
         one.build_phase_indices(np.zeros(4, np.int64), np.zeros(4, np.int64), [(4, [1])])
     with pytest.raises(ValueError, match="phase 0: .*wanted 1 weights"):
@@ -2188,6 +2193,10 @@ def each_rank_gets_its_part_of_a_batch(job, layout):
         if keys:
             with pytest.raises(BaseException, match=f"^{words}$"):
                 job.mm.get_batch(source, groups, **SHAPE, **options)
+        if "tokens" in keys and groups.size("tp") > 1:
+            sparse = whole | {"tokens": whole["tokens"].to_sparse()}  # it cannot be copied
+            with pytest.raises(RuntimeError, match="copy_"):
+                job.mm.get_batch(iter([sparse]), groups, **SHAPE, **options)
         with counted("broadcast") as broadcast:
             found = job.mm.get_batch(source, groups, **SHAPE, **options)
         assert broadcast.call_count == (groups.size("tp") > 1 and len(keys) > 0)
