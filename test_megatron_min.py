@@ -5951,6 +5951,7 @@ def test_the_demo_of_the_file_as_a_program(tmp_path, capsys, monkeypatch):
         runpy.run_path(str(HERE / "megatron_min.py"), run_name="__main__")
     assert stop.value.code == 0
     out = capsys.readouterr().out
+    assert re.findall(r"^[0-9N].*?[.,]", out, re.MULTILINE) == ["1.", "2.", "3.", "4.", "Next,"]
     assert "600 samples of 256 tokens" in out and "70 more steps, equal: True\n" in out
     assert os.listdir(tmp_path) == []
 
