@@ -1916,6 +1916,7 @@ def test_groups_of_one_process_and_what_cannot_be(one, monkeypatch):
     sizes = {"tensor": 2, "context": 2, "data": 3, "pipeline": 2}
     for kind, first in (("cp", [0, 2]), ("dp", [0, 4, 8]), ("tp-pp", [0, 1, 12, 13])):
         assert groups.rank_lists(kind, **sizes)[0] == first
+    assert groups.rank_lists("dp", data=2) == groups.rank_lists("tp", tensor=2) == [[0, 1]]
     for kind in ("tp", "dp-cp", "cp-pp"):  # any kind has a size, though not a process group
         assert (groups.rank(kind), groups.size(kind)) == (0, 1)
     assert groups.group("tp") is None
@@ -2049,6 +2050,17 @@ def test_documents_are_cut_one_by_one_or_as_a_row(one):
     documents = [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]  # what each of two ranks keeps
     whole = [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]
     batch = packed_batch(np.random.default_rng(5), [[4, 8], [12]])
+    with mock.patch.object(one, "get_batch_on_this_cp_rank") as cut:
+        one.get_batch(
+            iter([batch]),
+            one.ParallelGroups(),
+            micro_batch_size=2,
+            sequence_length=12,
+            use_per_sequence_balancing=True,
+            **WITH_MASK,
+            **PACKED,
+        )
+    assert cut.call_args.kwargs == {"use_per_sequence_balancing": True}
     batch["cu_seqlens"] = batch["cu_seqlens"][:, :12]  # as many entries as a row has tokens
     batch["scores"] = torch.arange(2 * 12 * 3).view(2, 12, 3)  # of the user, with the axis
     others = {"dataset_id": torch.arange(2), "sizes": torch.zeros(2, 3), "nothing": None}
