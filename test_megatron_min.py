@@ -1000,6 +1000,7 @@ def test_epochs_are_counted_one_by_one(one):
         plan = one.plan_epochs(*stream, drop_last, bool(x))
         assert plan == plan_by_counting(*stream, drop_last, x), (stream, drop_last, x)
     assert one.plan_epochs(0, 0, 4) == (1, 0, False, 0)
+    assert one.plan_epochs(12, None, 4).num_samples == 2  # one token more is read, none is padded
     with pytest.raises(ValueError, match="no tokens"):
         one.plan_epochs(0, 1, 4)
     S = 2**20
@@ -1481,7 +1482,17 @@ def blended(mm, sizes, weights, size, phases=None, **fields):
 
 
 def test_a_blend_by_counts(mm):
-    """Without a size the weights are counts.  Upstream: counts that are floats are an error."""
+    """Without a size the weights are counts.  Upstream: counts that are floats are an error.
+
+    A subclass with arrays of its own is counted when it is asked.
+    """
+
+    class Own(mm.BlendedDataset):
+        def _build_indices(self):
+            return np.zeros(3, np.int16), np.arange(3)
+
+    own = Own(2 * [Bare(9, mm.Split.train)], [1, 1], 3, config(mm))
+    same(own.samples_taken(), np.array([3, 0]))
     ds = blended(mm, [9, 20_000], [9.0, 20_000.0], None)  # more than are counted at a time
     same(ds.samples_taken(), np.array([9, 20_000]))
 
@@ -2335,7 +2346,8 @@ def test_which_loader(one, monkeypatch):
     padded = loader_of(one, some, full_validation=True, **ranks)
     assert [batch["k"].tolist() for batch in padded] == [[6], [-1]]
     sampler = one.MegatronPretrainingSampler(8, 0, 4, 0, 1)
-    assert list(one.PretrainingDataLoader(Numbers(8), sampler, collate_fn=len)) == [4, 4]
+    loader = one.PretrainingDataLoader(Numbers(8), sampler, collate_fn=len)
+    assert (list(loader), loader.num_workers) == ([4, 4], 0)
     for data, fields, words in (
         (Numbers(9), {"dataloader_type": "odd"}, "dataloader_type"),
         ([Numbers(9)] * 2, {}, "got 2 datasets.*a loader for each"),
