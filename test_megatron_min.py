@@ -941,7 +941,7 @@ def test_a_bad_config_is_a_sentence(one):
 
 def test_a_config_derives_its_other_fields(one):
     forced = config(one, random_seed=0, split="8,1,1")  # mock data have equal splits
-    assert (forced.mock, forced.split) == (True, "1,1,1")
+    assert (forced.mock, forced.split, forced.token_dtype_code) == (True, "1,1,1", None)
     per_split = config(one, blend_per_split=PER_SPLIT)
     assert (per_split.mock, per_split.split, per_split.split_matrix) == (False, None, None)
     assert config(one, (["p"], None), blend_per_split=[None] * 3).blend_per_split is None
