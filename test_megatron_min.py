@@ -2369,7 +2369,7 @@ def test_which_loader(one, monkeypatch):
     given = {"data_parallel_rank": 0, "data_parallel_size": 1}
     for missing in given:
         with pytest.raises(ValueError, match="job of 2 processes.*data_parallel_rank"):
-            loader_of(one, Numbers(9), **given | {missing: None})
+            loader_of(one, Numbers(9), **{name: given[name] for name in given.keys() - {missing}})
     assert len(loader_of(one, Numbers(9), **given)) == 2
     for nothing in (None, Numbers(0)):
         assert loader_of(one, nothing) is None
@@ -2402,13 +2402,16 @@ def test_batches_are_made_only_a_few_ahead(c, tmp_path, num_workers, monkeypatch
     assert (threading.current_thread() in makers) == (num_workers == 0)
 
 
-def test_batches_that_nobody_waits_for_are_cancelled(c, tmp_path, monkeypatch):
-    """Once the iterator is gone, each of the two threads ends the batch that it makes, no more."""
+@pytest.mark.parametrize("is_error", [False, True])
+def test_batches_that_nobody_waits_for_are_cancelled(c, tmp_path, monkeypatch, is_error):
+    """Once the iterator is gone, or has raised, the two threads end the batches that they make."""
     may_go_on = threading.Event()
     begun = []
 
     def make_slowly(dataset, indices):
         begun.append(indices[0])
+        if is_error and indices[0] == 4:
+            raise OSError("the storage")
         assert indices[0] == 0 or may_go_on.wait(20)
 
     monkeypatch.setattr(c, "_make_batch", make_slowly)
@@ -2416,12 +2419,15 @@ def test_batches_that_nobody_waits_for_are_cancelled(c, tmp_path, monkeypatch):
     others = set(threading.enumerate())
     batches = iter(loader_of(c, dataset_of(c, tmp_path, "plain"), num_workers=2))
     next(batches)
-    while len(begun) < 3:  # of four that are ahead
+    while len(begun) < 3 + is_error:  # of four that are ahead
         time.sleep(0.001)
+    if is_error:
+        with pytest.raises(OSError, match="the storage"):
+            next(batches)
     del batches
     may_go_on.set()
     wait_for_the_end_of_threads(others)
-    assert sorted(begun) == [0, 4, 8]
+    assert sorted(begun) == ([0, 4, 8, 12] if is_error else [0, 4, 8])
 
 
 # -- Several iterators -------------------------------------------------------------------------
@@ -4735,6 +4741,45 @@ def test_setup_does_without_the_command_for_wheels(tmp_path):
     assert (tmp_path / "lib" / "megatron_min.py").exists()
 
 
+def test_the_benchmark(tmp_path, monkeypatch, capsys):
+    """It says what it compares: each batch, and both files; memory is not measured with time.
+
+    The environment, and which warnings are shown, stay.
+    """
+    if not (HERE / "bench.py").exists():
+        pytest.skip("bench.py is not beside this file")
+    monkeypatch.setitem(sys.modules, "megatron.core.datasets", None)
+    for name in ("Python", "C"):
+        monkeypatch.setitem(sys.modules, name, None)  # so they are not left there
+    before = dict(os.environ), warnings.filters[:]
+    bench = types.SimpleNamespace(**runpy.run_path(str(HERE / "bench.py")))
+    ours = bench.competitors()["Python"]
+    assert capsys.readouterr().out.startswith("No column of upstream, and")
+    assert (dict(os.environ), warnings.filters) == before
+    traced = []
+
+    def build_dataset(mm, prefix, num_samples):
+        os.makedirs(prefix, exist_ok=True)
+        traced.append(tracemalloc.is_tracing())
+
+    lines = jsonl(tmp_path / "a", ["1", "23"])
+    for name, function in (
+        ("dataset_to_read", lambda *_, **__: Numbers(40)),
+        ("text_and_tokenizer", lambda n: (lines, "bytes")),
+        ("corpus", lambda n: str(tmp_path / "corpus")),
+        ("build_dataset", build_dataset),
+    ):
+        monkeypatch.setitem(bench.loader.__globals__, name, function)
+    batches = list(bench.loader(ours, 32))
+    assert [batch["k"].tolist() for batch in batches] == np.arange(40).reshape(5, 8).tolist()
+    assert bench.is_same(bench.loader(ours, 32), iter(batches))
+    batches[2] = batches[1]
+    assert not bench.is_same(bench.loader(ours, 32), iter(batches))
+    assert bench.preprocess(ours, 2) == bytes_of_pair(f"{bench.HOME}/text_text_document")
+    bench.print_sizes()
+    assert traced[:3] == [False, False, True]
+
+
 # ==============================================================================
 # 19. Tokenizers
 # ==============================================================================
@@ -5017,7 +5062,8 @@ def inputs_of(one, prefix):
     """[(name of the input, number in there)] of the documents of a pair that have tokens."""
     tokens = int(one.IndexedDataset(prefix).sequence_lengths.sum())
     ds = gpt(one, prefix, sequence_length=tokens - 1, tokenizer=one.ByteTokenizer())
-    return [(span.input, span.input_document) for span in sorted(one.trace(ds, 0))]
+    _, spans = one.trace(ds, 0), one.trace(ds, 0)  # each of them, and its record is read once
+    return [(span.input, span.input_document) for span in sorted(spans)]
 
 
 def test_the_way_back_to_the_inputs(one, tmp_path, monkeypatch):
@@ -5306,6 +5352,9 @@ def test_ids_may_be_of_any_kind(one, tmp_path):
         tokenizer.tokenize.return_value = found
         made = one.preprocess(path, **job)["text"]
         assert texts_of(one, made) == [[3, 3, 70_000]] * 2
+    own_eods = job | {"tokenizer": Tok(), "texts": ["3 0"]}  # no warning of two of them
+    made, messages = heard(one.preprocess, None, **own_eods)
+    assert (texts_of(one, made["text"]), messages) == ([[3, 0, 0]], [])
     for make in (one.encode_jsonl, one.preprocess):
         for found in (["3"], "3", [3.0], [True], [[3]], 3, None, {"input_ids": [3]}, iter([3])):
             tokenizer.tokenize.return_value = found
@@ -5509,6 +5558,11 @@ def test_signals_in_workers(one, tmp_path, monkeypatch):
         run("2", 5, "2", "2")
     assert set(multiprocessing.active_children()) <= before
     del kept
+    with monkeypatch.context() as patches:
+        patches.setattr(sys, "platform", "darwin")  # where a worker unpickles its tokenizer
+        missing = type("Missing", (Tok,), {"__reduce__": lambda _: (__import__, ("no_module",))})
+        with pytest.raises(ChildProcessError, match="exit code 1$"):
+            one.preprocess(None, tmp_path / "o", missing(), texts=["1"], workers=2)
     assert os.listdir(tmp_path) == []
     made = run(*["2"] * 4)["text"]  # the number of SIGINT
     assert texts_of(one, made) == [[2]] * 4
