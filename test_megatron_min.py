@@ -2095,6 +2095,9 @@ def test_documents_are_cut_one_by_one_or_as_a_row(one):
         for key in ("cu_seqlens", "max_seqlen", *others):
             assert part[key] is batch[key]
     same_samples(batch, before)
+    of_keys = {"attention_mask": torch.zeros(2, 1, 1, 12, dtype=torch.bool)}  # for all queries
+    part = one.get_batch_on_this_cp_rank(batch | of_keys, 0, 2)
+    assert part["attention_mask"] is of_keys["attention_mask"]
 
 
 def test_what_cannot_be_cut_is_refused(one):
