@@ -1075,7 +1075,7 @@ def plan_epochs(
     num_epochs = 1
     if num_samples:
         if tokens_per_epoch == 0:
-            raise ValueError(f"{num_samples} samples are wanted of no tokens: enlarge it")
+            raise ValueError(f"{num_samples} samples are wanted, but it has no tokens: enlarge it")
         num_epochs = max(1, _ceil_div(num_samples * S + x, tokens_per_epoch))
     all_tokens = num_epochs * tokens_per_epoch
     all_samples = count_samples(all_tokens, S, drop_last_partial_sequence, x)
@@ -1494,7 +1494,8 @@ class GPTDataset(MegatronDataset):
         k = _position(k, len(self), f"the samples of {_name(self)}")
         j = operator.index(self.shuffle_index[k])
         if not 0 <= j < len(self.sample_index) - 1:
-            raise IndexError(f"{_name(self)}: sample {k} is row {j} of sample_index: rebuild it")
+            found = f"sample_index has no rows {j} and {j + 1}"
+            raise IndexError(f"{_name(self)}: sample {k}: {found}: rebuild the indices")
         rows = self.sample_index[j : j + 2].tolist()  # (d, offset) of this sample and the next
         sequences = self.document_index[rows[0][0] : rows[1][0] + 1].tolist()
         _check_places(self, k, rows, sequences)
@@ -1515,7 +1516,8 @@ class GPTDataset(MegatronDataset):
         if missing == 0:
             return text
         if missing < 0:
-            raise IndexError(f"{_name(self)}: a sample is {-missing} tokens too long: rebuild it")
+            found = f"wanted {len(text) + missing} tokens in a sample, got {len(text)}"
+            raise IndexError(f"{_name(self)}: {found}: rebuild the indices")
         padding = np.full(missing, self._pad_token_id)
         return np.concatenate([text, padding], dtype=np.int64)
 
@@ -4430,7 +4432,7 @@ def _check_config_of_samples(config):
 def _check_phases(phases, names):
     """ValueError for phases that are none of a blend of these names."""
     if not isinstance(phases, collections.abc.Sequence) or len(phases) == 0:
-        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r}")
+        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r:.60}")
     for number, phase in enumerate(phases):
         with _named(f"phase {number}", "wanted (samples, weights), 1 sample or more"):
             samples, weights = phase
