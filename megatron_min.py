@@ -235,8 +235,8 @@ class DType(enum.Enum):
     @staticmethod
     def size(key: int | type) -> int:
         """Return the bytes of one token; key is a code or a dtype."""
-        if isinstance(key, int):
-            key = DType.dtype_from_code(key)
+        with contextlib.suppress(TypeError):  # a dtype is no number
+            key = DType.dtype_from_code(operator.index(key))
         return np.dtype(key).itemsize
 
     @staticmethod
@@ -249,12 +249,12 @@ class DType(enum.Enum):
 
 def get_idx_path(path_prefix: str | os.PathLike) -> str:
     """Return the path of the index file: "corpus" -> "corpus.idx".  Upstream: get_idx_path."""
-    return f"{os.fspath(path_prefix)}.idx"
+    return f"{os.fsdecode(path_prefix)}.idx"
 
 
 def get_bin_path(path_prefix: str | os.PathLike) -> str:
     """Return the path of the token file: "corpus" -> "corpus.bin".  Upstream: get_bin_path."""
-    return f"{os.fspath(path_prefix)}.bin"
+    return f"{os.fsdecode(path_prefix)}.bin"
 
 
 class _MappedTokens:
@@ -317,7 +317,7 @@ class IndexedDataset(torch.utils.data.Dataset):
     ) -> None:
         if object_storage_config is None:
             object_storage_config = ObjectStorageConfig()
-        self.path_prefix = os.fspath(path_prefix)
+        self.path_prefix = os.fsdecode(path_prefix)
         self.multimodal = multimodal
         self.mmap = mmap
         self.object_storage_config = object_storage_config
@@ -330,11 +330,11 @@ class IndexedDataset(torch.utils.data.Dataset):
     def _open(self):
         """Open both files; a dataset that is unpickled does so, too."""
         self._known = {}  # what was asked for once: verified, fingerprint, record
-        idx_stamp = _file_stamp(self._idx_path)  # size and time of the file: section 15
+        idx_stamp = _stamp_or_hint(self._idx_path)  # size and time of the file: section 15
         local_path = self._idx_path
         if _is_remote(local_path):
             local_path = _fetch_index(self._idx_path, idx_stamp, self.object_storage_config)
-        content = _read_or_map_file(local_path)  # its bytes, as an array: section 15
+        content, _ = _read_or_map_file(local_path)  # its bytes, as an array: section 15
         code, n, m = _check_idx_header(self._idx_path, content, self.multimodal)
         self.dtype = DType.dtype_from_code(code)
         self.sequence_lengths = np.frombuffer(content, np.int32, n, 34)
@@ -344,7 +344,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.sequence_modes = None
         if self.multimodal:
             self.sequence_modes = np.frombuffer(content, np.int8, n, 34 + 12 * n + 8 * m)
-        bin_stamp = _file_stamp(self._bin_path)
+        bin_stamp = _stamp_or_hint(self._bin_path)
         self._token_bytes = DType.size(self.dtype)
         self.num_tokens = bin_stamp["size"] // self._token_bytes
         _check_ends_of_pair(self, bin_stamp["size"])
@@ -470,7 +470,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     if an exception ends it, without any file.  Without a with block, call finalize() yourself: a
     builder that is dropped before leaves no file.
     Wrong input is a ValueError, or a TypeError where a length or a mode is no integer, before any
-    of it is written.  After a write that failed, as on a full disk, nothing more can be added.
+    of it is written.  If a write fails, as on a full disk, or add_index() after it began to copy,
+    the builder takes nothing more, and finalize() raises ValueError.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     prefix = os.path.join(folder, "pair")
@@ -497,10 +498,14 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     ) -> None:
         """Append sequences, laid end to end in bytes as _encode_tokens() makes them."""
         lengths, modes = _check_new_lengths(self, content, lengths, modes)  # as arrays
-        self._bin.write(content)
-        self.sequence_lengths.extend(lengths)
-        if self.multimodal:
-            self.sequence_modes.extend(modes)
+        try:
+            self._bin.write(content)
+            self.sequence_lengths.extend(lengths)
+            if self.multimodal:
+                self.sequence_modes.extend(modes)
+        except BaseException:
+            self._bin.discard()  # the .bin may hold tokens without lengths now
+            raise
 
     def add_document(
         self, tensor: typing.Any, lengths: typing.Iterable[int], modes: typing.Any = None
@@ -534,12 +539,16 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         _check_appended(self, other)
         before = len(self.sequence_lengths)
         at_a_time = (16 << 20) // self._token_dtype.itemsize  # 16 MiB of tokens
-        for first in range(0, other.num_tokens, at_a_time):
-            self._bin.write(other._tokens.read(first, min(at_a_time, other.num_tokens - first)))
-        self.sequence_lengths.frombytes(other.sequence_lengths.tobytes())
-        self.document_indices.frombytes((other.document_indices[1:] + before).tobytes())
-        if self.multimodal:
-            self.sequence_modes.frombytes(other.sequence_modes.tobytes())
+        try:
+            for first in range(0, other.num_tokens, at_a_time):
+                self._bin.write(other._tokens.read(first, min(at_a_time, other.num_tokens - first)))
+            self.sequence_lengths.frombytes(other.sequence_lengths.tobytes())
+            self.document_indices.frombytes((other.document_indices[1:] + before).tobytes())
+            if self.multimodal:
+                self.sequence_modes.frombytes(other.sequence_modes.tobytes())
+        except BaseException:
+            self._bin.discard()  # a part of the other pair may be there
+            raise
 
     def finalize(self, idx_path: str | os.PathLike) -> None:
         """Write the .idx file and give both files their names.
@@ -610,7 +619,7 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
     if folder is None:
         folder = tempfile.mkdtemp()
         atexit.register(_remove_path, folder, os.getpid())  # section 14
-    prefix = os.path.join(folder, "toy")
+    prefix = os.path.join(os.fsdecode(folder), "toy")
     with IndexedDatasetBuilder(get_bin_path(prefix), np.uint8) as builder:
         for text in (b"aaaa", b"bbb", b"cccccc"):
             builder.add_document(list(text), [len(text)])
@@ -1338,7 +1347,7 @@ class MegatronDataset(abc.ABC, _Identified):
         config: BlendedMegatronDatasetConfig,
     ) -> None:
         self.dataset = dataset
-        self.dataset_path = None if dataset_path is None else os.fspath(dataset_path)
+        self.dataset_path = None if dataset_path is None else os.fsdecode(dataset_path)
         self._documents = _as_range(indices)  # one where numbers follow each other (section 15)
         self.num_samples = None if num_samples is None else int(num_samples)
         self.index_split = index_split
@@ -3317,9 +3326,8 @@ def _settings_of(dataset):
     reader = dataset.dataset if is_gpt else dataset
     if callable(getattr(reader, "fingerprint", None)):
         settings["fingerprint"] = reader.fingerprint()
-    elif is_gpt:  # over a reader of the user's own
-        lengths = np.asarray(getattr(reader, "sequence_lengths", []), np.int64)
-        settings["sequence_lengths (CRC-32)"] = zlib.crc32(lengths)
+    if is_gpt or isinstance(reader, IndexedDataset):
+        settings |= _lengths_in_use(reader, "sequence_lengths (CRC-32)")  # section 15
     if not isinstance(dataset, MegatronDataset):
         return settings
     settings["documents (split)"] = _describe_documents(dataset)
@@ -4156,7 +4164,7 @@ def _named(name, words, kind=ValueError):
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:
             reason = f"{words}: {error.strerror}"
-            raise OSError(error.errno, reason, os.fspath(name)) from error
+            raise OSError(error.errno, reason, os.fsdecode(name)) from error
         raise kind(f"{name}: {words}: {_one_line(error)}") from error
 
 
@@ -4194,12 +4202,16 @@ def _md5(data):
 
 def _is_remote(path):
     """Whether it is a URL, as s3://bucket/corpus, or a chain, as simplecache::s3://bucket/corpus."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.:-]*://", os.fspath(path)) is not None
+    return re.match(r"[A-Za-z][A-Za-z0-9+.:-]*://", os.fsdecode(path)) is not None
 
 
 def _absolute(path):
-    """A path that stays right when the process changes its folder; a URL stays as it is."""
-    return path if _is_remote(path) else os.path.abspath(path)
+    """Return a path that stays right when the process changes its folder; a URL stays as it is.
+
+    The path is not normalized: if link is a symbolic link, only the system knows what link/.. is.
+    """
+    path = os.fsdecode(path)
+    return path if _is_remote(path) or os.path.isabs(path) else os.path.join(os.getcwd(), path)
 
 
 def _is_distributed():
@@ -4213,6 +4225,31 @@ def _rank(group=None):
 
 
 # -- Files (sections 1 and 2) ----------------------------------------------------------------------
+
+
+def _stamp_or_hint(path):
+    """Return the stamp of a file of a pair; a FileNotFoundError names pairs that begin as it does.
+
+    preprocess() adds to --output-prefix: of "wiki" it makes the pair "wiki_text_document".
+    """
+    try:
+        return _file_stamp(path)
+    except FileNotFoundError as error:
+        if _is_remote(path):
+            raise
+        start = glob.escape(_without_ending(_without_ending(path)))
+        found = sorted(_without_ending(name) for name in glob.glob(f"{start}*.idx"))
+        found = [os.path.basename(name) for name in found if os.path.exists(get_bin_path(name))]
+        if len(found) == 0:
+            raise
+        more = "" if len(found) <= 5 else f" and {len(found) - 5:,} more"
+        words = f"{error.strerror}; this folder holds {', '.join(found[:5])}{more}"
+        raise FileNotFoundError(error.errno, words, path) from None
+
+
+def _without_ending(path):
+    """Return the prefix of a pair that a path means, with or without .idx or .bin."""
+    return re.sub(r"\.(idx|bin)\Z", "", path)
 
 
 def _refuse_if_changed(path, stamp, done):
@@ -4258,16 +4295,19 @@ def _check_entries_of_idx(pair):
 
     In chunks, whose arrays stay in the CPU's cache: whole ones take four times as long, and 32 GB
     for a billion sequences.  Copied, as in the file they lie at odd addresses, read slowly.
+    The arrays are those of the file: a user may have set others.
     """
     size = 1 << 15
+    in_file = pair._in_files
+    all_documents = in_file["document_indices"]
     end = 0  # of the sequence before the chunk
-    for low in range(0, max(len(pair), len(pair.document_indices)), size):
-        num_bytes = pair.sequence_lengths[low : low + size].astype(np.int64)
+    for low in range(0, max(len(in_file["sequence_lengths"]), len(all_documents)), size):
+        num_bytes = in_file["sequence_lengths"][low : low + size].astype(np.int64)
         num_bytes *= pair._token_bytes
-        pointers = pair.sequence_pointers[low : low + size].copy()
+        pointers = in_file["sequence_pointers"][low : low + size].copy()
         ends = np.append(end, pointers + num_bytes)
         end = ends[-1]
-        documents = pair.document_indices[low : low + size + 1].copy()  # one of the next chunk
+        documents = all_documents[low : low + size + 1].copy()  # one of the next chunk
         is_lower = documents[1:] < documents[:-1]
         is_elsewhere = pointers != ends[:-1]
         for name, first, is_wrong, wanted in (
@@ -4277,7 +4317,7 @@ def _check_entries_of_idx(pair):
         ):
             if is_wrong.any():
                 at = first + is_wrong.argmax()
-                found = getattr(pair, name)[at]
+                found = in_file[name][at]
                 raise _format_error(pair._idx_path, f"{name}[{at}]", wanted, found)
 
 
@@ -4332,11 +4372,11 @@ def _check_appended(builder, other):
 def _check_finished(builder):
     """A document ends with the last sequence, and the pair has not got its names, nor failed."""
     path = builder._bin.path
+    if not builder._bin._remove.alive:
+        raise ValueError(f"{path}: the builder is closed: it is finalized, or a write failed")
     last_end = builder.document_indices[-1]
     if last_end != len(builder.sequence_lengths):
         raise ValueError(f"{path}: after sequence {last_end} end_document() was not called")
-    if not builder._bin._remove.alive:
-        raise ValueError(f"{path}: the builder is closed: it is finalized, or a write failed")
 
 
 def _as_tokens(ids, dtype, values):
@@ -4405,7 +4445,7 @@ def _check_config(config):
         with _named("a blend", "wanted ([prefix, ...], [weight, ...] or None)"):
             prefixes, weights = blend
             is_list = isinstance(prefixes, collections.abc.Sequence)
-            if not is_list or isinstance(prefixes, str) or len(prefixes) == 0:
+            if not is_list or isinstance(prefixes, (str, bytes)) or len(prefixes) == 0:
                 raise ValueError(f"got prefixes of {type(prefixes).__name__}")
             if weights is not None:
                 _check_weights(weights, prefixes)
@@ -4873,7 +4913,7 @@ class _NewFile(contextlib.AbstractContextManager):
 
     def __init__(self, path: str | os.PathLike, synced: bool = True, digits: str = "") -> None:
         _refuse_passwords(path)
-        self.path = os.path.abspath(path)
+        self.path = _absolute(path)
         self.synced = synced
         self.digits = digits or secrets.token_hex(8)
         self.temporary = f"{self.path}.{self.digits}.tmp"
@@ -5001,20 +5041,25 @@ def _sync_folder(folder):
 #                          -document_index.npy   and -sample_index.npy, -shuffle_index.npy
 #                          -manifest.json        written last: what the arrays were made from; the
 #                          note of the pair; what a start needs to know of the arrays (facts); of
-#                          each file its size and a CRC-32; a CRC-32 of all this
+#                          each file its size and a CRC-32, of a large one its time, too; a CRC-32
+#                          of all this
 #
 #   found at a start                               then
 #   a manifest of the same data, and its files     the arrays are read, large ones mapped
 #   no manifest, or one of another format          built and saved: a cache of upstream's, perhaps,
 #                                                  or one whose making was cut off
+#   a large array of another time                  the same: another job may have written it at the
+#                                                  same moment, of other data
 #   anything else: damaged, or of other data       built and saved, with a warning that says why
 #   a folder that cannot be written                built, with a warning; they stay in memory
 #
 # A pair that was touched, and a copy that is opened by the same name, find the cache, too.  Of an
-# array file above 1 MiB the CRC-32 is that of its ends: it is not read whole at a start.  It is
-# synced before it has its name: then no loss of power can leave holes in it.
+# array file above 1 MiB the CRC-32 is that of its ends: it is not read whole at a start.  So the
+# manifest has the file's modification time as well: a cache is copied with its times, or its large
+# arrays are built again.  The file is synced before it has its name: then no loss of power can
+# leave holes in it.
 
-_CACHE_FORMAT = 6  # a number to count up when the same manifest comes to mean other arrays
+_CACHE_FORMAT = 7  # a number to count up when the same manifest comes to mean other arrays
 _CHECKED_BYTES = 1 << 20  # an array file of up to so many is read, and checked, at each start
 
 
@@ -5073,29 +5118,40 @@ def _find_arrays(stem, made_from, pair):
     if pair is not None and not _is_noted(pair, note):
         raise DatasetFormatError(f"the pair was {note}, is {_note_of_pair(pair)}")
     in_files = {}
+    has_times = True
     for name, noted in manifest["files"].items():
-        content = _read_or_map_file(f"{stem}-{name}.npy")
+        content, written = _read_or_map_file(f"{stem}-{name}.npy")
         found = noted | _size_and_crc32(content)
         if found != noted:
             raise DatasetFormatError(f"{name}.npy: wanted {noted}, got {found}")
         in_files[name] = _as_array(content, noted)
+        wanted = noted.get("mtime_ns", written)
+        has_times &= written in (wanted, wanted - wanted % 10**9)  # tar keeps whole seconds
+    if not has_times:
+        return None, {}
     # Another job may have renamed its own files in meanwhile: it removes the manifest first.
     if path.read_bytes() != text:
         raise DatasetFormatError("another job has written it meanwhile")
     return manifest["facts"], in_files
 
 
-def _read_or_map_file(path: str | os.PathLike) -> np.ndarray:
-    """The bytes of an .idx or array file, read-only; the array keeps a mapping alive.
+def _read_or_map_file(path: str | os.PathLike) -> tuple[np.ndarray, int]:
+    """Return the bytes of an .idx or array file, and its st_mtime_ns; the bytes are read-only.
 
     A mapping holds a file descriptor, of which hundreds of corpora would take too many: a file of
-    at most 64 KiB is read, and so is one that the system refuses to map.
+    at most 64 KiB is read, and so is one that the system refuses to map.  The array keeps a mapping
+    alive.  The time is that of the file that was opened, whatever has its name by then.
     """
-    if os.path.getsize(path) > 64 << 10:
-        with contextlib.suppress(Exception):
-            return np.asarray(np.memmap(path, np.uint8, "r"))
+    is_large = os.path.getsize(path) > 64 << 10
     with _named(path, "cannot be read", OSError), open(path, "rb") as file:
-        return np.frombuffer(file.read(), np.uint8)
+        content = None
+        if is_large:
+            with contextlib.suppress(Exception):
+                content = np.asarray(np.memmap(file, np.uint8, "r"))
+        if content is None:
+            file.seek(0)
+            content = np.frombuffer(file.read(), np.uint8)
+        return content, os.fstat(file.fileno()).st_mtime_ns
 
 
 def _as_array(content, noted):
@@ -5130,10 +5186,13 @@ def _save_arrays(stem, arrays, description, manifest):
             new_file.synced = new_file.file.tell() > _CHECKED_BYTES
             new_file.finish()
             # opened before it has its name, under which another job may put its own
-            content = _read_or_map_file(new_file.temporary)
+            content, written = _read_or_map_file(new_file.temporary)
             # of hundreds of small corpora, to parse the headers takes a fifth of a start
             noted = {"dtype": values.dtype.str, "shape": values.shape}
-            manifest["files"][name] = noted | _size_and_crc32(content)
+            noted |= _size_and_crc32(content)
+            if noted["size"] > _CHECKED_BYTES:
+                noted["mtime_ns"] = written  # a rename keeps it
+            manifest["files"][name] = noted
             in_files[name] = _as_array(content, noted)
         for ending in ("manifest.json", "description.txt"):
             pathlib.Path(f"{stem}-{ending}").unlink(missing_ok=True)
@@ -5184,6 +5243,19 @@ def _is_noted(pair, note):
     else:
         pair.verify()  # of the arrays of the .idx a fingerprint has the lengths alone
     return note["fingerprint"] == pair.fingerprint()
+
+
+def _lengths_in_use(reader, name):
+    """Return {name: CRC-32 of a reader's lengths}, or {} if a pair has the lengths of its file.
+
+    A user may set the sequence_lengths of a pair, and its fingerprint stays the same.
+    """
+    lengths = getattr(reader, "sequence_lengths", [])
+    if isinstance(reader, IndexedDataset):
+        of_file = reader._in_files["sequence_lengths"]
+        if lengths is of_file or np.array_equal(lengths, of_file):
+            return {}
+    return {name: zlib.crc32(np.asarray(lengths, np.int64))}
 
 
 # What a pair opens, and what was asked of it since then.
@@ -5256,8 +5328,8 @@ def _find_or_build_orders(dataset):
     """
     made_from = {"documents": _describe_documents(dataset)} | _identifiers_of_orders(dataset)
     pair = dataset.dataset
+    made_from |= _lengths_in_use(pair, "lengths_crc32")
     if not isinstance(pair, IndexedDataset):
-        made_from["lengths_crc32"] = zlib.crc32(np.array(pair.sequence_lengths, np.int64))
         pair = None
     return _load_or_build(dataset, dataset.index_split, made_from, pair)
 
@@ -5336,7 +5408,7 @@ class ObjectStorageConfig:
 
     def __post_init__(self) -> None:
         folder = self.path_to_idx_cache or os.path.expanduser("~/.cache/megatron_min")
-        self.path_to_idx_cache = os.path.abspath(folder)
+        self.path_to_idx_cache = _absolute(folder)
 
 
 class _FileTokens:
@@ -5384,7 +5456,7 @@ class _RemoteFile:
 
     def __init__(self, url, dtype=np.uint8, is_input=False):
         _refuse_passwords(url, is_input)
-        self.url = os.fspath(url)
+        self.url = os.fsdecode(url)
         self.dtype = np.dtype(dtype)
 
     def read(self, first, count):
@@ -5472,14 +5544,15 @@ class _RemoteFile:
 
 
 def _fetch_index(url, stamp, config):
-    """Return the path of a local copy of an .idx file, which is made where there is none.
+    """Return the path of a local copy of an .idx file; make it if none of the same size is there.
 
     Its name says which object it is of, and which state of it; one without a state is copied each
     time.  Processes may copy it at the same time: each copy appears whole.
     """
     name = _md5(f"{url} {stamp['size']} {stamp['changed']}")
     copied = os.path.join(config.path_to_idx_cache, f"{name}.idx")
-    if not stamp["changed"] or not os.path.exists(copied):
+    is_whole = os.path.exists(copied) and os.path.getsize(copied) == stamp["size"]
+    if not stamp["changed"] or not is_whole:
         os.makedirs(config.path_to_idx_cache, exist_ok=True)
         remote = _RemoteFile(url)
         at_a_time = 64 << 20  # bytes
@@ -5503,8 +5576,8 @@ def _refuse_passwords(names, is_input=False):
     Unless it is an input, also for one with a query, which may be a signature, and for a chain of
     fsspec, whose own cache would answer for an object that has changed.
     """
-    if isinstance(names, (str, os.PathLike)):
-        url = os.fspath(names)
+    if isinstance(names, (str, bytes, os.PathLike)):
+        url = os.fsdecode(names)
         if _PASSWORD.search(url) or (not is_input and _QUERY_OR_CHAIN.search(url)):
             raise ValueError(
                 "a URL that holds a password, and, of a pair, a query (?) or a chain (::), is "
@@ -5881,7 +5954,7 @@ class HuggingFaceTokenizer:
         eod_token: str | None = None,
         add_special_tokens: bool = False,
     ) -> None:
-        self.path = os.fspath(path)
+        self.path = os.fsdecode(path)
         if os.path.isdir(self.path):
             if not eod_token:
                 eod_token = _eos_token_of(self.path)
@@ -5996,7 +6069,7 @@ def build_tokenizer(
     >>> build_tokenizer("null:100").eod
     100
     """
-    name = os.fspath(name)
+    name = os.fsdecode(name)
     if name.startswith("gigatoken:"):
         if add_special_tokens:
             raise ValueError(f"{name}: only the package tokenizers can add special tokens")
@@ -6160,7 +6233,7 @@ def preprocess(
         sizes = [[os.path.basename(each.name), each.size] for each in inputs]
         job = _md5(json.dumps([sizes, bool(append_eod)]))  # what all shards have in common
         inputs = _take_shard(inputs, index, count)
-    prefixes = {key: f"{os.fspath(output_prefix)}_{key}{suffix}" for key in json_keys}
+    prefixes = {key: f"{os.fsdecode(output_prefix)}_{key}{suffix}" for key in json_keys}
     identity = _identity_of_tokenizer(tokenizer)
 
     started = time.perf_counter()
@@ -6273,9 +6346,9 @@ class _Input:
 
 def _find_inputs(paths):
     """Return an _Input of each file that one path, or several, mean."""
-    if isinstance(paths, (str, os.PathLike)):
+    if isinstance(paths, (str, bytes, os.PathLike)):
         paths = [paths]
-    paths = [os.fspath(path) for path in paths]
+    paths = [os.fsdecode(path) for path in paths]
     _refuse_passwords(paths, is_input=True)
     inputs = []
     for path in paths:
@@ -6609,9 +6682,9 @@ def merge(
     >>> IndexedDataset(prefix + "2").document_indices.tolist()
     [0, 1, 2, 3, 4, 5, 6]
     """
-    if isinstance(prefixes, (str, os.PathLike)):
+    if isinstance(prefixes, (str, bytes, os.PathLike)):
         prefixes = [prefixes]
-    prefixes = [os.fspath(prefix) for prefix in prefixes]
+    prefixes = [os.fsdecode(prefix) for prefix in prefixes]
     if len(prefixes) == 0:
         raise ValueError("wanted at least one pair, got none")
     records = {prefix: _record_of(IndexedDataset(prefix)) for prefix in prefixes}
@@ -6662,7 +6735,7 @@ def _make_record(path_prefix, tokenizer, inputs, job):
 def _write_record(path_prefix, tokenizer, inputs, job=None):
     """Write the record of a pair, which is there."""
     record = _make_record(path_prefix, tokenizer, inputs, job)
-    with _NewFile(f"{os.fspath(path_prefix)}.record.json", synced=False) as file:
+    with _NewFile(f"{os.fsdecode(path_prefix)}.record.json", synced=False) as file:
         file.write(json.dumps(record, indent=1).encode())
 
 
@@ -6796,9 +6869,10 @@ class SFTDataset(MegatronDataset):
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> typing.Any:
         """Open a file of rows: Parquet if the name ends in .parquet, else JSON lines."""
-        if re.search(r"\.(gz|zst|bz2|xz)$", os.fspath(dataset_path), re.IGNORECASE):
+        dataset_path = os.fsdecode(dataset_path)
+        if re.search(r"\.(gz|zst|bz2|xz)$", dataset_path, re.IGNORECASE):
             raise ValueError(f"{dataset_path}: compressed rows cannot be found: unpack it first")
-        is_parquet = os.fspath(dataset_path).endswith(".parquet")
+        is_parquet = dataset_path.endswith(".parquet")
         rows = _ParquetRows(dataset_path) if is_parquet else _JsonlRows(dataset_path)
         if len(rows) > 0:  # a file of another kind is found out now
             with _named(_place_of_row(dataset_path, rows, 0), _WANTED_OF_ROW):
@@ -6969,7 +7043,7 @@ class _Rows:
     """
 
     def __init__(self, path):
-        self.path = os.path.abspath(path)
+        self.path = _absolute(path)
         self._open()
 
     def _open(self):
@@ -7169,10 +7243,18 @@ def _refuse_other_kinds(dataset):
 
 def _is_pair_of(dataset, path_prefix):
     """Does a dataset read this pair?  A relative path means a place in the folder of now."""
-    names = [dataset.dataset_path]
-    if isinstance(dataset.dataset, IndexedDataset):
-        names.append(dataset.dataset.absolute_prefix)
-    return path_prefix in names or (path_prefix is not None and _absolute(path_prefix) in names)
+    given = None if path_prefix is None else os.fsdecode(path_prefix)
+    opened = getattr(dataset.dataset, "absolute_prefix", dataset.dataset_path)
+    if given == dataset.dataset_path or None in (given, opened):
+        return given == dataset.dataset_path
+    return _files_of_pair(given) == _files_of_pair(opened)
+
+
+def _files_of_pair(path_prefix):
+    """Return the places of both files of a pair, without symbolic links; a URL stays as it is."""
+    prefix = _absolute(path_prefix)
+    paths = [get_idx_path(prefix), get_bin_path(prefix)]
+    return paths if _is_remote(prefix) else [os.path.realpath(path) for path in paths]
 
 
 def _samples_of_sequence(dataset, sequence):
@@ -7301,6 +7383,7 @@ def _make_parser():
         commands[name].set_defaults(run=run)
 
     several = {"nargs": "+", "action": "extend"}  # given again, a flag adds to what it has
+    pair = {"type": _without_ending}  # as a shell completes names, and its * finds pairs
     add = commands["preprocess"].add_argument
     add("--input", required=True, help="files, globs, URLs; .gz, .zst; - is stdin", **several)
     add("--output-prefix", required=True, help="a pair is PREFIX_KEY_document")
@@ -7313,12 +7396,13 @@ def _make_parser():
     add("--no-verbose", dest="verbose", action="store_false", help="no progress")
 
     add = commands["merge"].add_argument
-    add("--input", required=True, help="pairs, or their .idx files, in order", **several)
+    add("--input", required=True, help="pairs, or their .idx files, in order", **several, **pair)
     add("--output-prefix", required=True, help="of the new pair")
     add("--multimodal", action="store_true", help="the pairs hold modes")
 
-    commands["inspect"].add_argument("prefix", help="path or URL of a pair, without .bin and .idx")
-    commands["verify"].add_argument("prefix", nargs="+", help="as of inspect")
+    text = "path or URL of a pair, with or without .bin or .idx"
+    commands["inspect"].add_argument("prefix", help=text, **pair)
+    commands["verify"].add_argument("prefix", nargs="+", help="as of inspect", **pair)
     for name in ("preprocess", "inspect"):
         add = commands[name].add_argument
         text = "bytes, null:N, [gigatoken:]tokenizer.json or its folder, module:name"
@@ -7362,8 +7446,7 @@ def _run_preprocess(options):
 
 
 def _run_merge(options):
-    prefixes = [path.removesuffix(".idx") for path in options.input]  # as a shell's * finds pairs
-    merge(prefixes, options.output_prefix, options.multimodal)
+    merge(options.input, options.output_prefix, options.multimodal)
     _print_pair(options.output_prefix, IndexedDataset(options.output_prefix))
 
 
@@ -7446,7 +7529,8 @@ def get_blend_from_list(
     """
     if blend is None:
         return None
-    entries = [str(entry).strip() for entry in blend]
+    entries = [os.fsdecode(entry) if isinstance(entry, bytes) else str(entry) for entry in blend]
+    entries = [entry.strip() for entry in entries]
     decimal = r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
     # Not all that float() takes: 2023_01, inf and nan are prefixes.
     is_number = [re.fullmatch(decimal, entry) is not None for entry in entries]

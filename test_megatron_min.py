@@ -446,7 +446,9 @@ def test_sequences_are_read_as_from_a_list(one, tmp_path, docs, code, dtype):
     """
     size = np.dtype(dtype).itemsize
     assert (one.DType.code_from_dtype(dtype), one.DType.dtype_from_code(code)) == (code, dtype)
-    assert one.DType.size(code) == one.DType.size(dtype) == size
+    for key in (code, np.uint8(code), np.array(code), torch.tensor(code), dtype, np.dtype(dtype)):
+        assert one.DType.size(key) == size  # the number's own type may have another size
+    assert one.DType.dtype_from_code(np.int64(code)) == dtype
     n = len(docs)
     lengths = [len(doc) for doc in docs]
     for mmap in (True, False):
@@ -588,6 +590,113 @@ def test_the_whole_check_sees_each_entry_of_a_long_index(one, tmp_path):
             patch(tmp_path / "p.idx", begin + len(entry) * place, entry)
             with pytest.raises(one.DatasetFormatError, match=rf"p\.idx: {name}\[{place}\]: "):
                 one.IndexedDataset(tmp_path / "p", check=True)
+
+
+# -- Is there a pair? --------------------------------------------------------------------------
+
+
+def test_a_pair_that_is_missing_and_those_that_begin_so(one, tmp_path, monkeypatch):
+    """Of hundreds the first few are named, also where the name has wildcards or an ending."""
+    monkeypatch.chdir(tmp_path)
+    for path in ("w[1]_none.idx", "w1_x.idx", "w1_x.bin", "w[1].idx"):
+        pathlib.Path(path).touch()
+    names = [f"w[1]_{number:03}_document" for number in range(300)]
+    for name in reversed(names):
+        mk(one, tmp_path / name, [])
+    listed = f"{', '.join(names[:5])} and 295 more"
+    for prefix, missing, words in (
+        ("w[1]_", "w[1]_.idx", listed),
+        ("w[1]_0", "w[1]_0.idx", f"{', '.join(names[:5])} and 95 more"),
+        (tmp_path / "w[1]_00", "w[1]_00.idx", f"{', '.join(names[:5])} and 5 more"),
+        ("w[1]_299", "w[1]_299.idx", f"holds {names[-1]}:"),
+        (f"{names[7]}.bin", f"{names[7]}.bin.idx", f"holds {names[7]}:"),
+        (f"{names[7]}.idx", f"{names[7]}.idx.idx", f"holds {names[7]}:"),
+        (names[3][:-1], f"{names[3][:-1]}.idx", f"holds {names[3]}:"),
+        ("", ".idx", f"holds w1_x, {', '.join(names[:4])} and 296 more"),
+        ("none/w", "none/w.idx", "directory: "),
+    ):
+        assert not one.IndexedDataset.exists(prefix)
+        with pytest.raises(FileNotFoundError) as caught:
+            gpt(one, prefix)
+        found = caught.value
+        assert (found.errno, found.filename) == (errno.ENOENT, str(tmp_path / missing))
+        assert words in str(found).replace(f"'{found.filename}'", "")
+    pathlib.Path("w[1].idx").write_bytes(pathlib.Path(f"{names[0]}.idx").read_bytes())
+    with pytest.raises(FileNotFoundError, match=r"w\[1\]_000_document,.*'/.*/w\[1\]\.bin'$"):
+        one.IndexedDataset("w[1]")
+
+
+def test_a_path_means_what_the_system_says(one, tmp_path, monkeypatch):
+    """To write, to read, to find, and for caches: link/.. is above the folder that link names."""
+    monkeypatch.chdir(tmp_path)
+    os.makedirs("above/folder")
+    os.symlink("above/folder", "link")
+    for number, (path, place, other) in enumerate(
+        (
+            ("link/../p", "above/p", "p"),
+            ("above/", "above/./", "above"),
+            ("./q", "link/../../q", "r"),
+        )
+    ):
+        docs = [[number] * 9] * 3
+        mk(one, f"./{place}", docs)
+        wanted = bytes_of_pair(place)
+        mk(one, f"./{other}", [[7] * 9] * 3)
+        for prefix in (path, f"{tmp_path}/{path}"):
+            assert one.IndexedDataset.exists(prefix)
+            assert lists(one.IndexedDataset(prefix)) == docs
+            os.rename(f"{place}.bin", f"{place}.old")
+            assert not one.IndexedDataset.exists(prefix)
+            with pytest.raises(FileNotFoundError):
+                one.IndexedDataset(prefix)
+            mk(one, prefix, docs)
+            assert bytes_of_pair(place) == wanted
+            train = gpt(one, prefix)
+            for name in (path, place, f"{tmp_path}/{place}", os.path.realpath(f"{place}.bin")[:-4]):
+                assert one.find(train, name, 0) == one.find(train, prefix, 0) != []
+            with pytest.raises(ValueError, match="is not a pair"):
+                one.find(train, other, 0)
+        assert len(os.listdir(f"{place}/cache/GPTDataset_indices")) == 10
+    jsonl("above/rows.jsonl", [])
+    pathlib.Path("above/rows.jsonl").write_text(json.dumps({"messages": ROW}))
+    assert len(chat(one, "link/../rows.jsonl")) == 1
+    gpt(one, "q", path_to_cache="link/../caches/")
+    assert len(os.listdir("above/caches")) == 5
+    folder = one.ObjectStorageConfig("link/../idx").path_to_idx_cache
+    assert (os.path.realpath(folder), folder[0]) == (f"{tmp_path}/above/idx", "/")
+
+
+def test_paths_may_be_bytes(one, hf, tmp_path):
+    """No file is named b'...'.  Bytes that are no UTF-8 are a path, too."""
+    folder = os.fsencode(tmp_path)
+    assert (one.get_idx_path(b"p"), one.get_bin_path(b"p")) == ("p.idx", "p.bin")
+    lines = os.fsencode(jsonl(tmp_path / "lines", ["a", "b"]))
+    one.encode_jsonl(lines, folder + b"/\xff")
+    tokenizer = one.build_tokenizer(os.fsencode(hf))
+    made = one.preprocess(lines, folder + b"/p", tokenizer)
+    assert (tokenizer.path, made) == (hf, {"text": f"{tmp_path}/p_text_document"})
+    one.merge(folder + b"/\xff", folder + b"/m")
+    one.merge([folder + b"/\xff", folder + b"/m"], folder + b"/n")
+    assert one.IndexedDataset.exists(folder + b"/n")
+    assert lists(one.IndexedDataset(folder + b"/n")) == [[97], [98]] * 2
+    with one.IndexedDatasetBuilder(folder + b"/o.bin") as builder:
+        builder.add_index(mk(one, tmp_path / "q", [[1] * 30]).encode())
+        builder.finalize(folder + b"/o.idx")
+    given = ([folder + b"/o"], None)
+    blend = one.get_blend_from_list(given[0])
+    assert blend == ([f"{tmp_path}/o"], None)
+    for paths in (given, blend):
+        cfg = config(one, paths, path_to_cache=folder + b"/cache")
+        train = build(one, [5, 0, 0], cfg)[0]
+        assert train.unique_identifiers["dataset_path"] == f"{tmp_path}/o"
+        assert one.find(train, folder + b"/o", 0) == one.find(train, f"{tmp_path}/o", 0) != []
+    (tmp_path / "rows").write_text(json.dumps({"messages": ROW}))
+    assert len(gpt(one, folder + b"/rows", cls=one.SFTDataset)) == 1
+    assert one.toy_corpus(folder) == f"{tmp_path}/toy"
+    assert one.ObjectStorageConfig(folder).path_to_idx_cache == str(tmp_path)
+    with pytest.raises(ValueError, match="prefixes of bytes"):
+        config(one, (folder + b"/o", None))
+    assert not [name for name in files_of(tmp_path) if "b'" in name]
 
 
 # -- Is a pair the one that it was? ------------------------------------------------------------
@@ -771,6 +880,49 @@ def test_what_fails_on_a_full_disk_stays_failed(one, tmp_path, monkeypatch):
             with one._NewFile(tmp_path / "p", synced) as file:
                 file.write(bytes(1 << 17))
     assert os.listdir(tmp_path) == []
+
+
+class Interrupted(array.array):
+    """Numbers that cannot get more: Ctrl-C comes."""
+
+    def extend(self, numbers):
+        raise KeyboardInterrupt
+
+    frombytes = extend
+
+
+@pytest.mark.parametrize(
+    "attribute, method, words",
+    [
+        ("sequence_lengths", "add_index", ["pair"]),
+        ("document_indices", "add_index", ["pair"]),
+        ("sequence_modes", "add_index", ["pair"]),
+        ("sequence_lengths", "add_document", [[5, 6], [1, 1]]),
+        ("sequence_modes", "add_document", [[5, 6], [1, 1]]),
+    ],
+)
+def test_what_stops_in_the_middle_closes_the_builder(
+    one, tmp_path, monkeypatch, attribute, method, words
+):
+    """Its tokens are there, and their lengths are not.  What is refused before leaves it open."""
+    monkeypatch.chdir(tmp_path)
+    mk(one, tmp_path / "other", [[1]], np.uint8)
+    with one.IndexedDatasetBuilder("pair.bin", multimodal=True) as builder:
+        builder.add_document([1, 2, 3], [2, 1])
+    builder = one.IndexedDatasetBuilder("o.bin", multimodal=True)
+    for prefix, kind in (("other", ValueError), ("none", FileNotFoundError)):
+        with pytest.raises(kind):
+            builder.add_index(prefix)
+    builder.add_index("pair")
+    numbers = getattr(builder, attribute)
+    setattr(builder, attribute, Interrupted(numbers.typecode, numbers))
+    with pytest.raises(KeyboardInterrupt):
+        getattr(builder, method)(*words)
+    setattr(builder, attribute, numbers)
+    for name, *arguments in (("add_item", [1]), ("add_index", "pair"), ("finalize", "o.idx")):
+        with pytest.raises(ValueError, match="closed"):
+            getattr(builder, name)(*arguments)
+    assert not [name for name in os.listdir() if name.startswith("o.")]
 
 
 def test_pairs_are_merged_or_refused(one, pair, tmp_path):
@@ -3652,6 +3804,58 @@ def test_other_lengths_of_a_reader_of_ones_own_make_a_cache_stale(one, cache):
         assert len(messages) == num_warnings
 
 
+class Cut(copy_of_module("python").IndexedDataset):
+    """A user's pair, of which at most four tokens of each sequence are used."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.sequence_lengths = np.minimum(self.sequence_lengths, 4)
+
+
+def test_lengths_that_are_set_make_a_cache_and_a_state_their_own(one, tmp_path, cache):
+    """The cache has one name, so each start builds again; a copy of the lengths changes nothing.
+
+    What is checked of the files is in the files.
+    """
+    corpus = mk(one, tmp_path / "p", [[number] * 30 for number in range(20)])
+    checked, copied = (one.IndexedDataset(corpus, check=True) for _ in range(2))
+    checked.sequence_lengths = np.minimum(checked.sequence_lengths, 4)
+    copied.sequence_lengths = copied.sequence_lengths.copy()
+    plain = one.IndexedDataset(corpus)
+
+    def over(reader, folder):
+        of_job = range(20), None, one.Split.train, config(one, path_to_cache=folder)
+        return one.GPTDataset(reader, corpus, *of_job)
+
+    before = loader_of(one, over(plain, None))
+    for reader, num_samples, num_warnings in (
+        (plain, 74, 0),
+        (checked, 9, 1),
+        (Cut(corpus), 9, 0),
+        (Cut(corpus, check=True), 9, 0),
+        (copied, 74, 1),
+        (plain, 74, 0),
+    ):
+        fresh = quiet(over, reader, f"{corpus}.bin")
+        ds, messages = heard(over, reader, cache)
+        assert [" made from " in message for message in messages] == [True] * num_warnings
+        again, messages = heard(pickle.loads, pickle.dumps(ds))
+        assert messages == []
+        for found in (ds, again):
+            same_arrays(arrays(found), arrays(fresh))
+            same(found.dataset.sequence_lengths, reader.sequence_lengths)
+            same_samples(found[0], fresh[0])
+            assert len(found) == num_samples
+            words = r"sequence_lengths \(CRC-32\) was None in" if num_samples == 9 else None
+            load_state_of(before, loader_of(one, found), 4, words)
+        assert reader.fingerprint() == plain.fingerprint()
+        of_pair = one._what_decides(reader, None, {})  # for a loader of the sequences
+        assert ("sequence_lengths (CRC-32)" in of_pair) == (num_samples == 9)
+    patch(f"{corpus}.idx", 34, b"\xff\xff\xff\xff")
+    with pytest.raises(one.DatasetFormatError, match=r"lengths\[0\]: .*-1"):
+        Cut(corpus).verify()
+
+
 def test_a_touched_pair_and_a_copy_find_the_cache(one, pair, cache, tmp_path, monkeypatch):
     """Such a copy is looked at as a whole: no sample shows where a document ends.
 
@@ -3710,8 +3914,10 @@ def test_an_array_is_read_up_to_64_kib_and_checked_up_to_1_mib(
     assert len(synced) == ("document_index" in "".join(synced)) == (size > 1 << 20)
     for place in (4096, len(before) - 4100, 4090, len(before) - 4096):
         is_seen = size < 1 << 20 or not 4096 <= place < len(before) - 4096
+        times = path.stat().st_mtime_ns, path.stat().st_mtime_ns
         path.write_bytes(before)
         patch(path, place, b"\xff\xff\xff\xff")
+        os.utime(path, ns=times)  # with another one it is not read
         ds = start(one, corpus, cache, *(["crc32"] if is_seen else []), n=n)
         assert is_mapped(path) == (size > 1 << 16)
         assert not is_seen or path.read_bytes() == before
@@ -3827,6 +4033,142 @@ def test_two_jobs_write_a_cache_at_one_moment(one, tmp_path, cache, monkeypatch,
         start(one, corpus, cache, n=600, wanted=wanted)
     start(one, corpus, cache, "crc32", n=600, wanted=wanted)
     start(one, corpus, cache, n=600, wanted=wanted)
+
+
+# -- large arrays of other data ----------------------------------------------------------------
+
+
+def corpora_with_equal_ends(one, folder, length):
+    """Two pairs, and the arrays of each: only the middle of sample_index differs."""
+    lengths = np.full(20, length)
+    made = []
+    for name in "ab":
+        corpus = mk(one, folder / name, [[1] * n for n in lengths])
+        ds = quiet(gpt, one, corpus, path_to_cache=f"{corpus}.bin", sequence_length=1)
+        made.append((corpus, arrays(ds)))
+        lengths[ds.document_index[[7, 12]]] += [-9, 9]  # of the second pair
+    return made
+
+
+def test_a_large_array_of_another_time_is_built_again_without_a_word(
+    one, tmp_path, cache, monkeypatch
+):
+    """Another job may have made it, of other data, or somebody has written to it in place.
+
+    Copies are found if they have the times.
+    """
+    (corpus, wanted), (_, others) = corpora_with_equal_ends(one, tmp_path, 9000)
+    build = mock.Mock(wraps=one.build_sample_idx)
+    monkeypatch.setattr(one, "build_sample_idx", build)
+
+    def start_here(is_found, folder=cache):
+        build.reset_mock()
+        start(one, corpus, folder, n=None, wanted=wanted, sequence_length=1)
+        assert build.call_count == (0 if is_found else 1)
+
+    start_here(False)
+    path = file_of(cache, "sample_index.npy")
+    own = path.read_bytes()
+    np.save(tmp_path / "others.npy", others[1])
+    foreign = (tmp_path / "others.npy").read_bytes()
+    assert (len(own), own[:4096], own[-4096:]) == (len(foreign), foreign[:4096], foreign[-4096:])
+    assert len(own) > 1 << 20 and own != foreign
+    for content, nanoseconds, is_found in (
+        (foreign, 1, False),  # sample_index of one job, copied over that of the other
+        (own, 1, False),  # made by a job of equal data
+        (own, 10**9, False),
+        (own, -(10**9), False),
+        (own, 0, True),
+        (own, None, True),  # whole seconds, as tar and some file systems have them
+    ):
+        noted = path.stat().st_mtime_ns
+        time = noted - noted % 10**9 if nanoseconds is None else noted + nanoseconds
+        path.write_bytes(content)
+        os.utime(path, ns=(time, time))
+        start_here(is_found)
+        start_here(True)
+        assert path.read_bytes() == own
+    for copy_function, is_found in ((shutil.copy2, True), (shutil.copyfile, False)):
+        copied = f"{cache} by {copy_function.__name__}"
+        shutil.copytree(cache, copied, copy_function=copy_function)
+        start_here(is_found, copied)
+        start_here(True, copied)
+    with before_rename(2, functools.partial(start_here, False, f"{cache} of two")):
+        start(one, corpus, f"{cache} of two", n=None, wanted=wanted, sequence_length=1)
+    start(one, corpus, f"{cache} of two", n=None, wanted=wanted, sequence_length=1)
+    start_here(True, f"{cache} of two")
+
+    # The own file gets the name when the foreign one is open.
+    memmap = np.memmap
+    shutil.copy2(path, tmp_path / "own.npy")
+    path.write_bytes(foreign)
+    os.utime(path, (1, 1))
+
+    def map_and_replace(file, *arguments):
+        mapped = memmap(file, *arguments)
+        if (tmp_path / "own.npy").exists() and len(mapped) == len(own):
+            os.replace(tmp_path / "own.npy", path)
+        return mapped
+
+    monkeypatch.setattr(np, "memmap", map_and_replace)
+    start_here(False)
+
+
+def steps_of_writer(function, folder):
+    """What a job does with names in a cache: [(file or None, name)]; the files are in a folder."""
+    steps = []
+
+    def rename(source, target):
+        os.makedirs(folder, exist_ok=True)
+        steps.append((f"{folder}/{len(steps)}", target))
+        os.link(source, steps[-1][0])
+
+    def remove(path, missing_ok):
+        steps.append((None, str(path)))
+
+    with (
+        mock.patch.object(os, "replace", rename),
+        mock.patch.object(pathlib.Path, "unlink", remove),
+    ):
+        ds = function()
+    return ds, [step for step in steps if not step[1].endswith("description.txt")]
+
+
+def test_two_writers_in_all_orders_of_their_steps(one, tmp_path, cache, monkeypatch):
+    """All 252: after each step a reader has the arrays of its data, or none."""
+    monkeypatch.setattr(one, "_CHECKED_BYTES", 1 << 12)
+    jobs = []
+    for corpus, wanted in reversed(corpora_with_equal_ends(one, tmp_path, 150)):
+        for kind in ("bin", "idx"):
+            os.rename(f"{corpus}.{kind}", tmp_path / f"p.{kind}")
+        function = functools.partial(
+            gpt, one, str(tmp_path / "p"), path_to_cache=cache, sequence_length=1
+        )
+        time.sleep(0.02)  # some file systems have times of 10 ms
+        ds, steps = steps_of_writer(function, f"{corpus} kept")
+        same_arrays(arrays(ds), wanted)
+        assert [pathlib.Path(name).suffix for _, name in steps] == [".json", *[".npy"] * 3, ".json"]
+        jobs.append(steps)
+    last_file, manifest = steps[-1]
+    made_from = json.loads(pathlib.Path(last_file).read_bytes())["made_from"]
+    found_at = collections.Counter()
+    for second in itertools.combinations(range(10), 5):
+        shutil.rmtree(cache)
+        os.mkdir(cache)
+        steps = [iter(job) for job in jobs]
+        for number in range(10):
+            file, name = next(steps[number in second])
+            pathlib.Path(name).unlink(missing_ok=True)
+            if file is not None:
+                os.link(file, name)
+            found = {}
+            with contextlib.suppress(one.DatasetFormatError, FileNotFoundError):
+                stem = manifest.removesuffix("-manifest.json")
+                _, found = one._find_arrays(stem, made_from, ds.dataset)
+            if found:
+                same_arrays(found.values(), wanted)
+                found_at[number] += 1
+    assert set(found_at) == {4, 5, 6, 7, 8, 9}
 
 
 # ==============================================================================
@@ -4057,6 +4399,10 @@ def test_an_index_is_copied_once_for_each_state(
     folder = tmp_path / ".cache" / "megatron_min"
     place = put(prefix, bucket)
     one.IndexedDataset(place)
+    [copied] = copies()
+    for damaged in (b"", bytes(40), bytes(1 << 17)):  # cut, as by a full disk, or of another size
+        copied.write_bytes(damaged)
+        assert lists(one.IndexedDataset(place)) == lists(docs)
     [copied] = before = copies()
     assert copied.read_bytes() == pathlib.Path(f"{prefix}.idx").read_bytes()
     one.IndexedDataset(place)
@@ -4170,6 +4516,8 @@ def test_a_url_that_may_hold_a_secret_is_refused_at_every_door(
             (one.merge, [iter([local, f"{url}_00000_of_00002"]), f"{local}.o"]),
             (one.merge, [[local], url]),
         ]
+    in_bytes = os.fsencode(password)
+    calls += [(config, [one, ([in_bytes], None)]), (one.IndexedDataset, [in_bytes])]
     for function, arguments in calls:
         with pytest.raises(ValueError, match="holds a password") as caught:
             function(*arguments)
@@ -5954,6 +6302,10 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
         ("inspect half", 0, ["[0.5]", "not decoded: name the tokenizer"]),
         (f"verify {prefix} modes", 0, [f"whole: {prefix}: 3 ", "whole: modes: 2 sequences"]),
         (f"merge --input {prefix} --input {prefix}.idx --output-prefix two", 0, ["26 tokens"]),
+        (f"merge --input {prefix}.bin --output-prefix one", 0, ["one: 3 sequences"]),
+        (f"inspect {prefix}.bin", 0, inspected),
+        (f"verify {prefix}.bin {prefix}.idx", 0, [f"whole: {prefix}: 3 "]),
+        ("inspect toy", 1, [prefix, "toy.idx"]),
         ("merge --input modes --output-prefix q --multimodal", 0, ["2 sequences"]),
         ("", 2, ["COMMAND"]),
         (f"{preprocess} o --no-verbose --json-keys x", 1, ["a.jsonl: line 1: "]),
