@@ -596,72 +596,60 @@ def test_the_whole_check_sees_each_entry_of_a_long_index(one, tmp_path):
 
 
 def test_a_pair_that_is_missing_and_those_that_begin_so(one, tmp_path, monkeypatch):
-    """Of hundreds the first few are named, also where the name has wildcards or an ending."""
+    """The first few of hundreds are named, also if the name has wildcards or an ending."""
     monkeypatch.chdir(tmp_path)
-    for path in ("w[1]_none.idx", "w1_x.idx", "w1_x.bin", "w[1].idx"):
-        pathlib.Path(path).touch()
     names = [f"w[1]_{number:03}_document" for number in range(300)]
-    for name in reversed(names):
-        mk(one, tmp_path / name, [])
-    listed = f"{', '.join(names[:5])} and 295 more"
+    for name in [*reversed(names), "w1_x"]:
+        for ending in (".idx", ".bin"):
+            pathlib.Path(name + ending).touch()
+    for path in ("w[1]_none.idx", "w[1].bin"):  # no pairs
+        pathlib.Path(path).touch()
+    mk(one, tmp_path / "x_too", [])
+    shutil.copyfile("x_too.idx", "x.idx")
     for prefix, missing, words in (
-        ("w[1]_", "w[1]_.idx", listed),
-        ("w[1]_0", "w[1]_0.idx", f"{', '.join(names[:5])} and 95 more"),
-        (tmp_path / "w[1]_00", "w[1]_00.idx", f"{', '.join(names[:5])} and 5 more"),
-        ("w[1]_299", "w[1]_299.idx", f"holds {names[-1]}:"),
+        ("w[1]", "w[1].idx", f"{', '.join(names[:5])} and 295 more:"),
+        (tmp_path / "w[1]_00", "w[1]_00.idx", f"{', '.join(names[:5])} and 5 more:"),
+        (names[7][:-1], f"{names[7][:-1]}.idx", f"holds {names[7]}:"),
         (f"{names[7]}.bin", f"{names[7]}.bin.idx", f"holds {names[7]}:"),
         (f"{names[7]}.idx", f"{names[7]}.idx.idx", f"holds {names[7]}:"),
-        (names[3][:-1], f"{names[3][:-1]}.idx", f"holds {names[3]}:"),
-        ("", ".idx", f"holds w1_x, {', '.join(names[:4])} and 296 more"),
-        ("none/w", "none/w.idx", "directory: "),
+        ("", ".idx", f"holds w1_x, {', '.join(names[:4])} and 297 more:"),
+        ("none/w", "none/w.idx", "directory:"),
+        ("x", "x.bin", "holds x_too:"),
     ):
         assert not one.IndexedDataset.exists(prefix)
-        with pytest.raises(FileNotFoundError) as caught:
+        with pytest.raises(FileNotFoundError, match=re.escape(words)) as caught:
             gpt(one, prefix)
-        found = caught.value
-        assert (found.errno, found.filename) == (errno.ENOENT, str(tmp_path / missing))
-        assert words in str(found).replace(f"'{found.filename}'", "")
-    pathlib.Path("w[1].idx").write_bytes(pathlib.Path(f"{names[0]}.idx").read_bytes())
-    with pytest.raises(FileNotFoundError, match=r"w\[1\]_000_document,.*'/.*/w\[1\]\.bin'$"):
-        one.IndexedDataset("w[1]")
+        assert caught.value.errno == errno.ENOENT
+        assert caught.value.filename == str(tmp_path / missing)
 
 
 def test_a_path_means_what_the_system_says(one, tmp_path, monkeypatch):
-    """To write, to read, to find, and for caches: link/.. is above the folder that link names."""
+    """link/.. is above the folder that link names, and "above/" is the pair above/.bin."""
     monkeypatch.chdir(tmp_path)
     os.makedirs("above/folder")
     os.symlink("above/folder", "link")
-    for number, (path, place, other) in enumerate(
-        (
-            ("link/../p", "above/p", "p"),
-            ("above/", "above/./", "above"),
-            ("./q", "link/../../q", "r"),
-        )
-    ):
-        docs = [[number] * 9] * 3
-        mk(one, f"./{place}", docs)
-        wanted = bytes_of_pair(place)
+    (tmp_path / "above" / "rows").write_text(json.dumps({"messages": ROW}))
+    for prefix, place, other in (("link/../p", "above/p", "p"), ("above/", "above/./", "above")):
         mk(one, f"./{other}", [[7] * 9] * 3)
-        for prefix in (path, f"{tmp_path}/{path}"):
-            assert one.IndexedDataset.exists(prefix)
-            assert lists(one.IndexedDataset(prefix)) == docs
-            os.rename(f"{place}.bin", f"{place}.old")
-            assert not one.IndexedDataset.exists(prefix)
+        for path in (prefix, f"{tmp_path}/{prefix}"):
+            assert not one.IndexedDataset.exists(path)
             with pytest.raises(FileNotFoundError):
-                one.IndexedDataset(prefix)
-            mk(one, prefix, docs)
-            assert bytes_of_pair(place) == wanted
-            train = gpt(one, prefix)
-            for name in (path, place, f"{tmp_path}/{place}", os.path.realpath(f"{place}.bin")[:-4]):
-                assert one.find(train, name, 0) == one.find(train, prefix, 0) != []
+                one.IndexedDataset(path)
+            mk(one, path, [[1] * 9] * 3)
+            train = gpt(one, path)
+            assert train[0]["tokens"][0] == 1
+            wanted = one.find(train, path, 0)
+            real = os.path.realpath(f"{place}.bin").removesuffix(".bin")
+            for name in (prefix, place, f"{tmp_path}/{prefix}", real):
+                assert one.find(train, name, 0) == wanted != []
             with pytest.raises(ValueError, match="is not a pair"):
                 one.find(train, other, 0)
+            for kind in ("bin", "idx"):
+                os.unlink(f"{place}.{kind}")
         assert len(os.listdir(f"{place}/cache/GPTDataset_indices")) == 10
-    jsonl("above/rows.jsonl", [])
-    pathlib.Path("above/rows.jsonl").write_text(json.dumps({"messages": ROW}))
-    assert len(chat(one, "link/../rows.jsonl")) == 1
-    gpt(one, "q", path_to_cache="link/../caches/")
+    gpt(one, "above", path_to_cache="link/../caches/")
     assert len(os.listdir("above/caches")) == 5
+    assert len(chat(one, "link/../rows")) == 1
     folder = one.ObjectStorageConfig("link/../idx").path_to_idx_cache
     assert (os.path.realpath(folder), folder[0]) == (f"{tmp_path}/above/idx", "/")
 
@@ -672,22 +660,19 @@ def test_paths_may_be_bytes(one, hf, tmp_path):
     assert (one.get_idx_path(b"p"), one.get_bin_path(b"p")) == ("p.idx", "p.bin")
     lines = os.fsencode(jsonl(tmp_path / "lines", ["a", "b"]))
     one.encode_jsonl(lines, folder + b"/\xff")
-    tokenizer = one.build_tokenizer(os.fsencode(hf))
-    made = one.preprocess(lines, folder + b"/p", tokenizer)
-    assert (tokenizer.path, made) == (hf, {"text": f"{tmp_path}/p_text_document"})
+    made = one.preprocess(lines, folder + b"/p", one.build_tokenizer(os.fsencode(hf)))
+    assert made == {"text": f"{tmp_path}/p_text_document"}
     one.merge(folder + b"/\xff", folder + b"/m")
     one.merge([folder + b"/\xff", folder + b"/m"], folder + b"/n")
     assert one.IndexedDataset.exists(folder + b"/n")
     assert lists(one.IndexedDataset(folder + b"/n")) == [[97], [98]] * 2
     with one.IndexedDatasetBuilder(folder + b"/o.bin") as builder:
-        builder.add_index(mk(one, tmp_path / "q", [[1] * 30]).encode())
+        builder.add_index(os.fsencode(mk(one, tmp_path / "q", [[1] * 30])))
         builder.finalize(folder + b"/o.idx")
-    given = ([folder + b"/o"], None)
-    blend = one.get_blend_from_list(given[0])
+    blend = one.get_blend_from_list([folder + b"/o"])
     assert blend == ([f"{tmp_path}/o"], None)
-    for paths in (given, blend):
-        cfg = config(one, paths, path_to_cache=folder + b"/cache")
-        train = build(one, [5, 0, 0], cfg)[0]
+    for paths in (blend, ([folder + b"/o"], None)):
+        train = build(one, [5, 0, 0], config(one, paths, path_to_cache=folder + b"/cache"))[0]
         assert train.unique_identifiers["dataset_path"] == f"{tmp_path}/o"
         assert one.find(train, folder + b"/o", 0) == one.find(train, f"{tmp_path}/o", 0) != []
     (tmp_path / "rows").write_text(json.dumps({"messages": ROW}))
@@ -696,7 +681,7 @@ def test_paths_may_be_bytes(one, hf, tmp_path):
     assert one.ObjectStorageConfig(folder).path_to_idx_cache == str(tmp_path)
     with pytest.raises(ValueError, match="prefixes of bytes"):
         config(one, (folder + b"/o", None))
-    assert not [name for name in files_of(tmp_path) if "b'" in name]
+    assert not any("b'" in name for name in files_of(tmp_path))
 
 
 # -- Is a pair the one that it was? ------------------------------------------------------------
@@ -891,38 +876,28 @@ class Interrupted(array.array):
     frombytes = extend
 
 
-@pytest.mark.parametrize(
-    "attribute, method, words",
-    [
-        ("sequence_lengths", "add_index", ["pair"]),
-        ("document_indices", "add_index", ["pair"]),
-        ("sequence_modes", "add_index", ["pair"]),
-        ("sequence_lengths", "add_document", [[5, 6], [1, 1]]),
-        ("sequence_modes", "add_document", [[5, 6], [1, 1]]),
-    ],
-)
-def test_what_stops_in_the_middle_closes_the_builder(
-    one, tmp_path, monkeypatch, attribute, method, words
-):
+@pytest.mark.parametrize("attribute", ["sequence_lengths", "document_indices", "sequence_modes"])
+def test_what_stops_in_the_middle_closes_the_builder(one, tmp_path, monkeypatch, attribute):
     """Its tokens are there, and their lengths are not.  What is refused before leaves it open."""
     monkeypatch.chdir(tmp_path)
-    mk(one, tmp_path / "other", [[1]], np.uint8)
     with one.IndexedDatasetBuilder("pair.bin", multimodal=True) as builder:
         builder.add_document([1, 2, 3], [2, 1])
-    builder = one.IndexedDatasetBuilder("o.bin", multimodal=True)
-    for prefix, kind in (("other", ValueError), ("none", FileNotFoundError)):
-        with pytest.raises(kind):
-            builder.add_index(prefix)
-    builder.add_index("pair")
-    numbers = getattr(builder, attribute)
-    setattr(builder, attribute, Interrupted(numbers.typecode, numbers))
-    with pytest.raises(KeyboardInterrupt):
-        getattr(builder, method)(*words)
-    setattr(builder, attribute, numbers)
-    for name, *arguments in (("add_item", [1]), ("add_index", "pair"), ("finalize", "o.idx")):
-        with pytest.raises(ValueError, match="closed"):
-            getattr(builder, name)(*arguments)
-    assert not [name for name in os.listdir() if name.startswith("o.")]
+    mk(one, tmp_path / "other", [[1]], np.uint8)
+    calls = {"add_index": ["pair"], "add_document": [[5, 6], [1, 1]]}
+    for name in calls if attribute != "document_indices" else ["add_index"]:
+        builder = one.IndexedDatasetBuilder("o.bin", multimodal=True)
+        with pytest.raises(ValueError, match="other"):
+            builder.add_index("other")
+        builder.add_index("pair")
+        numbers = getattr(builder, attribute)
+        setattr(builder, attribute, Interrupted(numbers.typecode, numbers))
+        with pytest.raises(KeyboardInterrupt):
+            getattr(builder, name)(*calls[name])
+        setattr(builder, attribute, numbers)
+        for again, *words in (("add_item", [1]), ("add_index", "pair"), ("finalize", "o.idx")):
+            with pytest.raises(ValueError, match="closed"):
+                getattr(builder, again)(*words)
+        assert not any(file.startswith("o.") for file in os.listdir())
 
 
 def test_pairs_are_merged_or_refused(one, pair, tmp_path):
@@ -4053,20 +4028,19 @@ def corpora_with_equal_ends(one, folder, length):
 def test_a_large_array_of_another_time_is_built_again_without_a_word(
     one, tmp_path, cache, monkeypatch
 ):
-    """Another job may have made it, of other data, or somebody has written to it in place.
-
-    Copies are found if they have the times.
-    """
+    """Another job may have made it, of other data; or somebody has written to it in place."""
     (corpus, wanted), (_, others) = corpora_with_equal_ends(one, tmp_path, 9000)
     build = mock.Mock(wraps=one.build_sample_idx)
     monkeypatch.setattr(one, "build_sample_idx", build)
+    start_here = functools.partial(start, one, corpus, n=None, wanted=wanted, sequence_length=1)
 
-    def start_here(is_found, folder=cache):
-        build.reset_mock()
-        start(one, corpus, folder, n=None, wanted=wanted, sequence_length=1)
-        assert build.call_count == (0 if is_found else 1)
+    def check(is_found, folder=cache):
+        for is_there in (is_found, True):
+            build.reset_mock()
+            start_here(folder)
+            assert build.call_count == (0 if is_there else 1)
 
-    start_here(False)
+    check(False)
     path = file_of(cache, "sample_index.npy")
     own = path.read_bytes()
     np.save(tmp_path / "others.npy", others[1])
@@ -4082,21 +4056,19 @@ def test_a_large_array_of_another_time_is_built_again_without_a_word(
         (own, None, True),  # whole seconds, as tar and some file systems have them
     ):
         noted = path.stat().st_mtime_ns
-        time = noted - noted % 10**9 if nanoseconds is None else noted + nanoseconds
+        written = noted - noted % 10**9 if nanoseconds is None else noted + nanoseconds
         path.write_bytes(content)
-        os.utime(path, ns=(time, time))
-        start_here(is_found)
-        start_here(True)
+        os.utime(path, ns=(written, written))
+        check(is_found)
         assert path.read_bytes() == own
     for copy_function, is_found in ((shutil.copy2, True), (shutil.copyfile, False)):
-        copied = f"{cache} by {copy_function.__name__}"
-        shutil.copytree(cache, copied, copy_function=copy_function)
-        start_here(is_found, copied)
-        start_here(True, copied)
-    with before_rename(2, functools.partial(start_here, False, f"{cache} of two")):
-        start(one, corpus, f"{cache} of two", n=None, wanted=wanted, sequence_length=1)
-    start(one, corpus, f"{cache} of two", n=None, wanted=wanted, sequence_length=1)
-    start_here(True, f"{cache} of two")
+        folder = f"{cache} by {copy_function.__name__}"
+        shutil.copytree(cache, folder, copy_function=copy_function)
+        check(is_found, folder)
+    with before_rename(2, functools.partial(start_here, f"{cache} of two")):
+        start_here(f"{cache} of two")
+    start_here(f"{cache} of two")  # may build once more
+    check(True, f"{cache} of two")
 
     # The own file gets the name when the foreign one is open.
     memmap = np.memmap
@@ -4106,20 +4078,21 @@ def test_a_large_array_of_another_time_is_built_again_without_a_word(
 
     def map_and_replace(file, *arguments):
         mapped = memmap(file, *arguments)
-        if (tmp_path / "own.npy").exists() and len(mapped) == len(own):
-            os.replace(tmp_path / "own.npy", path)
+        if len(mapped) == len(own):
+            with contextlib.suppress(FileNotFoundError):  # the second time
+                os.replace(tmp_path / "own.npy", path)
         return mapped
 
     monkeypatch.setattr(np, "memmap", map_and_replace)
-    start_here(False)
+    check(False)
 
 
 def steps_of_writer(function, folder):
     """What a job does with names in a cache: [(file or None, name)]; the files are in a folder."""
     steps = []
+    os.mkdir(folder)
 
     def rename(source, target):
-        os.makedirs(folder, exist_ok=True)
         steps.append((f"{folder}/{len(steps)}", target))
         os.link(source, steps[-1][0])
 
@@ -4141,13 +4114,11 @@ def test_two_writers_in_all_orders_of_their_steps(one, tmp_path, cache, monkeypa
     for corpus, wanted in reversed(corpora_with_equal_ends(one, tmp_path, 150)):
         for kind in ("bin", "idx"):
             os.rename(f"{corpus}.{kind}", tmp_path / f"p.{kind}")
-        function = functools.partial(
-            gpt, one, str(tmp_path / "p"), path_to_cache=cache, sequence_length=1
-        )
+        of_job = {"path_to_cache": cache, "sequence_length": 1}
+        function = functools.partial(gpt, one, str(tmp_path / "p"), **of_job)
         time.sleep(0.02)  # some file systems have times of 10 ms
         ds, steps = steps_of_writer(function, f"{corpus} kept")
         same_arrays(arrays(ds), wanted)
-        assert [pathlib.Path(name).suffix for _, name in steps] == [".json", *[".npy"] * 3, ".json"]
         jobs.append(steps)
     last_file, manifest = steps[-1]
     made_from = json.loads(pathlib.Path(last_file).read_bytes())["made_from"]
