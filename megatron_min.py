@@ -4243,7 +4243,7 @@ def _stamp_or_hint(path):
         if len(found) == 0:
             raise
         more = "" if len(found) <= 5 else f" and {len(found) - 5:,} more"
-        words = f"{error.strerror}; this folder holds {', '.join(found[:5])}{more}"
+        words = f"{error.strerror}; the folder holds {', '.join(found[:5])}{more}"
         raise FileNotFoundError(error.errno, words, path) from None
 
 
