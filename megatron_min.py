@@ -5455,6 +5455,7 @@ class _RemoteFile:
         import fsspec  # it comes with torch
 
         file_system, path = fsspec.core.url_to_fs(self.url)  # fsspec returns the one it has
+        _keep_file_systems()
         for pause in (*self._PAUSES, None):
             try:
                 return function(file_system, path, *arguments)
@@ -5469,6 +5470,23 @@ class _RemoteFile:
                 if pause is None or kind is not OSError:
                     raise kind(f"{self.url}: {type(error).__name__}: {error}") from error
             time.sleep(pause)
+
+
+_file_systems = {}  # {id: file system}: a set would drop one that equals an older one
+
+
+def _keep_file_systems():
+    """Keep all file systems of fsspec for the life of this process, and so in its forks.
+
+    In a forked process fsspec drops those that it has.  If they were collected there, their
+    finalizers would remove the parent's sockets from the event loop that both processes share, and
+    the parent's next request would wait 300 s.
+    """
+    import fsspec  # it comes with torch
+
+    for kind in list(fsspec.registry.values()):
+        cached = list(getattr(kind, "_cache", {}).values())
+        _file_systems.update(zip(map(id, cached), cached, strict=True))
 
 
 def _fetch_index(url, stamp, config):
@@ -6366,6 +6384,7 @@ def _read_lines(source):
             import fsspec  # it comes with torch
 
             file = stack.enter_context(fsspec.open(source.path, "rb"))
+            _keep_file_systems()
             file = io.BufferedReader(file, 1 << 16)  # a stream of HTTP has no lines
         else:
             file = stack.enter_context(open(source.path, "rb"))

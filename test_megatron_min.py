@@ -4010,6 +4010,39 @@ def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
     same_samples(batch_of(remote, [*range(40), None]), batch_of(local, [*range(40), None]))
 
 
+def read_after_the_workers(one, prefix, folder):
+    """A batch in this process, after worker processes of torch have read theirs."""
+    cfg = config(one, ([prefix], None), path_to_cache=str(folder))
+    train, _, _ = build(one, [200, 0, 0], cfg)
+    for _ in range(2):
+        list(loader_of(one, train, num_workers=2))
+        train[7]
+
+
+def preprocess_with_a_tokenizer_that_reads(one, prefix, folder):
+    """The tokenizer asks the server, too, so that each worker has a file system of its own."""
+
+    def tokenize(text):
+        return list(fsspec.open(f"{prefix}.jsonl").open().read(5))
+
+    inputs = [f"{prefix}.jsonl"] * 20
+    one.preprocess(inputs, folder / "o", Tok(tokenize=tokenize), workers=2)
+
+
+@linux
+@pytest.mark.parametrize("job", [read_after_the_workers, preprocess_with_a_tokenizer_that_reads])
+def test_a_forked_process_leaves_the_connections_of_its_parent(one, web, some_pair, tmp_path, job):
+    """A worker that collects them takes them from the event loop, and the parent waits 300 s."""
+    prefix = put(some_pair[0], web.root, web.folder)
+    jsonl(web.folder / "pair.jsonl", ["1", "2"])
+
+    def run():
+        gc.set_threshold(10, 2, 2)
+        job(one, prefix, tmp_path)
+
+    assert in_child(run, timeout=60) == 0
+
+
 # -- Copies of .idx files ----------------------------------------------------------------------
 
 
