@@ -3487,8 +3487,8 @@ class DistributedDataParallel(torch.nn.Module):
                                view of the buffer of its dtype and device, and its grad becomes the
                                same view.  (grad is torch's name, main_grad upstream's, which its
                                optimizers read.  Others may set grad to None; main_grad stays.)
-                               Whatever converts, replaces or unfreezes parameters, such as
-                               module.to(), comes before the wrapping
+                               Whatever converts, replaces, freezes or unfreezes parameters, such
+                               as module.to(), comes before the wrapping
     group                      the process group to average over: that of "dp-cp", as cp ranks have
                                the same weights and different tokens.  None: all ranks, right only
                                without tp and pp
@@ -3668,16 +3668,21 @@ class DistributedDataParallel(torch.nn.Module):
     def finish_grad_sync(self) -> None:
         """Send what is left and wait for all buckets.
 
-        Nothing is sent if since the last call neither a gradient has come nor zero_grad_buffer()
-        has begun a step.  Every rank must call this method, and with check_for_nan_in_grad it
-        raises ValueError on every rank.
+        Nothing is sent or written if since the last call neither a gradient has come nor
+        zero_grad_buffer() has begun a step.  Every rank must call this method, and with
+        check_for_nan_in_grad it raises ValueError on every rank.  It raises ValueError, too, if a
+        parameter was replaced, frozen or unfrozen after the wrapping.
         """
-        self.start_grad_sync()
-        self._wait_and_reset()
-        self._is_averaged = True
-        self._write_grads()
+        if not self._is_averaged:
+            self.start_grad_sync()
+            self._wait_and_reset()
+            self._is_averaged = True
+            self._write_grads()
         if self.check_for_nan_in_grad:
             _on_every_rank(self._raise_if_not_finite, self.group)  # on all ranks of the group
+        # This check is the last step: if it fails on one rank alone, that rank has sent everything
+        # that the other ranks wait for in this method.
+        _refuse_new_parameters(self)
 
     def _write_grads(self):
         """With grad_reduce_in_fp32 and after the averages are made: set param.grad to them."""
@@ -3707,7 +3712,7 @@ class DistributedDataParallel(torch.nn.Module):
         """Begin a step: every gradient is 0, and every param.main_grad a view of the buffers again.
 
         A rank whose batch gives no gradient at all then sends zeros, so that nobody waits for it.
-        ValueError where a parameter was replaced or unfrozen after the wrapping.
+        ValueError where a parameter was replaced, frozen or unfrozen after the wrapping.
         """
         _refuse_new_parameters(self)
         for param, place in self._places.items():
@@ -4797,13 +4802,17 @@ def _refuse_late_gradient(ddp, param):
 
 
 def _refuse_new_parameters(ddp):
-    """ValueError for a parameter whose gradient has no place in the buffers."""
+    """Raise ValueError if the parameters that require a gradient are not those in the buffers."""
     for name, param in ddp.module.named_parameters():
-        if param.requires_grad and param not in ddp._places:
-            raise ValueError(
-                f"{name} was replaced or unfrozen after the model was wrapped, so its gradient "
-                "would not be averaged: do that first, then wrap the model"
-            )
+        if param.requires_grad == (param in ddp._places):
+            continue
+        change, effect = "frozen", "an optimizer could move it by a gradient of zeros"
+        if param.requires_grad:
+            change, effect = "replaced or unfrozen", "its gradient would not be averaged"
+        raise ValueError(
+            f"{name} was {change} after the model was wrapped, so {effect}: do that first, then "
+            "wrap the model"
+        )
 
 
 def _refuse_sums_of_one_rank(model):

@@ -2926,12 +2926,18 @@ def test_a_gradient_that_would_be_in_no_average_is_refused(one):
 
     A reentrant checkpoint, too, runs a backward of its own.
     """
-    replaced, unfrozen, converted = (one_layer(one) for _ in range(3))
+    replaced, unfrozen, frozen, converted = (one_layer(one) for _ in range(4))
     replaced.module.weight = torch.nn.Parameter(torch.ones(1, 2))
     unfrozen.requires_grad_()
-    for ddp, name in ((replaced, "weight"), (unfrozen, "bias")):
-        with pytest.raises(ValueError, match=f"^{name} was replaced or unfrozen"):
-            ddp.zero_grad_buffer()
+    frozen.requires_grad_(False)  # AdamW would move it by a gradient of zeros
+    for ddp, words in (
+        (replaced, "weight was replaced or unfrozen"),
+        (unfrozen, "bias was replaced or unfrozen"),
+        (frozen, "weight was frozen"),
+    ):
+        for method in (ddp.zero_grad_buffer, ddp.finish_grad_sync, ddp.finish_grad_sync):
+            with pytest.raises(ValueError, match=f"^{words} after .*, then wrap the model$"):
+                method()
     with pytest.raises(RuntimeError):
         converted.double().zero_grad_buffer()
     ddp = one_layer(one, overlap_grad_reduce=True)
@@ -2998,6 +3004,9 @@ def test_a_step_in_float32(one, overlap):
         assert lists(ddp.grad_buffers) == [4 * [320]]
         for param in ddp.parameters():
             assert (param.grad.dtype, param.grad.item()) == (param.dtype, 320)
+        torch.nn.utils.clip_grad_value_(ddp.parameters(), 7)
+        ddp.finish_grad_sync()
+        assert [param.grad.item() for param in ddp.parameters()] == 4 * [7]
         with pytest.raises(RuntimeError, match=r"gradient of 0\.weight after finish.*zero_grad_bu"):
             backward_of_ones(layers, 1)
 
@@ -3119,8 +3128,10 @@ def gradients_of_several_steps(job, options):
     for seed, set_to_none in ((0, True), (9, None), (0, False), (0, True)):
         losses(ddp, *job.share(step_data(seed))).mean().backward()
         ddp.finish_grad_sync()
-        ddp.finish_grad_sync()
         check_gradients(ddp, gradients_of_one([seed]))
+        torch.nn.utils.clip_grad_value_(ddp.parameters(), 0)
+        ddp.finish_grad_sync()
+        assert not any(gradient.any() for gradient in gradients(ddp.module).values())
         if set_to_none is None or ddp.grad_reduce_in_fp32:
             ddp.zero_grad_buffer()
         else:
@@ -3165,6 +3176,16 @@ def what_is_not_finite_is_named_with_its_parameter_and_rank(job):
         layers.zero_grad()
     backward_of_ones(layers, 1)
     ddp.finish_grad_sync()
+
+
+def one_rank_that_freezes_a_parameter_leaves_no_other_waiting(job, overlap):
+    """Of what this step sends; the rank itself gets an error."""
+    ddp = one_layer(job.mm, overlap_grad_reduce=overlap)
+    ddp.module.weight.requires_grad_(job.rank > 0)
+    if job.rank > 0:
+        backward_of_ones([ddp.module], 1)
+    with refusal(None if job.rank > 0 else "weight was frozen"):
+        ddp.finish_grad_sync()
 
 
 def gradients_are_sent_during_backward(job):
@@ -3230,6 +3251,8 @@ def test_gradients_on_ranks(tmp_path, world):
     steps = [gradients_of_several_steps, gradients_of_uneven_tokens]
     calls = [*itertools.product(steps, OPTIONS[::3] if world == 2 else OPTIONS)]
     calls.append([what_is_not_finite_is_named_with_its_parameter_and_rank])
+    calls.append([one_rank_that_freezes_a_parameter_leaves_no_other_waiting, False])
+    calls.append([one_rank_that_freezes_a_parameter_leaves_no_other_waiting, True])
     calls.append([gradients_are_sent_during_backward])
     calls.append([parameters_of_the_groups_first_rank_reach_all])
     for layout in LAYOUTS[world]:
