@@ -5359,18 +5359,26 @@ class _FileTokens:
 
     def read(self, first, count):
         """Return a new array of tokens; DatasetFormatError if the file ends before."""
-        begin = first * self.dtype.itemsize
-        size = count * self.dtype.itemsize
-        content = bytearray()
-        while len(content) < size:  # the system may return a part of what is there
-            with _named(self.path, "cannot be read", OSError):
-                part = os.pread(self._file.fileno(), size - len(content), begin + len(content))
-            if not part:
-                raise _format_error(self.path, f"bytes at {begin}", size, len(content))
-            content += part
+        size = self.dtype.itemsize
+        content = _read_bytes(self._file, first * size, count * size, self.path)
         return np.frombuffer(content, self.dtype)
 
     read_many = _MappedTokens.read_many  # one read for each
+
+
+def _read_bytes(file, begin, size, path):
+    """Return the size bytes of an open file from begin on; DatasetFormatError if it ends before.
+
+    The position of the file, which threads and forks share, is neither used nor changed.
+    """
+    content = bytearray()
+    while len(content) < size:  # the system may return a part of what is there
+        with _named(path, "cannot be read", OSError):
+            part = os.pread(file.fileno(), size - len(content), begin + len(content))
+        if not part:
+            raise _format_error(path, f"bytes at {begin}", size, len(content))
+        content += part
+    return content
 
 
 class _RemoteFile:
@@ -7048,9 +7056,8 @@ class _JsonlRows(_Rows):
     def __getitem__(self, row):
         begin = self.starts[row]
         size = self.starts[row + 1] - begin  # with the blank lines behind it
-        descriptor = self._file.fileno()  # its position is shared by threads and forks: unused here
-        line = os.pread(descriptor, size, begin).rstrip()
-        if os.fstat(descriptor).st_mtime_ns != self._written:
+        line = _read_bytes(self._file, begin, size, self.path).rstrip()
+        if os.fstat(self._file.fileno()).st_mtime_ns != self._written:
             raise ValueError(f"{self.path} was written while it is read: build the dataset again")
         return _read_object(line)
 

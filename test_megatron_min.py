@@ -483,17 +483,17 @@ def test_sequences_are_read_as_from_a_list(one, tmp_path, docs, code, dtype):
         assert lists(views) == wanted
 
 
+def read_3_bytes(descriptor, size, place, pread=os.pread):
+    """In place of os.pread()."""
+    return pread(descriptor, min(size, 3), place)
+
+
 def test_a_bin_of_another_size(one, pair, monkeypatch):
     """Tokens, or an error: nothing that was in memory before, as upstream has it.
 
-    The system may return fewer bytes than asked for, here 3; that is not the end of the file.
+    The system may return fewer bytes than asked for; that is not the end of the file.
     """
-    pread = os.pread
-
-    def read_a_part(descriptor, size, place):
-        return pread(descriptor, min(size, 3), place)
-
-    monkeypatch.setattr(os, "pread", read_a_part)
+    monkeypatch.setattr(os, "pread", read_3_bytes)
     monkeypatch.setattr(time, "sleep", None)  # upstream: tries again for 70 s
     ds = one.IndexedDataset(pair, mmap=False)
     assert lists(ds) == PAIR
@@ -5800,6 +5800,18 @@ def test_a_file_of_rows_that_is_replaced(one, tmp_path, kind, changed):
         write_rows(old, rows, np.random.default_rng(0))
         with pytest.raises(ValueError, match="a.jsonl was written while it is read"):
             ds[changed]
+
+
+def test_a_row_is_read_whole_or_not_at_all(one, tmp_path, monkeypatch):
+    """The system may return fewer bytes than asked for; that is not the end of the file."""
+    path = jsonl(tmp_path / "chat.jsonl", [ROW, ROW], "messages")
+    ds = chat(one, path)
+    wanted = ds[1]
+    monkeypatch.setattr(os, "pread", read_3_bytes)
+    same_samples(ds[1], wanted)
+    os.truncate(path, 150)
+    with pytest.raises(ValueError, match=r"chat\.jsonl, line 2: .*bytes at 88: wanted 88, got 62"):
+        ds[1]
 
 
 def test_a_row_that_is_of_no_use_is_named(one, tmp_path):
