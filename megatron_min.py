@@ -6802,7 +6802,7 @@ class SFTDataset(MegatronDataset):
     A sample that is too long is cut, and one that is too short is filled with tokenizer.pad.  A
     tokenizer without pad fills with eod; only the filled places are masked then, so that each real
     eod is learned.  With context_parallel_size cp > 1 each conversation is filled up to a multiple
-    of 2 * cp tokens, so that section 9 can cut it for the ranks.
+    of 2 * cp tokens, so that section 9 can cut it for the ranks.  S must be such a multiple, too.
 
     >>> rows = [{"messages": [{"role": "user", "content": "2+2"},
     ...                       {"role": "assistant", "content": "4"}]}]
@@ -6911,6 +6911,12 @@ def _check_sft(dataset):
     for name in ("create_attention_mask", "reset_attention_mask", "reset_position_ids"):
         if getattr(config, name):
             raise ValueError(f"{name} must be False for SFTDataset: cu_seqlens stands for it")
+    cp = config.context_parallel_size or 1
+    if cp > 1 and config.sequence_length % (2 * cp):
+        raise ValueError(
+            f"sequence_length: {config.sequence_length} is not a multiple of {2 * cp} (2 * "
+            f"context_parallel_size, which is {cp}), so a row cannot be cut: choose another length"
+        )
     if dataset.num_samples and len(dataset.indices) == 0:
         place = f"{_name(dataset)}: {dataset.index_split.name} of split {config.split!r}"
         raise ValueError(f"{place} holds no rows for {dataset.num_samples} samples: enlarge it")

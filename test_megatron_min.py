@@ -5685,6 +5685,7 @@ def chat(one, path, n=None, **fields):
 
 
 ROW = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+CP_4 = {"context_parallel_size": 4}
 
 
 def write_parquet(path, columns, **arguments):
@@ -5764,6 +5765,8 @@ def test_samples_of_conversations_equal_the_rules(one, tmp_path, kind, pad):
         write_rows(path, rows, rng)
         S = int(2 ** rng.uniform(0, 5))
         cp = int(rng.integers(1, 4))
+        if cp > 1:
+            S += -S % (2 * cp)
         tokenizer = ChatTokenizer(pad=pad)
         fields = {"sequence_length": S, "context_parallel_size": cp, "tokenizer": tokenizer}
         ds = pickle.loads(pickle.dumps(chat(one, path, 2 * len(rows), **fields)))
@@ -5864,6 +5867,7 @@ def test_what_fine_tuning_refuses(one, tmp_path):
         ("text.parquet", {}, "wanted a Parquet file with"),
         ("good.jsonl", {"create_attention_mask": True}, "create_attention_mask must be False"),
         ("good.jsonl", {"reset_position_ids": True}, "reset_position_ids must be False"),
+        ("good.jsonl", {"sequence_length": 90} | CP_4, "90 is not a multiple of 8 .*, which is 4"),
         ("good.jsonl", {"n": 3, "documents": np.array([])}, "holds no rows for 3 samples"),
         ("good.jsonl", {"tokenizer": Tok(tokenize=with_start)}, r"special_tokens: .* \[5\] around"),
         ("good.jsonl", {"tokenizer": Tok(eod=None)}, "lacks eod"),
@@ -5873,6 +5877,9 @@ def test_what_fine_tuning_refuses(one, tmp_path):
             chat(one, tmp_path / name, **fields)[0]
     template = Tok(tokenize=with_start, tokenize_conversation=print)
     chat(one, tmp_path / "good.jsonl", tokenizer=template)
+    chat(one, tmp_path / "good.jsonl", sequence_length=96, **CP_4)
+    for cp in (None, 1):
+        chat(one, tmp_path / "good.jsonl", sequence_length=9, context_parallel_size=cp)
 
 
 @pytest.mark.filterwarnings("ignore:.* nothing is learned")
