@@ -2932,7 +2932,9 @@ def get_batch_on_this_cp_rank(
     Raises     ValueError where S, or the length of a document, is no multiple of 2*cp_size, or
                below 0.  SFTDataset fills its documents up to such lengths, by its config's
                context_parallel_size; those of GPTDataset have any, so with inter_document_masking
-               set use_per_sequence_balancing
+               set use_per_sequence_balancing.  If cp_size > 1, also for a batch that has values
+               under other names only, such as input_ids, and for tokens, labels, loss_mask,
+               attention_mask or position_ids that are no tensor
     Upstream   get_batch_on_this_cp_rank, which changes the batch
 
     >>> batch = {"tokens": torch.arange(8)[None]}
@@ -2945,12 +2947,15 @@ def get_batch_on_this_cp_rank(
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"wanted a cp_rank from 0 to cp_size - 1, got {cp_rank} of {cp_size}")
     part = dict(batch)
+    if cp_size == 1:
+        return part
+    _check_batch_to_cut(batch)
     length = _length_of_rows(batch)
-    if cp_size == 1 or length is None:
+    if length is None:
         return part
     cu_seqlens = batch.get("cu_seqlens")
     if cu_seqlens is None or use_per_sequence_balancing:
-        bounds = torch.tensor([[0, length]])
+        bounds = torch.tensor([[0, length]], device="cpu")
         [places] = _places_of_cp_rank(bounds, cp_rank, cp_size)  # of all rows
     else:
         bounds = torch.nn.functional.pad(cu_seqlens.to("cpu", torch.int64), (1, 0))
@@ -2992,7 +2997,7 @@ def _places_of_cp_rank(bounds, cp_rank, cp_size):
     lengths = bounds.diff(dim=1).flatten()
     length_of_document = lengths.repeat_interleave(lengths)  # of each token's
     start_of_document = bounds[:, :-1].flatten().repeat_interleave(lengths)
-    places = torch.arange(len(length_of_document) // rows).repeat(rows)
+    places = torch.arange(len(length_of_document) // rows, device="cpu").repeat(rows)
     chunks = (places - start_of_document) * (2 * cp_size) // length_of_document
     is_kept = (chunks == cp_rank) | (chunks == 2 * cp_size - 1 - cp_rank)
     return places[is_kept].view(rows, -1)
@@ -4697,6 +4702,25 @@ def _refuse_batch(batch, layout, create_attention_mask):
             )
         if batch[key].is_floating_point() and not dtype.is_floating_point:
             raise ValueError(f"batch[{key!r}]: wanted {dtype}, got {batch[key].dtype}")
+
+
+def _check_batch_to_cut(batch):
+    """Raise ValueError if one of the five keys holds no tensor, or if the batch has no row to cut.
+
+    A batch that is all None, as in a pipeline stage that reads nothing, has nothing to cut.
+    """
+    given = {key: value for key, value in batch.items() if value is not None}
+    for key in _BATCH_KEYS:
+        if key in given and not isinstance(given[key], torch.Tensor):
+            kind = type(given[key]).__name__
+            raise ValueError(f"batch[{key!r}]: expected a tensor, got {kind}: convert it first")
+    if given.keys().isdisjoint([*_BATCH_KEYS, "cu_seqlens"]):
+        others = sorted(given.keys() - {"dataset_id", "max_seqlen"}, key=str)
+        if others:
+            raise ValueError(
+                f"batch: expected at least one of the keys {', '.join(_BATCH_KEYS)}, got {others}: "
+                "rename them, as only these keys say how long a row is"
+            )
 
 
 def _refuse_uneven(bounds, cp_size):

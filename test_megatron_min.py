@@ -2063,7 +2063,10 @@ def test_a_batch_that_does_not_fit_is_refused(one, tmp_path):
 
 
 def test_documents_are_cut_one_by_one_or_as_a_row(one):
-    """A new batch, with what has no axis of tokens, too.  Upstream: the same one, or an error."""
+    """A new batch, with what has no axis of tokens, too.  Upstream: the same one, or an error.
+
+    The default device of torch has no effect.
+    """
     documents = [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]  # what each of two ranks keeps
     whole = [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]
     batch = packed_batch(np.random.default_rng(5), [[4, 8], [12]])
@@ -2083,11 +2086,13 @@ def test_documents_are_cut_one_by_one_or_as_a_row(one):
     others = {"dataset_id": torch.arange(2), "sizes": torch.zeros(2, 3), "nothing": None}
     batch = others | batch
     before = copy.deepcopy(batch)
-    for rank, per_sequence in itertools.product(range(2), (False, True)):
+    devices = ("cpu", "meta")
+    for rank, per_sequence, device in itertools.product(range(2), (False, True), devices):
         places = [whole[rank] if per_sequence else documents[rank], whole[rank]]
-        part = one.get_batch_on_this_cp_rank(
-            batch, rank, 2, use_per_sequence_balancing=per_sequence
-        )
+        with torch.device(device):
+            part = one.get_batch_on_this_cp_rank(
+                batch, rank, 2, use_per_sequence_balancing=per_sequence
+            )
         for row in range(2):
             for key in ("tokens", "labels", "loss_mask", "position_ids", "scores"):
                 same(part[key][row], batch[key][row, places[row]], (key, rank))
@@ -2101,7 +2106,10 @@ def test_documents_are_cut_one_by_one_or_as_a_row(one):
 
 
 def test_what_cannot_be_cut_is_refused(one):
-    """Upstream: another error, or none.  A stage between knows a row from cu_seqlens alone."""
+    """Upstream: another error, or none.  A stage between knows a row from cu_seqlens alone.
+
+    Upstream cuts a batch of other names, such as input_ids, too; here none says what a row is.
+    """
     rest = 13 * [16]  # cu_seqlens has an entry more than a row has tokens
     for cu_seqlens, by_row, words in (
         ([[0, 4, *9 * [10]]], True, "0 of row 0 has 10 tokens.* 4 in"),
@@ -2116,16 +2124,24 @@ def test_what_cannot_be_cut_is_refused(one):
                 one.get_batch_on_this_cp_rank(
                     part | {"tokens": tokens}, 1, 2, use_per_sequence_balancing=by_row
                 )
+    names = {"input_ids": torch.zeros(2, 8), "dataset_id": torch.zeros(2)}
     for batch, rank, words in (
         ({"tokens": torch.zeros(2, 8)}, 2, "cp_rank"),
         ({"tokens": torch.zeros(2, 10)}, 1, "10 tokens"),
         ({"tokens": torch.zeros(8)}, 1, r"tokens'\]: wanted 8 tokens along dim 1.*\(8,\)"),
         ({"tokens": torch.zeros(1, 8), "labels": torch.zeros(1, 9)}, 1, "labels.*wanted 8"),
         ({"tokens": torch.zeros(2, 8), "cu_seqlens": torch.tensor([[0, 8]])}, 1, "shorter|longer"),
+        (names, 1, r"keys tokens, labels, .*position_ids, got \['input_ids'\]: rename"),
+        (dict.fromkeys(FIVE) | names, 0, r"got \['input_ids'\]"),
+        ({"tokens": torch.zeros(2, 8), "loss_mask": np.ones((2, 8))}, 1, "mask.*tensor, got ndarr"),
+        ({"tokens": [[1] * 8]}, 1, "tokens.*expected a tensor, got list"),
     ):
         with refusal(words):
             one.get_batch_on_this_cp_rank(batch, rank, 2)
-    assert one.get_batch_on_this_cp_rank(dict.fromkeys(FIVE), 1, 2) == dict.fromkeys(FIVE)
+        if rank < 2:
+            assert one.get_batch_on_this_cp_rank(batch, 0, 1) == batch  # which cuts nothing
+    for nothing in ({}, dict.fromkeys(FIVE), {"dataset_id": 1, "max_seqlen": 8}):
+        assert one.get_batch_on_this_cp_rank(nothing, 1, 2) == nothing
 
 
 # -- Jobs of real processes --------------------------------------------------------------------
