@@ -2941,7 +2941,9 @@ def get_batch_on_this_cp_rank(
     Raises     ValueError where S, or the length of a document, is no multiple of 2*cp_size, or
                below 0.  SFTDataset fills its documents up to such lengths, by its config's
                context_parallel_size; those of GPTDataset have any, so with inter_document_masking
-               set use_per_sequence_balancing
+               set use_per_sequence_balancing.  If cp_size > 1, also for a batch that has values
+               under other names only, such as input_ids, and for tokens, labels, loss_mask,
+               attention_mask or position_ids that are no tensor
     Upstream   get_batch_on_this_cp_rank, which changes the batch
 
     >>> batch = {"tokens": torch.arange(8)[None]}
@@ -2954,12 +2956,15 @@ def get_batch_on_this_cp_rank(
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"wanted a cp_rank from 0 to cp_size - 1, got {cp_rank} of {cp_size}")
     part = dict(batch)
+    if cp_size == 1:
+        return part
+    _check_batch_to_cut(batch)
     length = _length_of_rows(batch)
-    if cp_size == 1 or length is None:
+    if length is None:
         return part
     cu_seqlens = batch.get("cu_seqlens")
     if cu_seqlens is None or use_per_sequence_balancing:
-        bounds = torch.tensor([[0, length]])
+        bounds = torch.tensor([[0, length]], device="cpu")
         [places] = _places_of_cp_rank(bounds, cp_rank, cp_size)  # of all rows
     else:
         bounds = torch.nn.functional.pad(cu_seqlens.to("cpu", torch.int64), (1, 0))
@@ -3001,7 +3006,7 @@ def _places_of_cp_rank(bounds, cp_rank, cp_size):
     lengths = bounds.diff(dim=1).flatten()
     length_of_document = lengths.repeat_interleave(lengths)  # of each token's
     start_of_document = bounds[:, :-1].flatten().repeat_interleave(lengths)
-    places = torch.arange(len(length_of_document) // rows).repeat(rows)
+    places = torch.arange(len(length_of_document) // rows, device="cpu").repeat(rows)
     chunks = (places - start_of_document) * (2 * cp_size) // length_of_document
     is_kept = (chunks == cp_rank) | (chunks == 2 * cp_size - 1 - cp_rank)
     return places[is_kept].view(rows, -1)
@@ -3495,8 +3500,8 @@ class DistributedDataParallel(torch.nn.Module):
                                view of the buffer of its dtype and device, and its grad becomes the
                                same view.  (grad is torch's name, main_grad upstream's, which its
                                optimizers read.  Others may set grad to None; main_grad stays.)
-                               Whatever converts, replaces or unfreezes parameters, such as
-                               module.to(), comes before the wrapping
+                               Whatever converts, replaces, freezes or unfreezes parameters, such
+                               as module.to(), comes before the wrapping
     group                      the process group to average over: that of "dp-cp", as cp ranks have
                                the same weights and different tokens.  None: all ranks, right only
                                without tp and pp
@@ -3676,16 +3681,21 @@ class DistributedDataParallel(torch.nn.Module):
     def finish_grad_sync(self) -> None:
         """Send what is left and wait for all buckets.
 
-        Nothing is sent if since the last call neither a gradient has come nor zero_grad_buffer()
-        has begun a step.  Every rank must call this method, and with check_for_nan_in_grad it
-        raises ValueError on every rank.
+        Nothing is sent or written if since the last call neither a gradient has come nor
+        zero_grad_buffer() has begun a step.  Every rank must call this method, and with
+        check_for_nan_in_grad it raises ValueError on every rank.  It raises ValueError, too, if a
+        parameter was replaced, frozen or unfrozen after the wrapping.
         """
-        self.start_grad_sync()
-        self._wait_and_reset()
-        self._is_averaged = True
-        self._write_grads()
+        if not self._is_averaged:
+            self.start_grad_sync()
+            self._wait_and_reset()
+            self._is_averaged = True
+            self._write_grads()
         if self.check_for_nan_in_grad:
             _on_every_rank(self._raise_if_not_finite, self.group)  # on all ranks of the group
+        # This check is the last step: if it fails on one rank alone, that rank has sent everything
+        # that the other ranks wait for in this method.
+        _refuse_new_parameters(self)
 
     def _write_grads(self):
         """With grad_reduce_in_fp32 and after the averages are made: set param.grad to them."""
@@ -3715,7 +3725,7 @@ class DistributedDataParallel(torch.nn.Module):
         """Begin a step: every gradient is 0, and every param.main_grad a view of the buffers again.
 
         A rank whose batch gives no gradient at all then sends zeros, so that nobody waits for it.
-        ValueError where a parameter was replaced or unfrozen after the wrapping.
+        ValueError where a parameter was replaced, frozen or unfrozen after the wrapping.
         """
         _refuse_new_parameters(self)
         for param, place in self._places.items():
@@ -4734,6 +4744,25 @@ def _refuse_batch(batch, layout, create_attention_mask):
             raise ValueError(f"batch[{key!r}]: wanted {dtype}, got {batch[key].dtype}")
 
 
+def _check_batch_to_cut(batch):
+    """Raise ValueError if one of the five keys holds no tensor, or if the batch has no row to cut.
+
+    A batch that is all None, as in a pipeline stage that reads nothing, has nothing to cut.
+    """
+    given = {key: value for key, value in batch.items() if value is not None}
+    for key in _BATCH_KEYS:
+        if key in given and not isinstance(given[key], torch.Tensor):
+            kind = type(given[key]).__name__
+            raise ValueError(f"batch[{key!r}]: expected a tensor, got {kind}: convert it first")
+    if given.keys().isdisjoint([*_BATCH_KEYS, "cu_seqlens"]):
+        others = sorted(given.keys() - {"dataset_id", "max_seqlen"}, key=str)
+        if others:
+            raise ValueError(
+                f"batch: expected at least one of the keys {', '.join(_BATCH_KEYS)}, got {others}: "
+                "rename them, as only these keys say how long a row is"
+            )
+
+
 def _refuse_uneven(bounds, cp_size):
     """ValueError unless each document, from bound to bound, can be cut into 2 * cp_size chunks."""
     lengths = bounds.diff(dim=1)
@@ -4837,13 +4866,17 @@ def _refuse_late_gradient(ddp, param):
 
 
 def _refuse_new_parameters(ddp):
-    """ValueError for a parameter whose gradient has no place in the buffers."""
+    """Raise ValueError if the parameters that require a gradient are not those in the buffers."""
     for name, param in ddp.module.named_parameters():
-        if param.requires_grad and param not in ddp._places:
-            raise ValueError(
-                f"{name} was replaced or unfrozen after the model was wrapped, so its gradient "
-                "would not be averaged: do that first, then wrap the model"
-            )
+        if param.requires_grad == (param in ddp._places):
+            continue
+        change, effect = "frozen", "an optimizer could move it by a gradient of zeros"
+        if param.requires_grad:
+            change, effect = "replaced or unfrozen", "its gradient would not be averaged"
+        raise ValueError(
+            f"{name} was {change} after the model was wrapped, so {effect}: do that first, then "
+            "wrap the model"
+        )
 
 
 def _refuse_sums_of_one_rank(model):
@@ -5422,18 +5455,26 @@ class _FileTokens:
 
     def read(self, first, count):
         """Return a new array of tokens; DatasetFormatError if the file ends before."""
-        begin = first * self.dtype.itemsize
-        size = count * self.dtype.itemsize
-        content = bytearray()
-        while len(content) < size:  # the system may return a part of what is there
-            with _named(self.path, "cannot be read", OSError):
-                part = os.pread(self._file.fileno(), size - len(content), begin + len(content))
-            if not part:
-                raise _format_error(self.path, f"bytes at {begin}", size, len(content))
-            content += part
+        size = self.dtype.itemsize
+        content = _read_bytes(self._file, first * size, count * size, self.path)
         return np.frombuffer(content, self.dtype)
 
     read_many = _MappedTokens.read_many  # one read for each
+
+
+def _read_bytes(file, begin, size, path):
+    """Return the size bytes of an open file from begin on; DatasetFormatError if it ends before.
+
+    The position of the file, which threads and forks share, is neither used nor changed.
+    """
+    content = bytearray()
+    while len(content) < size:  # the system may return a part of what is there
+        with _named(path, "cannot be read", OSError):
+            part = os.pread(file.fileno(), size - len(content), begin + len(content))
+        if not part:
+            raise _format_error(path, f"bytes at {begin}", size, len(content))
+        content += part
+    return content
 
 
 class _RemoteFile:
@@ -5527,6 +5568,7 @@ class _RemoteFile:
         import fsspec  # it comes with torch
 
         file_system, path = fsspec.core.url_to_fs(self.url)  # fsspec returns the one it has
+        _keep_file_systems()
         for pause in (*self._PAUSES, None):
             try:
                 return function(file_system, path, *arguments)
@@ -5541,6 +5583,23 @@ class _RemoteFile:
                 if pause is None or kind is not OSError:
                     raise kind(f"{self.url}: {type(error).__name__}: {error}") from error
             time.sleep(pause)
+
+
+_file_systems = {}  # {id: file system}: a set would drop one that equals an older one
+
+
+def _keep_file_systems():
+    """Keep all file systems of fsspec for the life of this process, and so in its forks.
+
+    In a forked process fsspec drops those that it has.  If they were collected there, their
+    finalizers would remove the parent's sockets from the event loop that both processes share, and
+    the parent's next request would wait 300 s.
+    """
+    import fsspec  # it comes with torch
+
+    for kind in list(fsspec.registry.values()):
+        cached = list(getattr(kind, "_cache", {}).values())
+        _file_systems.update(zip(map(id, cached), cached, strict=True))
 
 
 def _fetch_index(url, stamp, config):
@@ -6439,6 +6498,7 @@ def _read_lines(source):
             import fsspec  # it comes with torch
 
             file = stack.enter_context(fsspec.open(source.path, "rb"))
+            _keep_file_systems()
             file = io.BufferedReader(file, 1 << 16)  # a stream of HTTP has no lines
         else:
             file = stack.enter_context(open(source.path, "rb"))
@@ -6839,7 +6899,7 @@ class SFTDataset(MegatronDataset):
     A sample that is too long is cut, and one that is too short is filled with tokenizer.pad.  A
     tokenizer without pad fills with eod; only the filled places are masked then, so that each real
     eod is learned.  With context_parallel_size cp > 1 each conversation is filled up to a multiple
-    of 2 * cp tokens, so that section 9 can cut it for the ranks.
+    of 2 * cp tokens, so that section 9 can cut it for the ranks.  S must be such a multiple, too.
 
     >>> rows = [{"messages": [{"role": "user", "content": "2+2"},
     ...                       {"role": "assistant", "content": "4"}]}]
@@ -6949,6 +7009,12 @@ def _check_sft(dataset):
     for name in ("create_attention_mask", "reset_attention_mask", "reset_position_ids"):
         if getattr(config, name):
             raise ValueError(f"{name} must be False for SFTDataset: cu_seqlens stands for it")
+    cp = config.context_parallel_size or 1
+    if cp > 1 and config.sequence_length % (2 * cp):
+        raise ValueError(
+            f"sequence_length: {config.sequence_length} is not a multiple of {2 * cp} (2 * "
+            f"context_parallel_size, which is {cp}), so a row cannot be cut: choose another length"
+        )
     if dataset.num_samples and len(dataset.indices) == 0:
         place = f"{_name(dataset)}: {dataset.index_split.name} of split {config.split!r}"
         raise ValueError(f"{place} holds no rows for {dataset.num_samples} samples: enlarge it")
@@ -7094,9 +7160,8 @@ class _JsonlRows(_Rows):
     def __getitem__(self, row):
         begin = self.starts[row]
         size = self.starts[row + 1] - begin  # with the blank lines behind it
-        descriptor = self._file.fileno()  # its position is shared by threads and forks: unused here
-        line = os.pread(descriptor, size, begin).rstrip()
-        if os.fstat(descriptor).st_mtime_ns != self._written:
+        line = _read_bytes(self._file, begin, size, self.path).rstrip()
+        if os.fstat(self._file.fileno()).st_mtime_ns != self._written:
             raise ValueError(f"{self.path} was written while it is read: build the dataset again")
         return _read_object(line)
 

@@ -485,17 +485,17 @@ def test_sequences_are_read_as_from_a_list(one, tmp_path, docs, code, dtype):
         assert lists(views) == wanted
 
 
+def read_3_bytes(descriptor, size, place, pread=os.pread):
+    """In place of os.pread()."""
+    return pread(descriptor, min(size, 3), place)
+
+
 def test_a_bin_of_another_size(one, pair, monkeypatch):
     """Tokens, or an error: nothing that was in memory before, as upstream has it.
 
-    The system may return fewer bytes than asked for, here 3; that is not the end of the file.
+    The system may return fewer bytes than asked for; that is not the end of the file.
     """
-    pread = os.pread
-
-    def read_a_part(descriptor, size, place):
-        return pread(descriptor, min(size, 3), place)
-
-    monkeypatch.setattr(os, "pread", read_a_part)
+    monkeypatch.setattr(os, "pread", read_3_bytes)
     monkeypatch.setattr(time, "sleep", None)  # upstream: tries again for 70 s
     ds = one.IndexedDataset(pair, mmap=False)
     assert lists(ds) == PAIR
@@ -2190,7 +2190,10 @@ def test_a_batch_that_does_not_fit_is_refused(one, tmp_path):
 
 
 def test_documents_are_cut_one_by_one_or_as_a_row(one):
-    """A new batch, with what has no axis of tokens, too.  Upstream: the same one, or an error."""
+    """A new batch, with what has no axis of tokens, too.  Upstream: the same one, or an error.
+
+    The default device of torch has no effect.
+    """
     documents = [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]  # what each of two ranks keeps
     whole = [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]
     batch = packed_batch(np.random.default_rng(5), [[4, 8], [12]])
@@ -2210,11 +2213,13 @@ def test_documents_are_cut_one_by_one_or_as_a_row(one):
     others = {"dataset_id": torch.arange(2), "sizes": torch.zeros(2, 3), "nothing": None}
     batch = others | batch
     before = copy.deepcopy(batch)
-    for rank, per_sequence in itertools.product(range(2), (False, True)):
+    devices = ("cpu", "meta")
+    for rank, per_sequence, device in itertools.product(range(2), (False, True), devices):
         places = [whole[rank] if per_sequence else documents[rank], whole[rank]]
-        part = one.get_batch_on_this_cp_rank(
-            batch, rank, 2, use_per_sequence_balancing=per_sequence
-        )
+        with torch.device(device):
+            part = one.get_batch_on_this_cp_rank(
+                batch, rank, 2, use_per_sequence_balancing=per_sequence
+            )
         for row in range(2):
             for key in ("tokens", "labels", "loss_mask", "position_ids", "scores"):
                 same(part[key][row], batch[key][row, places[row]], (key, rank))
@@ -2228,7 +2233,10 @@ def test_documents_are_cut_one_by_one_or_as_a_row(one):
 
 
 def test_what_cannot_be_cut_is_refused(one):
-    """Upstream: another error, or none.  A stage between knows a row from cu_seqlens alone."""
+    """Upstream: another error, or none.  A stage between knows a row from cu_seqlens alone.
+
+    Upstream cuts a batch of other names, such as input_ids, too; here none says what a row is.
+    """
     rest = 13 * [16]  # cu_seqlens has an entry more than a row has tokens
     for cu_seqlens, by_row, words in (
         ([[0, 4, *9 * [10]]], True, "0 of row 0 has 10 tokens.* 4 in"),
@@ -2243,16 +2251,24 @@ def test_what_cannot_be_cut_is_refused(one):
                 one.get_batch_on_this_cp_rank(
                     part | {"tokens": tokens}, 1, 2, use_per_sequence_balancing=by_row
                 )
+    names = {"input_ids": torch.zeros(2, 8), "dataset_id": torch.zeros(2)}
     for batch, rank, words in (
         ({"tokens": torch.zeros(2, 8)}, 2, "cp_rank"),
         ({"tokens": torch.zeros(2, 10)}, 1, "10 tokens"),
         ({"tokens": torch.zeros(8)}, 1, r"tokens'\]: wanted 8 tokens along dim 1.*\(8,\)"),
         ({"tokens": torch.zeros(1, 8), "labels": torch.zeros(1, 9)}, 1, "labels.*wanted 8"),
         ({"tokens": torch.zeros(2, 8), "cu_seqlens": torch.tensor([[0, 8]])}, 1, "shorter|longer"),
+        (names, 1, r"keys tokens, labels, .*position_ids, got \['input_ids'\]: rename"),
+        (dict.fromkeys(FIVE) | names, 0, r"got \['input_ids'\]"),
+        ({"tokens": torch.zeros(2, 8), "loss_mask": np.ones((2, 8))}, 1, "mask.*tensor, got ndarr"),
+        ({"tokens": [[1] * 8]}, 1, "tokens.*expected a tensor, got list"),
     ):
         with refusal(words):
             one.get_batch_on_this_cp_rank(batch, rank, 2)
-    assert one.get_batch_on_this_cp_rank(dict.fromkeys(FIVE), 1, 2) == dict.fromkeys(FIVE)
+        if rank < 2:
+            assert one.get_batch_on_this_cp_rank(batch, 0, 1) == batch  # which cuts nothing
+    for nothing in ({}, dict.fromkeys(FIVE), {"dataset_id": 1, "max_seqlen": 8}):
+        assert one.get_batch_on_this_cp_rank(nothing, 1, 2) == nothing
 
 
 # -- Jobs of real processes --------------------------------------------------------------------
@@ -3053,12 +3069,18 @@ def test_a_gradient_that_would_be_in_no_average_is_refused(one):
 
     A reentrant checkpoint, too, runs a backward of its own.
     """
-    replaced, unfrozen, converted = (one_layer(one) for _ in range(3))
+    replaced, unfrozen, frozen, converted = (one_layer(one) for _ in range(4))
     replaced.module.weight = torch.nn.Parameter(torch.ones(1, 2))
     unfrozen.requires_grad_()
-    for ddp, name in ((replaced, "weight"), (unfrozen, "bias")):
-        with pytest.raises(ValueError, match=f"^{name} was replaced or unfrozen"):
-            ddp.zero_grad_buffer()
+    frozen.requires_grad_(False)  # AdamW would move it by a gradient of zeros
+    for ddp, words in (
+        (replaced, "weight was replaced or unfrozen"),
+        (unfrozen, "bias was replaced or unfrozen"),
+        (frozen, "weight was frozen"),
+    ):
+        for method in (ddp.zero_grad_buffer, ddp.finish_grad_sync, ddp.finish_grad_sync):
+            with pytest.raises(ValueError, match=f"^{words} after .*, then wrap the model$"):
+                method()
     with pytest.raises(RuntimeError):
         converted.double().zero_grad_buffer()
     ddp = one_layer(one, overlap_grad_reduce=True)
@@ -3125,6 +3147,9 @@ def test_a_step_in_float32(one, overlap):
         assert lists(ddp.grad_buffers) == [4 * [320]]
         for param in ddp.parameters():
             assert (param.grad.dtype, param.grad.item()) == (param.dtype, 320)
+        torch.nn.utils.clip_grad_value_(ddp.parameters(), 7)
+        ddp.finish_grad_sync()
+        assert [param.grad.item() for param in ddp.parameters()] == 4 * [7]
         with pytest.raises(RuntimeError, match=r"gradient of 0\.weight after finish.*zero_grad_bu"):
             backward_of_ones(layers, 1)
 
@@ -3246,8 +3271,10 @@ def gradients_of_several_steps(job, options):
     for seed, set_to_none in ((0, True), (9, None), (0, False), (0, True)):
         losses(ddp, *job.share(step_data(seed))).mean().backward()
         ddp.finish_grad_sync()
-        ddp.finish_grad_sync()
         check_gradients(ddp, gradients_of_one([seed]))
+        torch.nn.utils.clip_grad_value_(ddp.parameters(), 0)
+        ddp.finish_grad_sync()
+        assert not any(gradient.any() for gradient in gradients(ddp.module).values())
         if set_to_none is None or ddp.grad_reduce_in_fp32:
             ddp.zero_grad_buffer()
         else:
@@ -3292,6 +3319,16 @@ def what_is_not_finite_is_named_with_its_parameter_and_rank(job):
         layers.zero_grad()
     backward_of_ones(layers, 1)
     ddp.finish_grad_sync()
+
+
+def one_rank_that_freezes_a_parameter_leaves_no_other_waiting(job, overlap):
+    """Of what this step sends; the rank itself gets an error."""
+    ddp = one_layer(job.mm, overlap_grad_reduce=overlap)
+    ddp.module.weight.requires_grad_(job.rank > 0)
+    if job.rank > 0:
+        backward_of_ones([ddp.module], 1)
+    with refusal(None if job.rank > 0 else "weight was frozen"):
+        ddp.finish_grad_sync()
 
 
 def gradients_are_sent_during_backward(job):
@@ -3357,6 +3394,8 @@ def test_gradients_on_ranks(tmp_path, world):
     steps = [gradients_of_several_steps, gradients_of_uneven_tokens]
     calls = [*itertools.product(steps, OPTIONS[::3] if world == 2 else OPTIONS)]
     calls.append([what_is_not_finite_is_named_with_its_parameter_and_rank])
+    calls.append([one_rank_that_freezes_a_parameter_leaves_no_other_waiting, False])
+    calls.append([one_rank_that_freezes_a_parameter_leaves_no_other_waiting, True])
     calls.append([gradients_are_sent_during_backward])
     calls.append([parameters_of_the_groups_first_rank_reach_all])
     for layout in LAYOUTS[world]:
@@ -4321,6 +4360,39 @@ def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
             read(argument)
         assert calls.call_count == wanted, (read, argument)
     same_samples(batch_of(remote, [*range(40), None]), batch_of(local, [*range(40), None]))
+
+
+def read_after_the_workers(one, prefix, folder):
+    """A batch in this process, after worker processes of torch have read theirs."""
+    cfg = config(one, ([prefix], None), path_to_cache=str(folder))
+    train, _, _ = build(one, [200, 0, 0], cfg)
+    for _ in range(2):
+        list(loader_of(one, train, num_workers=2))
+        train[7]
+
+
+def preprocess_with_a_tokenizer_that_reads(one, prefix, folder):
+    """The tokenizer asks the server, too, so that each worker has a file system of its own."""
+
+    def tokenize(text):
+        return list(fsspec.open(f"{prefix}.jsonl").open().read(5))
+
+    inputs = [f"{prefix}.jsonl"] * 20
+    one.preprocess(inputs, folder / "o", Tok(tokenize=tokenize), workers=2)
+
+
+@linux
+@pytest.mark.parametrize("job", [read_after_the_workers, preprocess_with_a_tokenizer_that_reads])
+def test_a_forked_process_leaves_the_connections_of_its_parent(one, web, some_pair, tmp_path, job):
+    """A worker that collects them takes them from the event loop, and the parent waits 300 s."""
+    prefix = put(some_pair[0], web.root, web.folder)
+    jsonl(web.folder / "pair.jsonl", ["1", "2"])
+
+    def run():
+        gc.set_threshold(10, 2, 2)
+        job(one, prefix, tmp_path)
+
+    assert in_child(run, timeout=60) == 0
 
 
 # -- Copies of .idx files ----------------------------------------------------------------------
@@ -5948,6 +6020,7 @@ def chat(one, path, n=None, **fields):
 
 
 ROW = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+CP_4 = {"context_parallel_size": 4}
 
 
 def write_parquet(path, columns, **arguments):
@@ -6027,6 +6100,8 @@ def test_samples_of_conversations_equal_the_rules(one, tmp_path, kind, pad):
         write_rows(path, rows, rng)
         S = int(2 ** rng.uniform(0, 5))
         cp = int(rng.integers(1, 4))
+        if cp > 1:
+            S += -S % (2 * cp)
         tokenizer = ChatTokenizer(pad=pad)
         fields = {"sequence_length": S, "context_parallel_size": cp, "tokenizer": tokenizer}
         ds = pickle.loads(pickle.dumps(chat(one, path, 2 * len(rows), **fields)))
@@ -6063,6 +6138,18 @@ def test_a_file_of_rows_that_is_replaced(one, tmp_path, kind, changed):
         write_rows(old, rows, np.random.default_rng(0))
         with pytest.raises(ValueError, match="a.jsonl was written while it is read"):
             ds[changed]
+
+
+def test_a_row_is_read_whole_or_not_at_all(one, tmp_path, monkeypatch):
+    """The system may return fewer bytes than asked for; that is not the end of the file."""
+    path = jsonl(tmp_path / "chat.jsonl", [ROW, ROW], "messages")
+    ds = chat(one, path)
+    wanted = ds[1]
+    monkeypatch.setattr(os, "pread", read_3_bytes)
+    same_samples(ds[1], wanted)
+    os.truncate(path, 150)
+    with pytest.raises(ValueError, match=r"chat\.jsonl, line 2: .*bytes at 88: wanted 88, got 62"):
+        ds[1]
 
 
 def test_a_row_that_is_of_no_use_is_named(one, tmp_path):
@@ -6115,6 +6202,7 @@ def test_what_fine_tuning_refuses(one, tmp_path):
         ("text.parquet", {}, "wanted a Parquet file with"),
         ("good.jsonl", {"create_attention_mask": True}, "create_attention_mask must be False"),
         ("good.jsonl", {"reset_position_ids": True}, "reset_position_ids must be False"),
+        ("good.jsonl", {"sequence_length": 90} | CP_4, "90 is not a multiple of 8 .*, which is 4"),
         ("good.jsonl", {"n": 3, "documents": np.array([])}, "holds no rows for 3 samples"),
         ("good.jsonl", {"tokenizer": Tok(tokenize=with_start)}, r"special_tokens: .* \[5\] around"),
         ("good.jsonl", {"tokenizer": Tok(eod=None)}, "lacks eod"),
@@ -6124,6 +6212,9 @@ def test_what_fine_tuning_refuses(one, tmp_path):
             chat(one, tmp_path / name, **fields)[0]
     template = Tok(tokenize=with_start, tokenize_conversation=print)
     chat(one, tmp_path / "good.jsonl", tokenizer=template)
+    chat(one, tmp_path / "good.jsonl", sequence_length=96, **CP_4)
+    for cp in (None, 1):
+        chat(one, tmp_path / "good.jsonl", sequence_length=9, context_parallel_size=cp)
 
 
 @pytest.mark.filterwarnings("ignore:.* nothing is learned")
