@@ -364,6 +364,13 @@ class IndexedDataset(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.sequence_lengths)
 
+    def __repr__(self) -> str:
+        with contextlib.suppress(Exception):  # an object that is half made has the plain repr()
+            size = f"sequences={len(self)}, tokens={self.num_tokens}"
+            dtype = np.dtype(self.dtype).name
+            return f"{type(self).__name__}({self.path_prefix!r}, {size}, dtype={dtype})"
+        return super().__repr__()
+
     def __getitem__(self, idx: int | slice) -> typing.Any:
         if not isinstance(idx, slice):
             return self.get(idx)
@@ -1359,6 +1366,13 @@ class MegatronDataset(abc.ABC, _Identified):
     def __getitem__(self, idx: int | None) -> dict:
         """Return sample idx; None: one without loss, which fills up the last batch of a turn."""
 
+    def __repr__(self) -> str:
+        with contextlib.suppress(Exception):  # an object that is half made has the plain repr()
+            what = f"{type(self).__name__}({self.dataset_path!r}, {self.index_split.name}"
+            size = f"samples={len(self)}, sequence_length={self.config.sequence_length}"
+            return f"{what}, {size}{_label_of_epochs(self)})"
+        return super().__repr__()
+
     @functools.cached_property
     def indices(self) -> np.ndarray:
         """Which documents of dataset belong to this split; of a range int32, else as given."""
@@ -2043,6 +2057,18 @@ class BlendedDataset(_Identified):
 
     def __len__(self) -> int:
         return sum(self.weights) if self.size is None else self.size
+
+    def __repr__(self) -> str:
+        """Name what the blend takes of each of its first 20 datasets, a line for each."""
+        with contextlib.suppress(Exception):  # an object that is half made has the plain repr()
+            lines = [f"{type(self).__name__}({self.split.name}, samples={len(self)})"]
+            for d, dataset in enumerate(self.datasets[:20]):
+                size = f"samples={self.samples_taken()[d]}{_label_of_epochs(dataset)}"
+                lines.append(f"  {d}: {_name(dataset)}, {size}")
+            if len(self.datasets) > 20:
+                lines.append(f"  and {len(self.datasets) - 20} more")
+            return "\n".join(lines)
+        return super().__repr__()
 
     # ---- the two arrays, as in GPTDataset
 
@@ -4178,6 +4204,12 @@ def _name(dataset):
     """What to call a dataset in a message: its path, or its class."""
     path = getattr(dataset, "dataset_path", None)
     return type(dataset).__name__ if path is None else str(path)
+
+
+def _label_of_epochs(dataset):
+    """What a repr() says of the epochs of a dataset; nothing if its orders are its own."""
+    plan = getattr(dataset, "epoch_plan", None)
+    return "" if plan is None else f", epochs={plan.num_epochs}"
 
 
 def _ceil_div(a, b):

@@ -1596,6 +1596,46 @@ def test_a_blend_has_the_samples_of_its_datasets(mm, tmp_path):
                 same_samples(sample, expected)
 
 
+def test_padding_is_of_the_dataset_of_sample_0(mm, tmp_path):
+    """Dataset 0 gives no sample here, and has none: its documents are shorter than one."""
+    short = mk(mm, tmp_path / "short", [[1, 2]])
+    prefix = mk(mm, tmp_path / "p", [[3] * 20] * 9)
+    cfg = config(mm, ([short, prefix], None), blend_phases=[(5, [0, 1])])
+    train = build(mm, [None, 0, 0], cfg)[0]
+    for data in (train, torch.utils.data.Subset(train, range(5))):
+        batches = list(loader_of(mm, data, drop_last=False))
+        assert batches[-1]["dataset_id"].tolist() == [1, 1, 1, 1]
+        assert batches[-1]["loss_mask"].any(1).tolist() == [True, False, False, False]
+    same_samples(train[None], {"dataset_id": torch.tensor(1), **train.datasets[1][None]})
+
+
+def test_what_a_repr_says(one, tmp_path):
+    """Of a blend the first 20 datasets, of any class; an object that is half made has one, too."""
+    path = mk(one, tmp_path / "p", [[1] * 20] * 3, np.uint16)
+    part = gpt(one, path, 20)
+    own = gpt(one, path, 20, cls=type("Own", (one.GPTDataset,), {}))
+    own.epoch_plan = None
+    numbers = one.MockGPTLowLevelDataset(Tok())
+    made_up = one.MockGPTDataset(numbers, None, range(3), 0, one.Split.test, config(one))
+    said = "train, samples=22, sequence_length=8"
+    for dataset, words in (
+        (part.dataset, f"IndexedDataset({path!r}, sequences=3, tokens=60, dtype=uint16)"),
+        (part, f"GPTDataset({path!r}, {said}, epochs=3)"),
+        (own, f"Own({path!r}, {said})"),
+        (
+            made_up,
+            f"MockGPTDataset(None, test, samples={len(made_up)}, sequence_length=8, epochs=1)",
+        ),
+    ):
+        assert repr(dataset) == words
+        assert type(dataset).__name__ in repr(type(dataset).__new__(type(dataset)))
+    parts = [part, own, *[Bare(99, one.Split.train)] * 24]
+    lines = repr(one.BlendedDataset(parts, [11, 9, *[1] * 24], 44, part.config)).splitlines()
+    assert lines[:2] == ["BlendedDataset(train, samples=44)", f"  0: {path}, samples=11, epochs=3"]
+    assert lines[2] == f"  1: {path}, samples=9"
+    assert lines[20:] == ["  19: bare, samples=1", "  and 6 more"]
+
+
 # ==============================================================================
 # 7. The builder
 # ==============================================================================
