@@ -3052,8 +3052,9 @@ def _take_places(tensor, dim, places):
 # The sampler runs ahead of the training loop.  A saved position counts the batches that the loop
 # was given, so what was made ahead and not used is made again after a resume.
 #
-# A state has this position, and what decided the samples before it: their past, as JSON.  No sample
-# is read for it.  That of 24 samples of a blend:
+# A state has this position, whether the pass has ended there, and the history: what decided the
+# samples before the position, as JSON.  No sample is read for it.  The history of 24 samples of a
+# blend:
 #
 #   {"sampler": {"kind of the sampler": "single"},    cyclic has a seed and more
 #    "data": {"class": "BlendedDataset",
@@ -3065,12 +3066,13 @@ def _take_places(tensor, dim, places):
 #                                                     a CRC-32 of dataset_index[:24]
 #
 # The job that loads a state makes the same of its own data and sampler, and goes on where it finds
-# the same.  (Section 8 says which ranks and sizes of batches it may have.)  What does not change
+# the same.  (Section 8 says which ranks and sizes of batches it may have.)  If the pass had ended,
+# the job begins the next one, unless a batch of the old pass is left here.  What does not change
 # the samples that were consumed is not asked about: with stable_order a longer run, or a phase that
 # comes later; a corpus that has given no sample yet; settings of masks and positions.  Not noticed
 # are documents that were edited in the middle of a pair, and what a class of the user's own does.
 
-_STATE_VERSION = 7  # a number to count up when the same past comes to mean other samples
+_STATE_VERSION = 8  # a number to count up when the same history comes to mean other samples
 _NAME = "name (not compared)"  # for messages: a copy may have another
 
 
@@ -3085,11 +3087,12 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                    any of them but pin_memory, DataLoader makes the batches of a GPTDataset, too
 
     len() counts the batches of a whole turn, also after a resume.  The first iterator after
-    load_state_dict() goes on where the state was taken; the next one begins at 0, or, with a cyclic
-    sampler, behind the last batch, and warns if the first was left before its end.  Where several
-    run, the state is that of the newest; with persistent_workers the older ones raise a
-    RuntimeError.  What worker processes draw depends on torch.initial_seed(), the data-parallel
-    rank and the place where the iterator begins, unless a generator is given.
+    load_state_dict() goes on where the state was taken, or, if the pass had ended there, begins the
+    next one.  The iterator after it begins at 0, and warns if the first was left before its end;
+    with a cyclic sampler it begins behind the last batch.  Where several run, the state is that of
+    the newest; with persistent_workers the older ones raise a RuntimeError.  What worker processes
+    draw depends on torch.initial_seed(), the data-parallel rank and the place where the iterator
+    begins, unless a generator is given.
 
     >>> loader = PretrainingDataLoader(range(6), MegatronPretrainingSampler(6, 0, 2, 0, 1))
     >>> state = [loader.state_dict() for batch in loader][0]          # after the first batch
@@ -3116,6 +3119,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         super().__init__(dataset, batch_sampler=batch_sampler, num_workers=num_workers, **arguments)
         self._has_generator = self.generator is not None  # that of the arguments
         self.consumed_samples = batch_sampler.consumed_samples
+        self.is_end_of_pass = 0  # 1: the newest iterator has ended by itself; cyclic: always 0
         # stands for the newest iterator; None: none has begun since a state was loaded
         self._newest = object()
         self._end_of_resumed = 0  # the place where the pass ends that went on from a state
@@ -3132,16 +3136,16 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             turn = self.consumed_samples // sampler.active_total_samples
             end = (turn + 1) * sampler.active_total_samples
         begin = sampler.next_start
-        if sampler.drop_last:
-            end -= (end - begin) % sampler.samples_per_round
-        if self.consumed_samples < self._end_of_resumed:
+        end = self._end_of_pass(begin)
+        if begin != self.consumed_samples < self._end_of_resumed:
             warnings.warn(
                 f"the iterator that went on from the state was left at sample "
                 f"{self.consumed_samples}, and this one begins at sample {begin}: to go on there, "
                 "load the state again, and keep its first iterator",
                 stacklevel=2,
             )
-        self._end_of_resumed = end if self._newest is None else 0
+        is_resumed = self._newest is None and not self.is_end_of_pass
+        self._end_of_resumed = end if is_resumed else 0
         this_iterator = object()
         self._newest = this_iterator
         batches = self._own_batches() if self.makes_own_batches else self._batches_of_torch(begin)
@@ -3150,6 +3154,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             consumed = min(consumed + sampler.samples_per_round, end)
             if self._newest is this_iterator:
                 self.consumed_samples = consumed
+                self.is_end_of_pass = 0
             yield batch
             is_newest = self._newest is this_iterator
             if self._newest is None or (self.persistent_workers and not is_newest):
@@ -3159,6 +3164,19 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                 )
         if consumed < end:  # torch takes a StopIteration of a dataset for the end
             raise RuntimeError(f"the batches ended at sample {consumed}, not at {end}")
+        if self._newest is this_iterator:
+            self.is_end_of_pass = int(self._end_of_pass(consumed) == consumed)
+
+    def _end_of_pass(self, begin):
+        """Return the sample at which a pass ends that begins, or continues, at sample begin."""
+        sampler = self.batch_sampler
+        end = sampler.total_samples
+        if sampler.kind == "cyclic":  # the next pass begins where this one ends
+            turn = begin // sampler.active_total_samples
+            end = (turn + 1) * sampler.active_total_samples
+        if sampler.drop_last:
+            end -= (end - begin) % sampler.samples_per_round
+        return end
 
     def _own_batches(self):
         """Batches of our own datasets; by threads, if there are any, a few ahead.
@@ -3212,7 +3230,13 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     # ---- the state
 
     def state_dict(self) -> dict:
-        """Return {"version": number, "consumed_samples": number, "past": text}.
+        """Return the four keys of a state: three numbers and a text.
+
+        version            the format of the state
+        consumed_samples   samples that all ranks together have used
+        is_end_of_pass     1: the newest iterator has ended by itself; 0: it has not.  With a cyclic
+                           sampler it is always 0, because consumed_samples counts all passes
+        history            JSON of what decided the consumed samples; "{}" if there are none
 
         It is equal on all ranks that read.  The loader of a tensor-parallel rank that is sent its
         batches stays at sample 0: save the state of a rank that reads.
@@ -3220,28 +3244,36 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         return {
             "version": _STATE_VERSION,
             "consumed_samples": self.consumed_samples,
-            "past": self._past_of(self.consumed_samples),
+            "is_end_of_pass": self.is_end_of_pass,
+            "history": self._past_of(self.consumed_samples),
         }
 
     def load_state_dict(self, state_dict: dict, strict: bool = True) -> None:
         """Go on where the state was taken, in the next iterator: one that runs raises RuntimeError.
 
-        ValueError names the first thing of the past that is another one here; strict=False goes on
-        all the same, if a pass of the sampler can start there.
+        If the pass had ended there, the next iterator begins the next pass.  But if a batch of the
+        old pass is left here (the dataset is longer, or a round smaller), it yields this batch.
+
+        ValueError names the first thing of the history that is another one here; strict=False goes
+        on all the same, if a pass of the sampler can start there.
         """
         if strict:
             version = state_dict.get("version")
             _refuse_difference({"version": version}, {"version": _STATE_VERSION})
-        with _named("the state", "wanted version, consumed_samples, past, as of state_dict()"):
+        else:  # older states lack the key
+            state_dict = {"is_end_of_pass": 0} | state_dict
+        with _named("the state", "expected version, consumed_samples, is_end_of_pass, history"):
             consumed = operator.index(state_dict["consumed_samples"])
-            past = _read_past(state_dict["past"]) if strict else None
+            had_ended = operator.index(state_dict["is_end_of_pass"]) > 0
+            past = _read_past(state_dict["history"]) if strict else None
         _refuse_start(self.batch_sampler, consumed)
         if strict:
             _refuse_difference(past, _read_past(self._past_of(consumed)))
         self._newest = None
         self._end_of_resumed = 0
         self.consumed_samples = consumed
-        self.batch_sampler.next_start = consumed
+        self.is_end_of_pass = int(had_ended and self._end_of_pass(consumed) == consumed)
+        self.batch_sampler.next_start = 0 if self.is_end_of_pass else consumed
 
     def _past_of(self, consumed_samples):
         """The JSON of what decided the consumed samples; "{}" if there is none."""
@@ -3256,8 +3288,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             order["seed of the sampler"] = sampler.seed
             order["data_sharding"] = sampler.data_sharding
             order["samples that are shuffled"] = n
-            order["turn"] = turn
-            order["samples done in the turn"] = done
+            order["pass"] = turn
+            order["samples done in the pass"] = done
             if sampler.data_sharding:
                 order["data_parallel_size"] = sampler.data_parallel_size
         past = {"sampler": order, "data": _what_decides(self.dataset, n, self._kept)}
@@ -3309,9 +3341,26 @@ def _what_decides(dataset, n, kept):
         if id(dataset) not in kept:
             kept[id(dataset)] = _settings_of(dataset)
         settings = kept[id(dataset)]
+        if isinstance(dataset, torch.utils.data.ConcatDataset):
+            return settings | _what_decides_parts(dataset, n, kept)
         if data is None or isinstance(dataset, GPTDataset):  # whose settings are of its pair, too
             return settings
     return settings | {"data": _what_decides(data, n, kept)}
+
+
+def _what_decides_parts(dataset, n, kept):
+    """What decides the first n samples of a ConcatDataset, of each dataset that gave one."""
+    firsts = []
+    decided = {"first sample of each dataset": firsts}
+    end = 0
+    for part in dataset.datasets:
+        begin = end
+        end += len(part)
+        if begin < end and (n is None or begin < n):  # an empty dataset gives none
+            own_n = None if n is None else min(n, end) - begin
+            decided[f"dataset {len(firsts)}"] = _what_decides(part, own_n, kept)
+            firsts.append(begin)
+    return decided
 
 
 def _mix_of_first(blend, n, kept):
@@ -4136,7 +4185,7 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 #   a batch                  shape; packed or not; a mask of         when it is read      ValueError
 #                            documents that would be left out
 #   a loader, a state        no rank in a job of several; no batch   when it is made      ValueError
-#                            (a warning); another past               or loaded
+#                            (a warning); another history            or loaded
 #   an older iterator, a     it comes too late                       when it comes        (d)
 #   gradient
 #   a new parameter, a       its gradient would be wrong             in the step          ValueError
@@ -4782,7 +4831,7 @@ def _refuse_difference(state, here):
 
 
 def _read_past(text):
-    """All that a past says, of the sampler and of the data."""
+    """All that a history says, of the sampler and of the data."""
     past = json.loads(text)
     return past.get("sampler", {}) | past.get("data", {})
 

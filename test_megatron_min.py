@@ -1953,7 +1953,7 @@ def test_a_run_goes_on_where_its_order_is_the_same(one):
         (64, 8, ("single", 4, 1), ("unsharded", 4, 1), "kind"),
         (64, 8, ("sharded", 4, 1), ("sharded", 2, 2), "data_parallel_size"),
         (67, 8, ("unsharded", 4, 1), ("unsharded", 2, 1), "samples that are shuffled"),
-        (20, 40, ("unsharded", 4, 1), ("unsharded", 4, 2), "done in the turn"),
+        (20, 40, ("unsharded", 4, 1), ("unsharded", 4, 2), "done in the pass"),
         (64, 8, ("unsharded", 4, 1), ("unsharded", 4, 4), "wanted whole rounds of 16"),
     ):
         resumed = loader(total, after)
@@ -2505,10 +2505,93 @@ def test_which_iterator_goes_on_where_a_state_was_taken(one, kind):
     for _ in range(2):  # loaded again: that is no iterator to be warned of
         loader.load_state_dict(state)
         assert heard(next, iter(loader))[1] == []
-    begin = 12 if kind in SHUFFLED else 0
-    with pytest.warns(UserWarning, match=f"at sample 12, and this one begins at sample {begin}:"):
-        next(iter(loader))
+    if kind in SHUFFLED:  # the next one goes on there
+        assert heard(next, iter(loader))[1] == []
+    else:
+        with pytest.warns(UserWarning, match="at sample 12, and this one begins at sample 0:"):
+            next(iter(loader))
     assert heard(next, iter(loader))[1] == []  # it did not go on from a state
+
+
+PASSES = {  # arguments of a loader of 23 samples, the end of its pass, arguments of smaller rounds
+    "single": ({}, 20, {"micro_batch_size": 1}),
+    "all samples": ({"drop_last": False}, 23, {"micro_batch_size": 1}),
+    "full": ({"full_validation": True, "data_parallel_size": 4}, 23, {"data_parallel_size": 1}),
+    "cyclic": ({"dataloader_type": "cyclic"}, 20, {}),
+}
+
+
+@pytest.mark.parametrize("kind", PASSES)
+@pytest.mark.parametrize("is_subset", [False, True])
+def test_a_state_at_the_end_of_a_pass(one, kind, is_subset):
+    """As torchdata 0.11 has it: after the loop the next pass begins, and may be left.
+
+    At the last batch, inside of the loop, the rest is empty.  A longer dataset, or a smaller round,
+    goes on where a batch is left.
+    """
+    fields, end, smaller = PASSES[kind]
+    is_cyclic = kind == "cyclic"
+
+    def loader(n=23, **more):
+        data = torch.utils.data.Subset(Numbers(99), range(n)) if is_subset else Numbers(n)
+        layout = {"data_parallel_rank": 0, "data_parallel_size": 1}
+        return loader_of(one, data, **layout | fields | more)
+
+    whole = loader()
+    first = []
+    states = []
+    for batch in whole:
+        first.append(batch["k"].tolist())
+        states.append(whole.state_dict())
+    after = whole.state_dict()
+    second = [batch["k"].tolist() for batch in whole]  # in the same loader
+    assert whole.state_dict()["consumed_samples"] == end * (1 + is_cyclic)
+    assert {state["is_end_of_pass"] for state in states} == {0}
+    assert (after["consumed_samples"], after["is_end_of_pass"]) == (end, int(not is_cyclic))
+    rest = second if is_cyclic else []
+    for state, wanted in ((states[1], first[2:]), (states[-1], rest), (after, second)):
+        for strict in (True, False):
+            resumed = loader()
+            resumed.load_state_dict(state, strict=strict)
+            assert (resumed.state_dict(), len(resumed)) == (state, len(whole))
+            assert [batch["k"].tolist() for batch in resumed] == wanted
+            assert resumed.state_dict()["is_end_of_pass"] == after["is_end_of_pass"]
+            assert is_cyclic or [batch["k"].tolist() for batch in resumed] == first
+    resumed = loader()
+    resumed.load_state_dict(after)
+    for number in range(2):  # left early
+        found, messages = heard(next, iter(resumed))
+        assert (found["k"].tolist(), messages) == (second[number * is_cyclic], [])
+        assert resumed.state_dict()["is_end_of_pass"] == 0
+    if is_cyclic:
+        return
+    assert resumed.state_dict()["consumed_samples"] == 4
+    for n, more, begin in ((40, {}, end), (23, smaller, end % 23)):
+        resumed = loader(n, **more)
+        resumed.load_state_dict(after)
+        assert resumed.state_dict() == after | {"is_end_of_pass": int(begin == 0)}
+        assert next(iter(resumed))["k"].tolist()[0] == begin
+
+
+def test_a_run_that_grows_goes_on_behind_the_end_of_a_pass(one, tmp_path):
+    """By more samples of a stable order, or by a later phase; else the next pass begins."""
+    make_corpora(one, tmp_path)
+    prefix = str(tmp_path / "a")
+    of_24 = loader_of_run(one, tmp_path, mix=[(24, U)])
+    of_20 = loader_of(one, gpt(one, prefix, 20, stable_order=True))
+    for before, after in (
+        (of_24, loader_of_run(one, tmp_path, **TWO_PHASES)),
+        (of_24, loader_of_run(one, tmp_path, mix=[(24, U)])),
+        (of_20, loader_of(one, gpt(one, prefix, 400, stable_order=True))),
+    ):
+        end = 4 * len(list(before))
+        state = before.state_dict()
+        assert (state["consumed_samples"], state["is_end_of_pass"]) == (end, 1)
+        after.load_state_dict(state)
+        begin = end if len(after.dataset) > len(before.dataset) else 0
+        assert after.state_dict() == state | {"is_end_of_pass": int(begin == 0)}
+        wanted = [after.dataset[k] for k in range(begin, begin + 4)]
+        same_samples(next(iter(after)), torch.utils.data.default_collate(wanted))
 
 
 @pytest.mark.parametrize("kind", ["single", *SHUFFLED])
@@ -2643,10 +2726,10 @@ def test_the_state_of_a_blend_by_hand(one, tmp_path):
     }
     order = zlib.crc32(np.array([0, 2, 0, 2, 0, 2], "<i2"))
     data["which corpus gave which sample (weights, blend_phases)"] = order
-    past = json.dumps({"sampler": {"kind of the sampler": "single"}, "data": data})
-    wanted = {"version": 7, "consumed_samples": 6, "past": past}
+    history = json.dumps({"sampler": {"kind of the sampler": "single"}, "data": data})
+    wanted = {"version": 8, "consumed_samples": 6, "is_end_of_pass": 0, "history": history}
     assert loader_of(one, blend, 6, micro_batch_size=2).state_dict() == wanted
-    assert loader_of(one, blend).state_dict()["past"] == "{}", "nothing was consumed"
+    assert loader_of(one, blend).state_dict()["history"] == "{}", "nothing was consumed"
 
 
 def test_no_sample_is_read_for_a_state_and_no_storage_is_asked(one):
@@ -2669,7 +2752,8 @@ def test_no_sample_is_read_for_a_state_and_no_storage_is_asked(one):
             assert loader.state_dict() == state
     read = [len(call.args[0]) for call in counts.call_args_list]
     assert read == [8, 0, 12, 0, 12, 0, 28, 0, 4, 0]
-    assert ["corpus 2" in state["past"] for state in states] == [False, True, False, True, False]
+    found = ["corpus 2" in state["history"] for state in states]
+    assert found == [False, True, False, True, False]
 
 
 # -- The state: of two runs --------------------------------------------------------------------
@@ -2809,8 +2893,10 @@ def test_what_a_state_asks_of_other_classes(one, tmp_path):
     def plain(n=40, **fields):
         return quiet(gpt, one, prefix, n, **{"stable_order": True} | fields)
 
-    def part(*samples, **fields):
-        return torch.utils.data.Subset(plain(80, **fields), *samples)
+    part_of = torch.utils.data.Subset
+
+    def part(samples, **fields):
+        return part_of(plain(80, **fields), samples)
 
     def over(reader):
         return one.GPTDataset(reader, None, range(2), 40, one.Split.train, config(one))
@@ -2823,6 +2909,10 @@ def test_what_a_state_asks_of_other_classes(one, tmp_path):
         phases = [(samples, (1, 1)) for samples in phases]
         return cls([plain(80), plain(80)], None, None, plain().config, phases=phases)
 
+    concat = torch.utils.data.ConcatDataset
+    two = [part(range(20)), plain()]
+    total = len(concat(two))
+    blends = [blend(one.BlendedDataset, 40), blend(one.BlendedDataset, 12, 60)]
     named = [reader([90, 80], fingerprint=functools.partial(dict, name=name)) for name in "ab"]
     short = {"split": "valid", "drop_last_partial_validation_sequence": False}
     renamed = type("Renamed", (Wrapped,), {})
@@ -2837,6 +2927,13 @@ def test_what_a_state_asks_of_other_classes(one, tmp_path):
         (part([5, -1] * 16), part([5, len(plain(80)) - 1] * 16), None),
         (part(range(40)), part(range(40), random_seed=5), r"random_seed of data \(p\) was 1234"),
         (Wrapped(blend(one.BlendedDataset, 40)), Wrapped(blend(one.BlendedDataset, 32, 60)), None),
+        (concat(two), concat([Numbers(0), *two, plain()]), None),  # added behind, or empty
+        (concat(two), concat([part(range(30)), plain()]), r"first sample of .* was \[0, 20\] in"),
+        (concat(two), concat([two[0], plain(random_seed=5)]), r"random_seed of dataset 1 \(p\)"),
+        (concat(two), concat([part(range(40))]), r"first sample of .* and is \[0\]"),
+        (concat([plain(), Numbers(9)]), concat([plain(80), Wrapped()]), None),  # it has grown
+        (part_of(concat(two), [5, -1] * 16), part_of(concat(two), [5, total - 1] * 16), None),
+        (concat([two[0], blends[0]]), concat([two[0], blends[1]]), None),
         (Wrapped(), renamed(), "class was Wrapped in the state, and is Renamed"),
         (Wrapped(named[0]), Wrapped(named[1]), "name of fingerprint of data .* was a in"),
         (over(reader([90, 80])), over(reader([80, 90])), r"sequence_lengths \(CRC-32\) was"),
@@ -2858,17 +2955,21 @@ def test_a_state_of_another_version_or_place_is_refused(one):
     """strict=False accepts another version, but no place where there is no sample."""
     loader = loader_of(one, Numbers(64))
     state = loader_of(one, Numbers(64), 16).state_dict()
-    other = {"version": 6, "consumed_samples": 16}
+    other = {"version": 7, "consumed_samples": 16}
+    more = state["history"].replace("}}", ', "x": 5}}')
     for changed, words in (
-        (other, "version was 6 in the state, and is 7.*strict=False"),
-        (state | {"past": "{}"}, "kind of the sampler was None in the state, and is single"),
-        (state | {"past": state["past"].replace("}}", ', "x": 5}}')}, "x was 5 in .* is None"),
+        (other | {"past": 5}, "version was 7 in the state, and is 8.*strict=False"),
+        (state | {"history": "{}"}, "kind of the sampler was None in the state, and is single"),
+        (state | {"history": more}, "x was 5 in .* is None"),
     ):
         with pytest.raises(ValueError, match=f"the state does not fit.*{words}"):
             loader.load_state_dict(changed)
-    for damaged in ({"past": "{"}, {"past": None}, {"past": "[]"}, {"consumed_samples": "6"}):
-        with pytest.raises(ValueError, match="the state: wanted version, consumed_samples, past"):
-            loader.load_state_dict(state | damaged)
+    damaged = [{"history": text} for text in ("{", None, "[]")]
+    damaged += [{"consumed_samples": "6"}, {"is_end_of_pass": "0"}]
+    keys = "version, consumed_samples, is_end_of_pass, history"
+    for changes in damaged:
+        with pytest.raises(ValueError, match=f"the state: expected {keys}"):
+            loader.load_state_dict(state | changes)
     with pytest.raises(ValueError, match="consumed_samples"):
         loader.load_state_dict(state | {"consumed_samples": 65}, strict=False)
     assert loader.state_dict()["consumed_samples"] == 0
