@@ -87,6 +87,7 @@ import collections
 import collections.abc
 import concurrent.futures
 import contextlib
+import copy
 import dataclasses
 import enum
 import errno
@@ -873,8 +874,9 @@ class BlendedMegatronDatasetConfig:
     mid_level_dataset_surplus   each corpus is built for this part of its share more (section 7)
     multiple_validation_sets    for a loss of each corpus: where valid has several, it becomes a
                                 list of a dataset for each; needs blend_per_split (section 7)
-    full_validation             with multiple_validation_sets: valid has all samples, and no size
-                                may be wanted of it; else without effect (section 7)
+    full_validation             with multiple_validation_sets, if valid has several corpora: valid
+                                has all samples, and no size may be wanted of it; else without
+                                effect (section 7)
     num_dataset_builder_threads how many corpora are built side by side (section 7)
     path_to_cache               folder where arrays are kept for the next start; None:
                                 <prefix>/cache/<class>_indices, for a URL beside the copy of its
@@ -2191,7 +2193,8 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 #
 # A size of None stands for one epoch.  The phases must have at least as many samples as size,
 # if there is one; all of them are built.  Without weights corpora are mixed in proportion to their
-# numbers of samples.
+# numbers of samples.  If no corpus gives a sample, a split is None: a corpus gives none in one
+# epoch if its part has fewer than S + x tokens, and the builder warns of that.
 #
 # In a job of several ranks one goes first:
 #
@@ -2202,13 +2205,13 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 
 
 class _Entry(typing.NamedTuple):
-    """What one dataset of a config is made from: a row of the table above."""
+    """What a split is made from: a row of the table above."""
 
     split: Split
     prefixes: list  # of the corpora; [None] for mock data
     bounds: tuple[float, float]  # the part of each corpus that belongs to the split
     built_for: list  # so many samples each corpus; None: one epoch
-    is_blend: bool = False  # False: it is the one corpus; True: a BlendedDataset with these three
+    is_blend: bool = False  # True: a BlendedDataset with these three; False: a dataset each corpus
     weights: list | None = None  # None, and no phases: the corpora's numbers of samples
     size: int | None = None
     phases: list | None = None
@@ -2217,7 +2220,7 @@ class _Entry(typing.NamedTuple):
 def _entries_of_config(
     config: BlendedMegatronDatasetConfig, sizes: typing.Sequence[int | None]
 ) -> list[_Entry]:
-    """What a config means: an entry for each dataset, in the order of the splits."""
+    """What a config means: an entry for each split that has a share, in their order."""
     _check_sizes(config, sizes)
     surplus = config.mid_level_dataset_surplus
     entries = []
@@ -2231,14 +2234,14 @@ def _entries_of_config(
         if bounds is None or corpora is None:
             _warn_of_fewer(split, 0, size)
             continue
-        prefixes, weights = corpora
+        prefixes, weights = list(corpora[0]), corpora[1]
         if split is Split.train and config.blend_phases is not None:
             phases = _as_phases(config.blend_phases, prefixes)
             built_for = [math.ceil(n * (1 + surplus)) for n in _samples_of_corpora(phases)]
             entries.append(_Entry(split, prefixes, bounds, built_for, True, phases=phases))
         elif split is Split.valid and config.multiple_validation_sets:
-            for prefix in prefixes:
-                entries.append(_Entry(split, [prefix], bounds, [size]))
+            _check_size_of_sets(config, prefixes, size)
+            entries.append(_Entry(split, prefixes, bounds, [size] * len(prefixes)))
         elif len(prefixes) == 1 and (weights is None or config.blend_per_split is not None):
             entries.append(_Entry(split, prefixes, bounds, [size]))
         elif weights is None:
@@ -2273,7 +2276,8 @@ class BlendedMegatronDatasetBuilder:
     sizes             samples wanted of train, valid and test; None as in the table above
     is_built_on_rank  () -> bool, asked only with torch.distributed: ranks where it is False get
                       None three times.  (Rank 0 builds in any case, for the cache.)
-    config            the config of cls
+    config            the config of cls.  The builder copies it, once, and its datasets and blends
+                      share the copy
 
     A build is collective: with torch.distributed every rank calls build(), also where nothing is
     built for it.  In Lightning the place for it is setup(), never prepare_data(), which one rank
@@ -2301,8 +2305,8 @@ class BlendedMegatronDatasetBuilder:
         self.cls = cls
         self.sizes = list(sizes)
         self.is_built_on_rank = is_built_on_rank
-        self.config = config
-        self._entries = _entries_of_config(config, self.sizes)
+        self.config = copy.copy(config)  # what the caller changes later changes nothing built
+        self._entries = _entries_of_config(self.config, self.sizes)
 
     def build(self) -> list:
         """Return [train, valid, test]: each None, a dataset, or a list of validation datasets.
@@ -2327,19 +2331,18 @@ class BlendedMegatronDatasetBuilder:
     def _build_splits(self):
         """All splits, on this rank."""
         opened = self._open_all()
-        found = {split: [] for split in Split}
+        datasets = dict.fromkeys(Split)
         for entry in self._entries:
             entries = [entry] * len(entry.prefixes)
             corpora = [opened[prefix] for prefix in entry.prefixes]
             parts = self._for_each(
                 self._build_part, entries, corpora, entry.prefixes, entry.built_for
             )
-            dataset = self._mix(entry, corpora, parts) if entry.is_blend else parts[0]
-            found[entry.split].append(dataset)
-        datasets = []
-        for datasets_of_split in found.values():
-            if len(datasets_of_split) > 1:  # several validation sets
-                datasets.append(datasets_of_split)
+            size = self.sizes[entry.split.value]
+            if size != 0 and not _has_samples(entry.split, size, parts):  # which has warned
+                continue
+            if entry.is_blend:
+                datasets[entry.split] = self._mix(entry, corpora, parts)
             else:
                 datasets.append(datasets_of_split[0] if datasets_of_split else None)
         return datasets
@@ -2378,7 +2381,13 @@ class BlendedMegatronDatasetBuilder:
         """The blend of these datasets; None if nothing is wanted, and nothing is there."""
         weights = entry.weights
         size = entry.size
+        prefixes = entry.prefixes
         if weights is None and entry.phases is None:
+            used = [i for i, part in enumerate(parts) if len(part)]
+            if not used:
+                return None
+            columns = (parts, corpora, prefixes)
+            parts, corpora, prefixes = ([column[i] for i in used] for column in columns)
             weights = [len(part) for part in parts]
             total = sum(weights)
             if total == 0 and size == 0:
@@ -2394,7 +2403,7 @@ class BlendedMegatronDatasetBuilder:
         # can come in another order, and the others must keep upstream's order.
         for i, part in enumerate(parts):
             if part in needed:
-                parts[i] = self._build_part(entry, corpora[i], entry.prefixes[i], needed[part])
+                parts[i] = self._build_part(entry, corpora[i], prefixes[i], needed[part])
         return BlendedDataset(parts, weights, size, self.config, phases=entry.phases)
 
 
@@ -4543,15 +4552,17 @@ def _check_taken(blend):
 
 def _check_sizes(config, sizes):
     """ValueError for numbers of samples that no build can have."""
-    train, valid, _ = sizes
-    if any(size is not None and not 0 <= size < math.inf for size in sizes):
-        raise ValueError(f"sizes: wanted numbers >= 0 or None, got {sizes}")
+    train, _, _ = sizes
     if config.blend_phases is not None and train is not None:
         total = sum(samples for samples, _ in config.blend_phases)
         if train > total:
             raise ValueError(f"blend_phases has {total} samples, but {train} are wanted: add some")
-    if config.multiple_validation_sets and config.full_validation and valid is not None:
-        raise ValueError(f"full_validation: the size of valid must be None, got {valid}")
+
+
+def _check_size_of_sets(config, prefixes, size):
+    """Check that several validation sets with full_validation have no size; else ValueError."""
+    if config.full_validation and len(prefixes) > 1 and size is not None:
+        raise ValueError(f"full_validation: the size of valid must be None, got {size}")
 
 
 def _warn_of_fewer(split, total, size):
@@ -4559,6 +4570,32 @@ def _warn_of_fewer(split, total, size):
     if size is not None and size > total:
         words = f"{size:,} samples are wanted of {split.name}, which has {total:,}"
         warnings.warn(f"{words}: give it a share, or weights", stacklevel=4)
+
+
+def _has_samples(split, size, parts):
+    """Return whether a split of which samples are wanted has one; warn of corpora that have none.
+
+    A corpus whose documents have no tokens is no news: the split is what gave it none.
+    """
+    short = []  # (name, its tokens, tokens of a sample)
+    for part in parts:
+        if len(part) == 0 and part.num_samples is None and isinstance(part, GPTDataset):
+            tokens = int(part.dataset.sequence_lengths[part.indices].sum(dtype=np.int64))
+            needed = part._x + (1 if part._keeps_short else part.config.sequence_length)
+            if 0 < tokens < needed:
+                short.append((_name(part), tokens, needed))
+    total = sum(len(part) for part in parts)
+    if short:
+        name, tokens, needed = short[0]
+        warnings.warn(
+            f"{split.name}: {len(short)} of {len(parts)} corpora give no sample, because a sample "
+            f"needs {needed} tokens: {name} has {tokens}.  Give it more documents or a larger "
+            "share of the split, or reduce sequence_length",
+            stacklevel=4,
+        )
+    elif total == 0:
+        _warn_of_fewer(split, 0, size)
+    return total > 0
 
 
 def _check_corpora(opened, cls, tokenizer):

@@ -1682,12 +1682,13 @@ def test_which_datasets_a_config_means(mm, corpora, caplog):
     ]
     of_one = {"blend_per_split": [([A], None), None, None], "blend_phases": [(9, [1]), (6, [1])]}
     no_share = ["5 samples are wanted of test"]
-    too_short = ["1,000,000 samples are wanted of train"]
+    too_short = ["train: 1 of 4 corpora give no sample"]
+    too_few = [*too_short, "1,000,000 samples are wanted of train"]
     for sizes, fields, wanted, size, warned in (
         ([40, 5, 0], own, [[(A, 40, 11), (B, 25, 31)], (C, 10, 5), None], 40, []),
-        ([None, None, None], epoch, of_epoch, None, []),
-        ([total, 0, 0], epoch, of_epoch, total, []),
-        ([10**6, 0, 0], epoch, of_epoch, total, too_short),
+        ([None, None, None], epoch, of_epoch, None, too_short),
+        ([total, 0, 0], epoch, of_epoch, total, too_short),
+        ([10**6, 0, 0], epoch, of_epoch, total, too_few),
         ([0, 0, 0], {"blend": ([short, short], None)}, [None, None, None], None, []),
         ([0, 5, 5], cut, [(A, 20, 0), (A, 20, 5), None], None, no_share),
         ([15, 0, 0], of_one, [[(A, 40, 16)], None, None], 15, []),
@@ -1696,12 +1697,63 @@ def test_which_datasets_a_config_means(mm, corpora, caplog):
         built, messages = heard(build, mm, sizes, config(mm, **fields))
         assert [parts_of(dataset) for dataset in built] == wanted
         assert getattr(built[0], "size", None) == size
-        assert [message.partition(", which")[0] for message in messages] == warned
+        assert [re.split(", which|, because", message)[0] for message in messages] == warned
     train, valid, _ = built
     assert train.phases == [(9, [0.5, 0.5, 0.0]), (7, [0.0, 1 / 3, 2 / 3])]
     assert pairs_of(train) == blend_by_a_loop(train.phases)
     assert train.datasets[2].dataset is valid.datasets[1].dataset, "each corpus is opened once"
     assert "weight 0: in/none" in caplog.text
+    assert "weight 0: in/short" not in caplog.text, "nobody gave it a weight"
+
+
+def test_corpora_that_are_shorter_than_a_sample(one, tmp_path):
+    """One warning for each split of which samples are wanted; a split without a sample is None."""
+    docs = {"twenty": [[1] * 20], "three": [[1] * 3], "empty": [[]], "enough": [[1] * 70] * 100}
+    twenty, three, empty, enough = (mk(one, tmp_path / name, docs[name]) for name in docs)
+    both = [f"train: 2 of 2 .* 65 tokens: {three} has 3"]
+    halves = {"split": "50,50,0"}
+    of_21 = {"add_extra_token_to_sequence": False, "sequence_length": 21}
+    for corpora, sizes, fields, built, warned in (
+        ([twenty], [None, 0, 0], {}, [], [f"train: 1 of 1 .* 65 tokens: {twenty} has 20"]),
+        ([twenty], [None, 0, 0], of_21, [], [" 21 tokens"]),
+        ([twenty], [5, 0, 0], {}, [0], []),  # in several epochs
+        ([twenty] * 3, [0, 0, 0], {}, [], []),
+        ([three, twenty], [None, 0, 0], {}, [], both),
+        ([three, twenty], [5, 0, 0], {}, [], both),
+        ([three, empty, enough], [5, 0, 0], {}, [0], ["train: 1 of 3 .*three has 3"]),
+        ([empty, empty], [5, 0, 0], {}, [], ["5 samples are wanted of train"]),
+        ([enough] * 3, [5, 0, 0], {"split": "98,1,1"}, [0, 1, 2], []),
+        ([enough, twenty], [0, None, 0], halves, [0, 1], [f"valid: 1 of 2 .*{twenty} has 20"]),
+    ):
+        data = {"blend": (corpora, None), "split": "1", "sequence_length": 64} | fields
+        found, messages = heard(build, one, sizes, config(one, **data))
+        assert [number for number in range(3) if found[number] is not None] == built, corpora
+        for message, words in zip(messages, warned, strict=True):
+            assert re.search(words, message)
+    for valid, samples in (([twenty, three], None), ([twenty, enough], [0, 109])):
+        data = {"blend_per_split": [None, (valid, None), None], "multiple_validation_sets": True}
+        found, messages = heard(build, one, [0, None, 0], config(one, sequence_length=64, **data))
+        assert (found[1] and [len(dataset) for dataset in found[1]]) == samples
+        assert len(messages) == 1 and "valid: " in messages[0]
+
+
+def test_a_config_that_is_changed_later_changes_nothing(c, corpora, tmp_path):
+    """Before the build or after it; a deep copy builds again with the seed of its name."""
+    fields = {"random_seed": 5, "path_to_cache": str(tmp_path / "cache")}
+    wanted = build(c, [40, 0, 0], config(c, ([A, B], [1, 2]), **fields))[0]
+    cfg = config(c, ([A, B], [1, 2]), **fields)
+    builder = c.BlendedMegatronDatasetBuilder(c.GPTDataset, [40, 0, 0], yes, cfg)
+    cfg.random_seed = 7
+    cfg.sequence_length = 16
+    cfg.blend[0][0] = C
+    found = builder.build()[0]
+    shutil.rmtree(tmp_path / "cache")
+    for dataset in (found, copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+        assert c._is_plain(dataset), "its datasets have its config"
+        assert dataset.unique_description == wanted.unique_description
+        same_batches([dataset[k] for k in range(40)], [wanted[k] for k in range(40)])
+    by_hand = c.GPTDataset(found.datasets[0].dataset, A, range(9), 9, c.Split.train, cfg)
+    assert by_hand.config is cfg
 
 
 def test_a_corpus_that_would_be_exhausted_is_built_larger(one, tmp_path):
@@ -1757,11 +1809,17 @@ def test_what_a_builder_refuses(one, corpora):
         ([0, 5, 9], sets | {"full_validation": True}, "must be None"),
         ([20, 0, 0], {"blend": two, "blend_phases": [(16, [1, 1])]}, "16 samples, but 20"),
         ([9, 0, 0], {}, "no blend is given"),
-        ([5, 0, 0], {"blend": ([mk(one, "in/short", [[1]])] * 2, None)}, "finite sum > 0"),
+        ([100.9, 0, 0], {"blend": two}, r"sizes: .*100\.9"),
+        (["5", 0, 0], {"blend": two}, "sizes: .*'5'"),
         ([5, 5, 0], {"blend_per_split": [([A, C], None), ([B], None), None]}, other_tokenizer),
     ):
         with pytest.raises(ValueError, match=words):
             quiet(build, one, sizes, config(one, **fields))
+    full = {"multiple_validation_sets": True, "full_validation": True}
+    for valid, wanted in ((([A], None), (A, 40, 5)), (([A], [2]), (A, 40, 5)), (None, None)):
+        fields = full | {"blend_per_split": [([A, C], None), valid, None]}
+        built = quiet(build, one, [5, 5, 0], config(one, **fields))
+        assert parts_of(built[1]) == wanted, "only several sets may have no size, as in upstream"
     _, messages = heard(build, one, [5, 0, 0], config(one, ([A, C], [1, 1])))
     assert len(messages) == 1, "the tokenizer of the config is a warning"
     huge = {"numel_low_level_dataset": mock.Mock(return_value=2**31)}  # upstream: the numbers wrap
@@ -1902,6 +1960,38 @@ def test_a_sampler_refuses_sizes_and_places_that_cannot_be(one):
     for sizes in ((8, 1.5, 1, 0, 1), (8, 0, 1.5, 0, 1), (8.5, 0, 1, 0, 1), (8, 0, 1, 0, 1.5)):
         with pytest.raises(TypeError):
             sampler_of(one, "single", *sizes)
+
+
+def test_a_seed_and_a_number_of_workers_are_whole_numbers(one):
+    """They are looked at when sampler and loader are made, and not at the first batch."""
+    good = (8, 0, 1, 0, 1)
+    for seed in (1.5, -1, 2**63, "x", None, torch.tensor(1.5)):
+        with pytest.raises(ValueError, match=f"seed: .* from 0 to {2**63 - 1}, got"):
+            sampler_of(one, "sharded", *good, seed=seed)
+        with pytest.raises(ValueError, match="seed"):
+            loader_of(one, Numbers(8), dataloader_type="cyclic", seed=seed)
+    for seed in (2**63 - 1, np.int64(5), torch.tensor(5)):
+        sampler = sampler_of(one, "unsharded", 8, 16, 1, 0, 1, seed=seed)
+        assert type(sampler.seed) is int and len(list(sampler)) == 8
+    for number in (-1, 1.5, "2"):
+        with pytest.raises(ValueError, match="num_workers: .*0 to"):
+            loader_of(one, Numbers(8), num_workers=number)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint32, torch.tensor])
+def test_the_numbers_of_a_layout_are_of_any_integer_type(one, kind):
+    """Upstream's, and small integers of numpy, wrap in products and sums."""
+    numbers = [200, 8, 2, 1, 2]
+    for order in ("single", "full_validation", *SHUFFLED):
+        found = list(sampler_of(one, order, *map(kind, numbers)))
+        assert found == list(sampler_of(one, order, *numbers)), order
+    assert one.ParallelGroups.rank_lists("dp", data=kind(3), tensor=kind(100))[99] == [99, 199, 299]
+    row = {"tokens": torch.arange(1024)[None]}
+    part = one.get_batch_on_this_cp_rank(row, kind(1), kind(128))["tokens"]
+    assert part.tolist() == [[4, 5, 6, 7, 1016, 1017, 1018, 1019]]
+    ramp = one.NumMicroBatches(kind(240), kind(16), kind(5), (kind(80), kind(80), 100))
+    ramp.update(kind(60))
+    assert (ramp.get(), ramp.get_current_global_batch_size()) == (2, 160)
 
 
 class Numbers(torch.utils.data.Dataset):
