@@ -1984,10 +1984,11 @@ class BlendedDataset(_Identified):
       weights alone       None      counts       None                      build_exhaustive_...
       phases              the sum   None         their weights normalized  build_phase_indices
 
-    ds[i] is {"dataset_id": int64 (), **the sample}; ds[None] fills up a batch, without loss.  Two
-    attributes say what sample i is: dataset_index, int16 (size,), which dataset it comes from, and
-    dataset_sample_index, int64 (size,), which of its samples it is.  A dataset that has fewer
-    samples than the blend takes of it is a ValueError (in upstream an IndexError in the run).
+    ds[i] is {"dataset_id": int64 (), **the sample}; ds[None] fills up a batch, without loss: it is
+    the padding sample of the dataset that sample 0 comes from.  Two attributes say what sample i
+    is: dataset_index, int16 (size,), which dataset it comes from, and dataset_sample_index, int64
+    (size,), which of its samples it is.  A dataset that has fewer samples than the blend takes of
+    it is a ValueError (in upstream an IndexError in the run).
 
     >>> config = GPTDatasetConfig(1234, 4, tokenizer=ByteTokenizer())
     >>> corpus = IndexedDataset(toy_corpus())
@@ -2124,11 +2125,14 @@ class BlendedDataset(_Identified):
         return samples
 
     def _place(self, idx):
-        """Sample idx is sample k of dataset d: return (d, k).  None is padding, of dataset 0."""
-        if idx is None:
-            return 0, None
-        i = _position(idx, len(self), "the samples of a blend")
-        return int(self.dataset_index[i]), int(self.dataset_sample_index[i])
+        """Return (d, k): sample idx is sample k of dataset d.
+
+        None, the padding sample, is None of the dataset that sample 0 comes from: dataset 0 may
+        have no sample.
+        """
+        i = _position(0 if idx is None else idx, len(self), "the samples of a blend")
+        k = None if idx is None else int(self.dataset_sample_index[i])
+        return int(self.dataset_index[i]), k
 
     def places(self, indices: typing.Sequence[int | None]) -> dict[int, tuple[list, list]]:
         """Return where several samples are: {d: (rows, ks)}, a row and a k for each of them.

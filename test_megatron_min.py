@@ -1570,7 +1570,7 @@ def test_phases_are_in_the_key(one, tmp_path):
 
 
 def test_a_blend_has_the_samples_of_its_datasets(mm, tmp_path):
-    """Made as their own configs say.  None is sample 0 of dataset 0, without any loss."""
+    """Made as their own configs say.  None is sample 0 of the dataset of sample 0, without loss."""
     prefixes = []
     for dtype in (np.uint8, np.uint16, np.int64):
         docs = random_docs(np.random.default_rng(len(prefixes)), vocab=5)
@@ -1588,7 +1588,7 @@ def test_a_blend_has_the_samples_of_its_datasets(mm, tmp_path):
         places = pairs_of(ds)
         wanted = []
         for i in indices:
-            d, k = (0, None) if i is None else places[i]
+            d, k = (places[0][0], None) if i is None else places[i]
             wanted.append({"dataset_id": torch.tensor(d), **ds.datasets[d][k]})
             assert wanted[-1]["loss_mask"].any() == (i is not None)
         for samples in read_in_all_ways(ds, indices):
