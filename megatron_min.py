@@ -843,7 +843,8 @@ def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, i
     ((98, 99), (980, 990))
     """
     begin, end = bounds
-    return round(begin * num_sequences), round(end * num_sequences)
+    n = operator.index(num_sequences)
+    return round(begin * n), round(end * n)
 
 
 @dataclasses.dataclass
@@ -914,8 +915,9 @@ class BlendedMegatronDatasetConfig:
         if self.blend_per_split is not None and not any(self.blend_per_split):
             self.blend_per_split = None
         _check_config(self)
-        self.random_seed = int(self.random_seed)  # JSON, of section 15, has no numbers of numpy
-        self.sequence_length = int(self.sequence_length)
+        # JSON, of section 15, has no numbers of numpy
+        self.random_seed = _as_whole(self.random_seed, "random_seed", 0, 2**32 - 1)
+        self.sequence_length = _as_whole(self.sequence_length, "sequence_length", 1, 2**32 - 1)
         if self.blend_per_split is not None:
             return
         self.mock = self.blend is None
@@ -1037,8 +1039,8 @@ def count_samples(
     >>> count_samples(13, 4), count_samples(14, 4, drop_last_partial_sequence=False)
     (3, 4)
     """
-    inputs = max(0, tokens - int(add_extra_token_to_sequence))
-    whole, rest = divmod(inputs, sequence_length)
+    inputs = max(0, operator.index(tokens) - int(add_extra_token_to_sequence))
+    whole, rest = divmod(inputs, operator.index(sequence_length))
     if rest and not drop_last_partial_sequence:
         return whole + 1
     return whole
@@ -1079,10 +1081,12 @@ def plan_epochs(
     >>> plan.num_epochs, plan.num_samples, plan.separate_final_epoch
     (2, 6, True)
     """
-    S = sequence_length
+    S = operator.index(sequence_length)
     x = int(add_extra_token_to_sequence)
+    tokens_per_epoch = operator.index(tokens_per_epoch)
     num_epochs = 1
     if num_samples:
+        num_samples = operator.index(num_samples)  # a number of numpy would wrap in the product
         if tokens_per_epoch == 0:
             raise ValueError(f"{num_samples} samples are wanted, but it has no tokens: enlarge it")
         num_epochs = max(1, _ceil_div(num_samples * S + x, tokens_per_epoch))
@@ -1117,7 +1121,7 @@ def build_document_index(
 ) -> np.ndarray:
     """Repeat the documents for each epoch and shuffle them, the last epoch by itself if asked.
 
-    documents   ints (D,)    numbers of the split's documents; ValueError if one is 2**31 or more
+    documents   ints (D,)    numbers of the split's documents; ValueError unless 0 to 2**31 - 1
     Returns     int32 (E*D,)
     Upstream    _build_document_index
 
@@ -1136,9 +1140,11 @@ def build_document_index(
 
 def _repeat(documents, num_epochs):
     """The documents once for each epoch, int32 (E*D,)."""
-    if len(documents) and np.max(documents) >= 2**31:
-        raise ValueError(f"document {np.max(documents)}: document_index is int32, below 2**31")
-    return np.tile(np.asarray(documents, np.int32), num_epochs)
+    documents = np.asarray(documents)
+    if len(documents):
+        for number in np.array([documents.min(), documents.max()]).tolist():
+            _as_whole(number, "document", 0, 2**31 - 1)  # what int32 holds
+    return np.tile(documents.astype(np.int32, copy=False), num_epochs)
 
 
 def build_sample_idx(
@@ -1228,6 +1234,7 @@ def build_shuffle_index(
     >>> build_shuffle_index(3, 6, np.random.RandomState(3)).tolist()     # 0 1 2 stay before 3 4 5
     [1, 0, 2, 3, 5, 4]
     """
+    total_size = operator.index(total_size)
     shuffle_index = np.arange(total_size, dtype=_shuffle_index_dtype(total_size))
     shuffle(shuffle_index[:num_samples], random_state)
     shuffle(shuffle_index[num_samples:], random_state)
@@ -1263,7 +1270,7 @@ def build_stable_orders(
     num_documents = len(documents)
     num_epochs = len(sample_edges) - 1
     document_index = _repeat(documents, num_epochs)
-    N = sample_edges[-1]
+    N = operator.index(sample_edges[-1])
     shuffle_index = np.arange(N, dtype=_shuffle_index_dtype(N))
     random_state = np.random.RandomState(random_seed)
     for epoch in range(num_epochs):
@@ -1349,7 +1356,7 @@ class MegatronDataset(abc.ABC, _Identified):
         self.dataset = dataset
         self.dataset_path = None if dataset_path is None else os.fspath(dataset_path)
         self._documents = _as_range(indices)  # one where numbers follow each other (section 15)
-        self.num_samples = None if num_samples is None else int(num_samples)
+        self.num_samples = _as_size(num_samples, "num_samples")
         self.index_split = index_split
         self.config = config
         self.unique_identifiers = collections.OrderedDict()  # upstream's, in upstream's order
@@ -1931,6 +1938,7 @@ def build_phase_indices(
     taken = np.zeros(len(weights), np.int64)  # of each dataset, in the phases so far
     begin = 0
     for samples, weights in phases:
+        samples = operator.index(samples)
         shares = np.array(weights, np.float64)
         limits = np.where(shares > 0, np.inf, 0.0)
         which = dataset_index[begin : begin + samples]
@@ -2053,9 +2061,7 @@ class BlendedDataset(_Identified):
         if size is None:
             self.weights = _as_counts(weights).tolist()
         else:
-            if size < 0 or size % 1:
-                raise ValueError(f"wanted a size that is a whole number >= 0, got {size}")
-            self.size = int(size)
+            self.size = _as_size(size, "size")
             self.weights = normalize(weights)
 
     def __len__(self) -> int:
@@ -2307,7 +2313,7 @@ class BlendedMegatronDatasetBuilder:
         config: BlendedMegatronDatasetConfig,
     ) -> None:
         self.cls = cls
-        self.sizes = list(sizes)
+        self.sizes = [_as_size(size, "sizes") for size in sizes]
         self.is_built_on_rank = is_built_on_rank
         self.config = copy.copy(config)  # what the caller changes later changes nothing built
         self._entries = _entries_of_config(self.config, self.sizes)
@@ -2348,8 +2354,8 @@ class BlendedMegatronDatasetBuilder:
             if entry.is_blend:
                 datasets[entry.split] = self._mix(entry, corpora, parts)
             else:
-                datasets.append(datasets_of_split[0] if datasets_of_split else None)
-        return datasets
+                datasets[entry.split] = parts if len(parts) > 1 else parts[0]
+        return list(datasets.values())
 
     def _open_all(self):
         """Open each corpus once, though several splits use it: {prefix: opened corpus}."""
@@ -2382,7 +2388,7 @@ class BlendedMegatronDatasetBuilder:
         return self.cls(corpus, prefix, documents, size, entry.split, self.config)
 
     def _mix(self, entry, corpora, parts):
-        """The blend of these datasets; None if nothing is wanted, and nothing is there."""
+        """The blend of these datasets; None if no weights are given, and no sample is there."""
         weights = entry.weights
         size = entry.size
         prefixes = entry.prefixes
@@ -2394,8 +2400,6 @@ class BlendedMegatronDatasetBuilder:
             parts, corpora, prefixes = ([column[i] for i in used] for column in columns)
             weights = [len(part) for part in parts]
             total = sum(weights)
-            if total == 0 and size == 0:
-                return None
             _warn_of_fewer(entry.split, total, size)
             if size is not None:
                 size = min(size, total)
@@ -2491,7 +2495,7 @@ class _Sampler:
     ) -> None:
         self.total_samples = operator.index(total_samples)
         self.micro_batch_size = operator.index(micro_batch_size)
-        self.data_parallel_rank = data_parallel_rank
+        self.data_parallel_rank = operator.index(data_parallel_rank)
         self.data_parallel_size = operator.index(data_parallel_size)
         self.drop_last = drop_last
         self.samples_per_round = self.micro_batch_size * self.data_parallel_size
@@ -2573,7 +2577,8 @@ class MegatronPretrainingRandomSampler(_Sampler):
 
     dataset        not used; upstream has this argument
     data_sharding  True: each rank shuffles a part of its own; False: one order, dealt to the ranks
-    seed           the order of turn t is drawn with seed + t (seed 0 is upstream's order)
+    seed           0 to 2**63 - 1: the order of turn t is drawn with seed + t (seed 0 is upstream's
+                   order)
 
     Every rank yields the same number of batches.  (Upstream's do not where it is unsharded, and
     then get into different turns.)  An iteration goes on where the last one was left.
@@ -2604,7 +2609,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
         )
         self.dataset = dataset
         self.data_sharding = bool(data_sharding)  # not numpy's: a state in JSON has it
-        self.seed = int(seed)
+        self.seed = _as_whole(seed, "seed", 0, 2**63 - 1)
 
     def __iter__(self) -> typing.Iterator[list[int]]:
         turn, done = divmod(self.next_start, self.active_total_samples)
@@ -2740,6 +2745,7 @@ class ParallelGroups:
         axes = kind.split("-")
         if not {"tp", "cp", "dp", "pp"}.issuperset(axes):
             raise ValueError(f"kind {kind!r}: wanted tp, cp, dp or pp, or several joined by '-'")
+        tensor, context, data, pipeline = map(operator.index, (tensor, context, data, pipeline))
         groups = {}
         for rank in range(tensor * context * data * pipeline):
             rest, tp = divmod(rank, tensor)
@@ -2751,6 +2757,7 @@ class ParallelGroups:
         return list(groups.values())
 
     def __init__(self, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> None:
+        tensor, context, pipeline = map(operator.index, (tensor, context, pipeline))
         world = _num_processes()
         _refuse_world(world, tensor, context, pipeline)
         data = world // (tensor * context * pipeline)
@@ -2869,7 +2876,7 @@ def get_batch_on_this_tp_rank(
     Upstream: get_batch_on_this_tp_rank, which broadcasts one tensor at a time.
     """
     batch = dict.fromkeys(_BATCH_KEYS)
-    shape = (micro_batch_size, sequence_length)
+    shape = (operator.index(micro_batch_size), operator.index(sequence_length))
     layout = _layout_of_stage(groups, shape, create_attention_mask, mtp, packed)
     if not layout:
         return batch
@@ -2981,6 +2988,8 @@ def get_batch_on_this_cp_rank(
     >>> [get_batch_on_this_cp_rank(batch, rank, 2)["tokens"].tolist() for rank in (0, 1)]
     [[[0, 3, 4, 7]], [[1, 2, 5, 6]]]
     """
+    cp_rank = operator.index(cp_rank)
+    cp_size = operator.index(cp_size)
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"wanted a cp_rank from 0 to cp_size - 1, got {cp_rank} of {cp_size}")
     part = dict(batch)
@@ -3122,6 +3131,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         num_workers: int = 0,
         **arguments: typing.Any,
     ) -> None:
+        num_workers = _as_whole(num_workers, "num_workers")
         _check_loader(batch_sampler, arguments)
         if type(dataset) is torch.utils.data.Subset:
             dataset = _PaddedSubset(dataset.dataset, dataset.indices)
@@ -3141,13 +3151,10 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
 
     def __iter__(self) -> typing.Iterator[dict]:
         sampler = self.batch_sampler
-        end = sampler.total_samples
         if sampler.kind == "cyclic":
             # This sampler advances its own number as it runs ahead of the loop: set it back to the
             # last batch that the loop was given.  The others set theirs to 0 for a further pass.
             sampler.next_start = self.consumed_samples
-            turn = self.consumed_samples // sampler.active_total_samples
-            end = (turn + 1) * sampler.active_total_samples
         begin = sampler.next_start
         end = self._end_of_pass(begin)
         if begin != self.consumed_samples < self._end_of_resumed:
@@ -4002,20 +4009,26 @@ def get_train_valid_test_num_samples(
     of valid every eval_interval steps and at the end, and of test once.  Where the batch size grows
     a run has more steps than train_samples / global_batch_size: give both, and train_iters counts
     the evaluations.  With skip_train it evaluates valid once; the samples of train are counted all
-    the same.  Upstream: get_train_valid_test_num_samples.
+    the same.  Upstream: get_train_valid_test_num_samples.  Raises ValueError without train_iters
+    and train_samples, and, unless skip_train, for an eval_interval below 1.
 
     >>> get_train_valid_test_num_samples(global_batch_size=8, train_iters=100, eval_interval=50,
     ...                                  eval_iters=2)
     (800, 48, 16)
     """
+    if train_samples is None and train_iters is None:
+        raise ValueError("expected train_iters, train_samples or both, got neither")
+    global_batch_size = _as_whole(global_batch_size, "global_batch_size", 1)
     if train_samples is None:
-        train_samples = train_iters * global_batch_size
+        train_samples = _as_whole(train_iters, "train_iters") * global_batch_size
+    train_samples = _as_whole(train_samples, "train_samples")
     if train_iters is None:
         train_iters = train_samples // global_batch_size
     evaluations = 1
     if not skip_train:
-        evaluations += train_iters // eval_interval
-    test_samples = eval_iters * global_batch_size
+        eval_interval = _as_whole(eval_interval, "eval_interval", 1)
+        evaluations += _as_whole(train_iters, "train_iters") // eval_interval
+    test_samples = _as_whole(eval_iters, "eval_iters") * global_batch_size
     valid_samples = None if full_validation else evaluations * test_samples
     return train_samples, valid_samples, test_samples
 
@@ -4050,14 +4063,16 @@ class NumMicroBatches:
     ) -> None:
         ramp = rampup_batch_size or (global_batch_size, 1, 0)  # one size from the start
         start, increment, self.samples = ramp
-        self.global_batch_size = global_batch_size
-        self.samples_per_round = micro_batch_size * data_parallel_size
-        self.sizes = range(start, global_batch_size + 1, increment)
+        self.global_batch_size = operator.index(global_batch_size)
+        micro_batch_size = operator.index(micro_batch_size)
+        self.samples_per_round = micro_batch_size * operator.index(data_parallel_size)
+        self.sizes = range(start, self.global_batch_size + 1, increment)
         _refuse_ramp(self.sizes, global_batch_size, self.samples_per_round)
         self.update(0)
 
     def update(self, consumed_samples: int) -> None:
         """Set the batch size of the step that begins after so many samples."""
+        consumed_samples = operator.index(consumed_samples)
         increments = len(self.sizes) - 1
         if increments and self.samples and consumed_samples <= self.samples:
             samples_per_increment = self.samples / increments
@@ -4155,7 +4170,7 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
     """
     if not _is_distributed():
         return
-    mine = int(consumed_samples)
+    mine = operator.index(consumed_samples)
     bounds = torch.tensor([mine, -mine], device=_device_of_group(group))
     torch.distributed.all_reduce(bounds, torch.distributed.ReduceOp.MIN, group=group)
     least, minus_most = bounds.tolist()
@@ -4260,6 +4275,22 @@ def _position(idx, n, name):
     if not -n <= i < n:
         raise IndexError(f"index {i} of {name}, which has {n} entries")
     return i % n
+
+
+def _as_whole(value, name, least=0, most=math.inf):
+    """Return a whole number of any integer type as an int; ValueError unless least to most."""
+    with contextlib.suppress(TypeError):
+        number = operator.index(value)
+        if least <= number <= most:
+            return number
+    raise ValueError(f"{name}: expected a whole number from {least} to {most}, got {value!r}")
+
+
+def _as_size(size, name):
+    """Return a number of samples as an int, and None as None; ValueError for a fraction."""
+    if isinstance(size, numbers.Real) and size % 1 == 0:  # 100.0 is whole, as it is for upstream
+        size = int(size)
+    return None if size is None else _as_whole(size, name)
 
 
 def _name(dataset):
@@ -4480,10 +4511,6 @@ def _check_weights(weights, names):
 def _check_config(config):
     """ValueError for a field of a config that is wrong, and for fields that do not go together."""
     _refuse_passwords([config.blend, config.blend_per_split])
-    for name, least in (("random_seed", 0), ("sequence_length", 1)):
-        value = getattr(config, name)
-        if not hasattr(value, "__index__") or not least <= value < 2**32:
-            raise ValueError(f"{name}: wanted a whole number, {least} to 2**32 - 1, got {value!r}")
     blends = [config.blend]
     if config.blend_per_split is not None:
         blends = config.blend_per_split
@@ -4558,7 +4585,7 @@ def _check_sizes(config, sizes):
     """ValueError for numbers of samples that no build can have."""
     train, _, _ = sizes
     if config.blend_phases is not None and train is not None:
-        total = sum(samples for samples, _ in config.blend_phases)
+        total = sum(operator.index(samples) for samples, _ in config.blend_phases)
         if train > total:
             raise ValueError(f"blend_phases has {total} samples, but {train} are wanted: add some")
 

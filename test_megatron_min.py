@@ -896,6 +896,7 @@ def test_a_split_is_read_and_cut_by_hand(one):
         matrix([0.5, 0.5, 0], [0.25, 0.75, 0])
     assert one.split_range((0, 0.5), 5) == (0, 2)  # Python rounds 2.5 to the even 2 ...
     assert one.split_range((0.5, 1.0), 7) == (4, 7)  # ... and 3.5 to the even 4
+    assert one.split_range((0, 1.0), torch.tensor(2**30 + 1)) == (0, 2**30 + 1)
 
 
 PER_SPLIT = [(["q"], None), None, None]
@@ -912,7 +913,10 @@ class Unfinished:
 
 BAD_CONFIGS = [  # what is changed in a good config, a word of the sentence
     ({"sequence_length": 0}, "sequence_length"),
-    ({"sequence_length": 8.5}, "sequence_length"),
+    ({"sequence_length": 8.5}, "sequence_length: .*8.5"),
+    ({"sequence_length": torch.tensor(4.7)}, "sequence_length: .*4.7"),
+    ({"random_seed": torch.tensor(4.7)}, "random_seed: .*4.7"),
+    ({"random_seed": "5"}, "random_seed: .*'5'"),
     ({"random_seed": 2**32}, "random_seed"),
     ({"split": None}, "needs a split"),
     ({"blend": ([], None)}, "a blend: wanted"),
@@ -1011,6 +1015,10 @@ def test_epochs_are_counted_one_by_one(one):
     assert 13 * (plan.num_epochs - 1) < tokens <= 13 * plan.num_epochs
     assert one.count_samples(tokens, S, False) == one.count_samples(tokens + 1, S) == wanted
     assert one.count_samples(tokens + 1, S, False) == wanted + 1
+    few = [1000, 4000, S]  # as numbers of numpy, whose product would wrap
+    for kind in (np.int32, np.int64, torch.tensor):
+        assert one.plan_epochs(*map(kind, few)) == one.plan_epochs(*few)
+    assert one.count_samples(np.uint8(0), np.uint8(4)) == 0
 
 
 def int32(*values):
@@ -1052,8 +1060,35 @@ def test_no_number_wraps(mm):
     assert rows.tolist() == [[0, 0], [0, S], [2, 0], [2, S], [3, 1], [3, S + 1]]
     assert [mm._sample_index_dtype(n) for n in (2**31 - 1, 2**31)] == [np.int32, np.int64]
     assert [mm._shuffle_index_dtype(n) for n in (2**32 - 3, 2**32 - 2)] == [np.uint32, np.int64]
-    with pytest.raises(ValueError, match=f"document {2**31}"):
-        mm.build_document_index(np.array([1, 2**31]), 1, np.random.RandomState(0), False)
+    arrays = np.zeros(400, np.int16), np.zeros(400, np.int64)
+    mm.build_phase_indices(*arrays, [(np.uint8(200), [1])] * 2)
+    assert arrays[1][-1] == 399
+
+
+def test_a_number_that_is_not_whole_is_not_cut(one, tmp_path):
+    """Nor is one wrapped that int32 does not hold; whole numbers may be of any type."""
+    random_state = np.random.RandomState(0)
+    numpys = np.array([1, 2**31]), np.array([0.0, 1.0]), np.array([1], np.uint64)
+    for documents in ([0.9, 1.9], [1, -1], [-(2**31) - 1], [2**70], *numpys[:2]):
+        with pytest.raises(ValueError, match="document: .*whole number from 0 to 2147483647"):
+            one.build_document_index(documents, 1, random_state, False)
+        with pytest.raises(ValueError, match="document: "):
+            one.build_stable_orders(documents, [0, 2], 1234)
+    for documents in ([np.uint8(1)], torch.tensor([1]), numpys[2]):
+        assert one.build_document_index(documents, 2, random_state, False).tolist() == [1, 1]
+    for function, *arguments in (
+        (one.build_shuffle_index, 6, 6.5, random_state),
+        (one.build_stable_orders, [1], [0, 2.5], 1234),
+        (one.plan_epochs, 13, 1.5, 4),
+    ):
+        with pytest.raises(TypeError):
+            function(*arguments)
+    prefix = mk(one, tmp_path / "p", [[1] * 20])
+    for size in (100.9, np.float32(0.5), math.nan, math.inf, "5", -1, torch.tensor(4.7)):
+        with pytest.raises(ValueError, match="num_samples: expected a whole number"):
+            gpt(one, prefix, size)
+    for size in (5.0, np.uint8(5), torch.tensor(5)):
+        assert repr(gpt(one, prefix, size).num_samples) == "5"
 
 
 def test_a_wrong_stream_is_said(mm):
@@ -1304,7 +1339,7 @@ def test_datasets_that_cannot_be(one, tmp_path):
     for documents, error, words in (
         ([], ValueError, "/p: train of split '1,0,0': 1 samples .* no tokens"),
         ([0, 3], IndexError, "index 3 "),
-        ([-2, 0], IndexError, r"document_indices\[0\] is -2 of 3"),
+        ([-2, 0], ValueError, "document: .*got -2"),
         ([True, False], TypeError, "integers, got bool"),
     ):
         with pytest.raises(error, match=words):
@@ -1517,7 +1552,8 @@ def test_refused_blends(one):
         (([1, 1], None, [(4, [1, 1])]), "None"),  # phases stand for weights and size
         ((None, 4, [(4, [1, 1])]), "None"),
         ((None, None, []), "wanted"),
-        (([1, 1], -1), "size that is"),
+        (([1, 1], -1), "size: .*-1"),
+        (([1, 1], 4.9), r"size: .*4\.9"),
         ((None, None, [(0, [1, 1])]), "phase 0: .*1 sample or more: got 0"),
         ((None, None, [(4.5, [1, 1])]), "phase 0: .*float"),
         ((None, None, [(4, [1, 1]), (4, [1])]), "phase 1: .*wanted 2 weights"),
@@ -1957,7 +1993,9 @@ def test_a_sampler_refuses_sizes_and_places_that_cannot_be(one):
     ):
         with pytest.raises(ValueError, match=f"^{words}"):
             sampler_of(one, kind, *sizes)
-    for sizes in ((8, 1.5, 1, 0, 1), (8, 0, 1.5, 0, 1), (8.5, 0, 1, 0, 1), (8, 0, 1, 0, 1.5)):
+    good = (8, 0, 1, 0, 1)
+    for place in range(5):
+        sizes = [*good[:place], good[place] + 0.5, *good[place + 1 :]]
         with pytest.raises(TypeError):
             sampler_of(one, "single", *sizes)
 
@@ -3042,7 +3080,10 @@ def test_what_a_state_asks_of_other_classes(one, tmp_path):
 
 
 def test_a_state_of_another_version_or_place_is_refused(one):
-    """strict=False accepts another version, but no place where there is no sample."""
+    """strict=False accepts another version, but no place where there is no sample.
+
+    Of another version nothing else is read.
+    """
     loader = loader_of(one, Numbers(64))
     state = loader_of(one, Numbers(64), 16).state_dict()
     other = {"version": 7, "consumed_samples": 16}
@@ -3523,6 +3564,20 @@ def test_samples_of_a_run_by_hand(one):
         ({"train_iters": 120, "train_samples": 719}, (719, 5 * 16, 16)),  # the batch size grew
     ):
         assert one.get_train_valid_test_num_samples(**run | arguments) == wanted
+    for arguments, words in (
+        ({}, "train_iters, train_samples"),
+        ({"skip_train": True}, "train_iters, train_samples"),
+        ({"train_iters": 9, "eval_interval": 0}, "eval_interval: .*got 0"),
+        ({"train_samples": 9, "eval_interval": -3}, "eval_interval: .*got -3"),
+        ({"train_samples": 9, "global_batch_size": 0}, "global_batch_size: .*got 0"),
+        ({"train_iters": 9.5}, r"train_iters: .*got 9\.5"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            one.get_train_valid_test_num_samples(**run | arguments)
+    wide = {"train_iters": np.uint8(200), "global_batch_size": np.uint8(200)}
+    assert one.get_train_valid_test_num_samples(**run | wide)[0] == 40_000
+    skip = {"train_iters": 9, "skip_train": True, "eval_interval": 0}
+    assert one.get_train_valid_test_num_samples(**run | skip) == (72, 16, 16)
 
 
 def test_a_batch_size_that_does_not_grow(one):
