@@ -87,6 +87,7 @@ import collections
 import collections.abc
 import concurrent.futures
 import contextlib
+import copy
 import dataclasses
 import enum
 import errno
@@ -363,6 +364,13 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
+
+    def __repr__(self) -> str:
+        with contextlib.suppress(Exception):  # an object that is half made has the plain repr()
+            size = f"sequences={len(self)}, tokens={self.num_tokens}"
+            dtype = np.dtype(self.dtype).name
+            return f"{type(self).__name__}({self.path_prefix!r}, {size}, dtype={dtype})"
+        return super().__repr__()
 
     def __getitem__(self, idx: int | slice) -> typing.Any:
         if not isinstance(idx, slice):
@@ -844,7 +852,8 @@ def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, i
     ((98, 99), (980, 990))
     """
     begin, end = bounds
-    return round(begin * num_sequences), round(end * num_sequences)
+    n = operator.index(num_sequences)
+    return round(begin * n), round(end * n)
 
 
 @dataclasses.dataclass
@@ -875,8 +884,9 @@ class BlendedMegatronDatasetConfig:
     mid_level_dataset_surplus   each corpus is built for this part of its share more (section 7)
     multiple_validation_sets    for a loss of each corpus: where valid has several, it becomes a
                                 list of a dataset for each; needs blend_per_split (section 7)
-    full_validation             with multiple_validation_sets: valid has all samples, and no size
-                                may be wanted of it; else without effect (section 7)
+    full_validation             with multiple_validation_sets, if valid has several corpora: valid
+                                has all samples, and no size may be wanted of it; else without
+                                effect (section 7)
     num_dataset_builder_threads how many corpora are built side by side (section 7)
     path_to_cache               folder where arrays are kept for the next start; None:
                                 <prefix>/cache/<class>_indices, for a URL beside the copy of its
@@ -914,8 +924,9 @@ class BlendedMegatronDatasetConfig:
         if self.blend_per_split is not None and not any(self.blend_per_split):
             self.blend_per_split = None
         _check_config(self)
-        self.random_seed = int(self.random_seed)  # JSON, of section 15, has no numbers of numpy
-        self.sequence_length = int(self.sequence_length)
+        # JSON, of section 15, has no numbers of numpy
+        self.random_seed = _as_whole(self.random_seed, "random_seed", 0, 2**32 - 1)
+        self.sequence_length = _as_whole(self.sequence_length, "sequence_length", 1, 2**32 - 1)
         if self.blend_per_split is not None:
             return
         self.mock = self.blend is None
@@ -1037,8 +1048,8 @@ def count_samples(
     >>> count_samples(13, 4), count_samples(14, 4, drop_last_partial_sequence=False)
     (3, 4)
     """
-    inputs = max(0, tokens - int(add_extra_token_to_sequence))
-    whole, rest = divmod(inputs, sequence_length)
+    inputs = max(0, operator.index(tokens) - int(add_extra_token_to_sequence))
+    whole, rest = divmod(inputs, operator.index(sequence_length))
     if rest and not drop_last_partial_sequence:
         return whole + 1
     return whole
@@ -1079,10 +1090,12 @@ def plan_epochs(
     >>> plan.num_epochs, plan.num_samples, plan.separate_final_epoch
     (2, 6, True)
     """
-    S = sequence_length
+    S = operator.index(sequence_length)
     x = int(add_extra_token_to_sequence)
+    tokens_per_epoch = operator.index(tokens_per_epoch)
     num_epochs = 1
     if num_samples:
+        num_samples = operator.index(num_samples)  # a number of numpy would wrap in the product
         if tokens_per_epoch == 0:
             raise ValueError(f"{num_samples} samples are wanted, but it has no tokens: enlarge it")
         num_epochs = max(1, _ceil_div(num_samples * S + x, tokens_per_epoch))
@@ -1117,7 +1130,7 @@ def build_document_index(
 ) -> np.ndarray:
     """Repeat the documents for each epoch and shuffle them, the last epoch by itself if asked.
 
-    documents   ints (D,)    numbers of the split's documents; ValueError if one is 2**31 or more
+    documents   ints (D,)    numbers of the split's documents; ValueError unless 0 to 2**31 - 1
     Returns     int32 (E*D,)
     Upstream    _build_document_index
 
@@ -1136,9 +1149,11 @@ def build_document_index(
 
 def _repeat(documents, num_epochs):
     """The documents once for each epoch, int32 (E*D,)."""
-    if len(documents) and np.max(documents) >= 2**31:
-        raise ValueError(f"document {np.max(documents)}: document_index is int32, below 2**31")
-    return np.tile(np.asarray(documents, np.int32), num_epochs)
+    documents = np.asarray(documents)
+    if len(documents):
+        for number in np.array([documents.min(), documents.max()]).tolist():
+            _as_whole(number, "document", 0, 2**31 - 1)  # what int32 holds
+    return np.tile(documents.astype(np.int32, copy=False), num_epochs)
 
 
 def build_sample_idx(
@@ -1228,6 +1243,7 @@ def build_shuffle_index(
     >>> build_shuffle_index(3, 6, np.random.RandomState(3)).tolist()     # 0 1 2 stay before 3 4 5
     [1, 0, 2, 3, 5, 4]
     """
+    total_size = operator.index(total_size)
     shuffle_index = np.arange(total_size, dtype=_shuffle_index_dtype(total_size))
     shuffle(shuffle_index[:num_samples], random_state)
     shuffle(shuffle_index[num_samples:], random_state)
@@ -1263,7 +1279,7 @@ def build_stable_orders(
     num_documents = len(documents)
     num_epochs = len(sample_edges) - 1
     document_index = _repeat(documents, num_epochs)
-    N = sample_edges[-1]
+    N = operator.index(sample_edges[-1])
     shuffle_index = np.arange(N, dtype=_shuffle_index_dtype(N))
     random_state = np.random.RandomState(random_seed)
     for epoch in range(num_epochs):
@@ -1349,7 +1365,7 @@ class MegatronDataset(abc.ABC, _Identified):
         self.dataset = dataset
         self.dataset_path = None if dataset_path is None else os.fsdecode(dataset_path)
         self._documents = _as_range(indices)  # one where numbers follow each other (section 15)
-        self.num_samples = None if num_samples is None else int(num_samples)
+        self.num_samples = _as_size(num_samples, "num_samples")
         self.index_split = index_split
         self.config = config
         self.unique_identifiers = collections.OrderedDict()  # upstream's, in upstream's order
@@ -1367,6 +1383,13 @@ class MegatronDataset(abc.ABC, _Identified):
     @abc.abstractmethod
     def __getitem__(self, idx: int | None) -> dict:
         """Return sample idx; None: one without loss, which fills up the last batch of a turn."""
+
+    def __repr__(self) -> str:
+        with contextlib.suppress(Exception):  # an object that is half made has the plain repr()
+            what = f"{type(self).__name__}({self.dataset_path!r}, {self.index_split.name}"
+            size = f"samples={len(self)}, sequence_length={self.config.sequence_length}"
+            return f"{what}, {size}{_label_of_epochs(self)})"
+        return super().__repr__()
 
     @functools.cached_property
     def indices(self) -> np.ndarray:
@@ -1924,6 +1947,7 @@ def build_phase_indices(
     taken = np.zeros(len(weights), np.int64)  # of each dataset, in the phases so far
     begin = 0
     for samples, weights in phases:
+        samples = operator.index(samples)
         shares = np.array(weights, np.float64)
         limits = np.where(shares > 0, np.inf, 0.0)
         which = dataset_index[begin : begin + samples]
@@ -1977,10 +2001,11 @@ class BlendedDataset(_Identified):
       weights alone       None      counts       None                      build_exhaustive_...
       phases              the sum   None         their weights normalized  build_phase_indices
 
-    ds[i] is {"dataset_id": int64 (), **the sample}; ds[None] fills up a batch, without loss.  Two
-    attributes say what sample i is: dataset_index, int16 (size,), which dataset it comes from, and
-    dataset_sample_index, int64 (size,), which of its samples it is.  A dataset that has fewer
-    samples than the blend takes of it is a ValueError (in upstream an IndexError in the run).
+    ds[i] is {"dataset_id": int64 (), **the sample}; ds[None] fills up a batch, without loss: it is
+    the padding sample of the dataset that sample 0 comes from.  Two attributes say what sample i
+    is: dataset_index, int16 (size,), which dataset it comes from, and dataset_sample_index, int64
+    (size,), which of its samples it is.  A dataset that has fewer samples than the blend takes of
+    it is a ValueError (in upstream an IndexError in the run).
 
     >>> config = GPTDatasetConfig(1234, 4, tokenizer=ByteTokenizer())
     >>> corpus = IndexedDataset(toy_corpus())
@@ -2045,13 +2070,23 @@ class BlendedDataset(_Identified):
         if size is None:
             self.weights = _as_counts(weights).tolist()
         else:
-            if size < 0 or size % 1:
-                raise ValueError(f"wanted a size that is a whole number >= 0, got {size}")
-            self.size = int(size)
+            self.size = _as_size(size, "size")
             self.weights = normalize(weights)
 
     def __len__(self) -> int:
         return sum(self.weights) if self.size is None else self.size
+
+    def __repr__(self) -> str:
+        """Name what the blend takes of each of its first 20 datasets, a line for each."""
+        with contextlib.suppress(Exception):  # an object that is half made has the plain repr()
+            lines = [f"{type(self).__name__}({self.split.name}, samples={len(self)})"]
+            for d, dataset in enumerate(self.datasets[:20]):
+                size = f"samples={self.samples_taken()[d]}{_label_of_epochs(dataset)}"
+                lines.append(f"  {d}: {_name(dataset)}, {size}")
+            if len(self.datasets) > 20:
+                lines.append(f"  and {len(self.datasets) - 20} more")
+            return "\n".join(lines)
+        return super().__repr__()
 
     # ---- the two arrays, as in GPTDataset
 
@@ -2105,11 +2140,14 @@ class BlendedDataset(_Identified):
         return samples
 
     def _place(self, idx):
-        """Sample idx is sample k of dataset d: return (d, k).  None is padding, of dataset 0."""
-        if idx is None:
-            return 0, None
-        i = _position(idx, len(self), "the samples of a blend")
-        return int(self.dataset_index[i]), int(self.dataset_sample_index[i])
+        """Return (d, k): sample idx is sample k of dataset d.
+
+        None, the padding sample, is None of the dataset that sample 0 comes from: dataset 0 may
+        have no sample.
+        """
+        i = _position(0 if idx is None else idx, len(self), "the samples of a blend")
+        k = None if idx is None else int(self.dataset_sample_index[i])
+        return int(self.dataset_index[i]), k
 
     def places(self, indices: typing.Sequence[int | None]) -> dict[int, tuple[list, list]]:
         """Return where several samples are: {d: (rows, ks)}, a row and a k for each of them.
@@ -2174,7 +2212,8 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 #
 # A size of None stands for one epoch.  The phases must have at least as many samples as size,
 # if there is one; all of them are built.  Without weights corpora are mixed in proportion to their
-# numbers of samples.
+# numbers of samples.  If no corpus gives a sample, a split is None: a corpus gives none in one
+# epoch if its part has fewer than S + x tokens, and the builder warns of that.
 #
 # In a job of several ranks one goes first:
 #
@@ -2185,13 +2224,13 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 
 
 class _Entry(typing.NamedTuple):
-    """What one dataset of a config is made from: a row of the table above."""
+    """What a split is made from: a row of the table above."""
 
     split: Split
     prefixes: list  # of the corpora; [None] for mock data
     bounds: tuple[float, float]  # the part of each corpus that belongs to the split
     built_for: list  # so many samples each corpus; None: one epoch
-    is_blend: bool = False  # False: it is the one corpus; True: a BlendedDataset with these three
+    is_blend: bool = False  # True: a BlendedDataset with these three; False: a dataset each corpus
     weights: list | None = None  # None, and no phases: the corpora's numbers of samples
     size: int | None = None
     phases: list | None = None
@@ -2200,7 +2239,7 @@ class _Entry(typing.NamedTuple):
 def _entries_of_config(
     config: BlendedMegatronDatasetConfig, sizes: typing.Sequence[int | None]
 ) -> list[_Entry]:
-    """What a config means: an entry for each dataset, in the order of the splits."""
+    """What a config means: an entry for each split that has a share, in their order."""
     _check_sizes(config, sizes)
     surplus = config.mid_level_dataset_surplus
     entries = []
@@ -2214,14 +2253,14 @@ def _entries_of_config(
         if bounds is None or corpora is None:
             _warn_of_fewer(split, 0, size)
             continue
-        prefixes, weights = corpora
+        prefixes, weights = list(corpora[0]), corpora[1]
         if split is Split.train and config.blend_phases is not None:
             phases = _as_phases(config.blend_phases, prefixes)
             built_for = [math.ceil(n * (1 + surplus)) for n in _samples_of_corpora(phases)]
             entries.append(_Entry(split, prefixes, bounds, built_for, True, phases=phases))
         elif split is Split.valid and config.multiple_validation_sets:
-            for prefix in prefixes:
-                entries.append(_Entry(split, [prefix], bounds, [size]))
+            _check_size_of_sets(config, prefixes, size)
+            entries.append(_Entry(split, prefixes, bounds, [size] * len(prefixes)))
         elif len(prefixes) == 1 and (weights is None or config.blend_per_split is not None):
             entries.append(_Entry(split, prefixes, bounds, [size]))
         elif weights is None:
@@ -2256,7 +2295,8 @@ class BlendedMegatronDatasetBuilder:
     sizes             samples wanted of train, valid and test; None as in the table above
     is_built_on_rank  () -> bool, asked only with torch.distributed: ranks where it is False get
                       None three times.  (Rank 0 builds in any case, for the cache.)
-    config            the config of cls
+    config            the config of cls.  The builder copies it, once, and its datasets and blends
+                      share the copy
 
     A build is collective: with torch.distributed every rank calls build(), also where nothing is
     built for it.  In Lightning the place for it is setup(), never prepare_data(), which one rank
@@ -2282,10 +2322,10 @@ class BlendedMegatronDatasetBuilder:
         config: BlendedMegatronDatasetConfig,
     ) -> None:
         self.cls = cls
-        self.sizes = list(sizes)
+        self.sizes = [_as_size(size, "sizes") for size in sizes]
         self.is_built_on_rank = is_built_on_rank
-        self.config = config
-        self._entries = _entries_of_config(config, self.sizes)
+        self.config = copy.copy(config)  # what the caller changes later changes nothing built
+        self._entries = _entries_of_config(self.config, self.sizes)
 
     def build(self) -> list:
         """Return [train, valid, test]: each None, a dataset, or a list of validation datasets.
@@ -2310,22 +2350,21 @@ class BlendedMegatronDatasetBuilder:
     def _build_splits(self):
         """All splits, on this rank."""
         opened = self._open_all()
-        found = {split: [] for split in Split}
+        datasets = dict.fromkeys(Split)
         for entry in self._entries:
             entries = [entry] * len(entry.prefixes)
             corpora = [opened[prefix] for prefix in entry.prefixes]
             parts = self._for_each(
                 self._build_part, entries, corpora, entry.prefixes, entry.built_for
             )
-            dataset = self._mix(entry, corpora, parts) if entry.is_blend else parts[0]
-            found[entry.split].append(dataset)
-        datasets = []
-        for datasets_of_split in found.values():
-            if len(datasets_of_split) > 1:  # several validation sets
-                datasets.append(datasets_of_split)
+            size = self.sizes[entry.split.value]
+            if size != 0 and not _has_samples(entry.split, size, parts):  # which has warned
+                continue
+            if entry.is_blend:
+                datasets[entry.split] = self._mix(entry, corpora, parts)
             else:
-                datasets.append(datasets_of_split[0] if datasets_of_split else None)
-        return datasets
+                datasets[entry.split] = parts if len(parts) > 1 else parts[0]
+        return list(datasets.values())
 
     def _open_all(self):
         """Open each corpus once, though several splits use it: {prefix: opened corpus}."""
@@ -2358,14 +2397,18 @@ class BlendedMegatronDatasetBuilder:
         return self.cls(corpus, prefix, documents, size, entry.split, self.config)
 
     def _mix(self, entry, corpora, parts):
-        """The blend of these datasets; None if nothing is wanted, and nothing is there."""
+        """The blend of these datasets; None if no weights are given, and no sample is there."""
         weights = entry.weights
         size = entry.size
+        prefixes = entry.prefixes
         if weights is None and entry.phases is None:
+            used = [i for i, part in enumerate(parts) if len(part)]
+            if not used:
+                return None
+            columns = (parts, corpora, prefixes)
+            parts, corpora, prefixes = ([column[i] for i in used] for column in columns)
             weights = [len(part) for part in parts]
             total = sum(weights)
-            if total == 0 and size == 0:
-                return None
             _warn_of_fewer(entry.split, total, size)
             if size is not None:
                 size = min(size, total)
@@ -2377,7 +2420,7 @@ class BlendedMegatronDatasetBuilder:
         # can come in another order, and the others must keep upstream's order.
         for i, part in enumerate(parts):
             if part in needed:
-                parts[i] = self._build_part(entry, corpora[i], entry.prefixes[i], needed[part])
+                parts[i] = self._build_part(entry, corpora[i], prefixes[i], needed[part])
         return BlendedDataset(parts, weights, size, self.config, phases=entry.phases)
 
 
@@ -2461,7 +2504,7 @@ class _Sampler:
     ) -> None:
         self.total_samples = operator.index(total_samples)
         self.micro_batch_size = operator.index(micro_batch_size)
-        self.data_parallel_rank = data_parallel_rank
+        self.data_parallel_rank = operator.index(data_parallel_rank)
         self.data_parallel_size = operator.index(data_parallel_size)
         self.drop_last = drop_last
         self.samples_per_round = self.micro_batch_size * self.data_parallel_size
@@ -2543,7 +2586,8 @@ class MegatronPretrainingRandomSampler(_Sampler):
 
     dataset        not used; upstream has this argument
     data_sharding  True: each rank shuffles a part of its own; False: one order, dealt to the ranks
-    seed           the order of turn t is drawn with seed + t (seed 0 is upstream's order)
+    seed           0 to 2**63 - 1: the order of turn t is drawn with seed + t (seed 0 is upstream's
+                   order)
 
     Every rank yields the same number of batches.  (Upstream's do not where it is unsharded, and
     then get into different turns.)  An iteration goes on where the last one was left.
@@ -2574,7 +2618,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
         )
         self.dataset = dataset
         self.data_sharding = bool(data_sharding)  # not numpy's: a state in JSON has it
-        self.seed = int(seed)
+        self.seed = _as_whole(seed, "seed", 0, 2**63 - 1)
 
     def __iter__(self) -> typing.Iterator[list[int]]:
         turn, done = divmod(self.next_start, self.active_total_samples)
@@ -2710,6 +2754,7 @@ class ParallelGroups:
         axes = kind.split("-")
         if not {"tp", "cp", "dp", "pp"}.issuperset(axes):
             raise ValueError(f"kind {kind!r}: wanted tp, cp, dp or pp, or several joined by '-'")
+        tensor, context, data, pipeline = map(operator.index, (tensor, context, data, pipeline))
         groups = {}
         for rank in range(tensor * context * data * pipeline):
             rest, tp = divmod(rank, tensor)
@@ -2721,6 +2766,7 @@ class ParallelGroups:
         return list(groups.values())
 
     def __init__(self, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> None:
+        tensor, context, pipeline = map(operator.index, (tensor, context, pipeline))
         world = _num_processes()
         _refuse_world(world, tensor, context, pipeline)
         data = world // (tensor * context * pipeline)
@@ -2839,7 +2885,7 @@ def get_batch_on_this_tp_rank(
     Upstream: get_batch_on_this_tp_rank, which broadcasts one tensor at a time.
     """
     batch = dict.fromkeys(_BATCH_KEYS)
-    shape = (micro_batch_size, sequence_length)
+    shape = (operator.index(micro_batch_size), operator.index(sequence_length))
     layout = _layout_of_stage(groups, shape, create_attention_mask, mtp, packed)
     if not layout:
         return batch
@@ -2953,6 +2999,8 @@ def get_batch_on_this_cp_rank(
     >>> [get_batch_on_this_cp_rank(batch, rank, 2)["tokens"].tolist() for rank in (0, 1)]
     [[[0, 3, 4, 7]], [[1, 2, 5, 6]]]
     """
+    cp_rank = operator.index(cp_rank)
+    cp_size = operator.index(cp_size)
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"wanted a cp_rank from 0 to cp_size - 1, got {cp_rank} of {cp_size}")
     part = dict(batch)
@@ -3040,8 +3088,9 @@ def _take_places(tensor, dim, places):
 # The sampler runs ahead of the training loop.  A saved position counts the batches that the loop
 # was given, so what was made ahead and not used is made again after a resume.
 #
-# A state has this position, and what decided the samples before it: their past, as JSON.  No sample
-# is read for it.  That of 24 samples of a blend:
+# A state has this position, whether the pass has ended there, and the history: what decided the
+# samples before the position, as JSON.  No sample is read for it.  The history of 24 samples of a
+# blend:
 #
 #   {"sampler": {"kind of the sampler": "single"},    cyclic has a seed and more
 #    "data": {"class": "BlendedDataset",
@@ -3053,12 +3102,13 @@ def _take_places(tensor, dim, places):
 #                                                     a CRC-32 of dataset_index[:24]
 #
 # The job that loads a state makes the same of its own data and sampler, and goes on where it finds
-# the same.  (Section 8 says which ranks and sizes of batches it may have.)  What does not change
+# the same.  (Section 8 says which ranks and sizes of batches it may have.)  If the pass had ended,
+# the job begins the next one, unless a batch of the old pass is left here.  What does not change
 # the samples that were consumed is not asked about: with stable_order a longer run, or a phase that
 # comes later; a corpus that has given no sample yet; settings of masks and positions.  Not noticed
 # are documents that were edited in the middle of a pair, and what a class of the user's own does.
 
-_STATE_VERSION = 7  # a number to count up when the same past comes to mean other samples
+_STATE_VERSION = 8  # a number to count up when the same history comes to mean other samples
 _NAME = "name (not compared)"  # for messages: a copy may have another
 
 
@@ -3073,11 +3123,12 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                    any of them but pin_memory, DataLoader makes the batches of a GPTDataset, too
 
     len() counts the batches of a whole turn, also after a resume.  The first iterator after
-    load_state_dict() goes on where the state was taken; the next one begins at 0, or, with a cyclic
-    sampler, behind the last batch, and warns if the first was left before its end.  Where several
-    run, the state is that of the newest; with persistent_workers the older ones raise a
-    RuntimeError.  What worker processes draw depends on torch.initial_seed(), the data-parallel
-    rank and the place where the iterator begins, unless a generator is given.
+    load_state_dict() goes on where the state was taken, or, if the pass had ended there, begins the
+    next one.  The iterator after it begins at 0, and warns if the first was left before its end;
+    with a cyclic sampler it begins behind the last batch.  Where several run, the state is that of
+    the newest; with persistent_workers the older ones raise a RuntimeError.  What worker processes
+    draw depends on torch.initial_seed(), the data-parallel rank and the place where the iterator
+    begins, unless a generator is given.
 
     >>> loader = PretrainingDataLoader(range(6), MegatronPretrainingSampler(6, 0, 2, 0, 1))
     >>> state = [loader.state_dict() for batch in loader][0]          # after the first batch
@@ -3094,6 +3145,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         num_workers: int = 0,
         **arguments: typing.Any,
     ) -> None:
+        num_workers = _as_whole(num_workers, "num_workers")
         _check_loader(batch_sampler, arguments)
         if type(dataset) is torch.utils.data.Subset:
             dataset = _PaddedSubset(dataset.dataset, dataset.indices)
@@ -3104,6 +3156,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         super().__init__(dataset, batch_sampler=batch_sampler, num_workers=num_workers, **arguments)
         self._has_generator = self.generator is not None  # that of the arguments
         self.consumed_samples = batch_sampler.consumed_samples
+        self.is_end_of_pass = 0  # 1: the newest iterator has ended by itself; cyclic: always 0
         # stands for the newest iterator; None: none has begun since a state was loaded
         self._newest = object()
         self._end_of_resumed = 0  # the place where the pass ends that went on from a state
@@ -3112,24 +3165,21 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
 
     def __iter__(self) -> typing.Iterator[dict]:
         sampler = self.batch_sampler
-        end = sampler.total_samples
         if sampler.kind == "cyclic":
             # This sampler advances its own number as it runs ahead of the loop: set it back to the
             # last batch that the loop was given.  The others set theirs to 0 for a further pass.
             sampler.next_start = self.consumed_samples
-            turn = self.consumed_samples // sampler.active_total_samples
-            end = (turn + 1) * sampler.active_total_samples
         begin = sampler.next_start
-        if sampler.drop_last:
-            end -= (end - begin) % sampler.samples_per_round
-        if self.consumed_samples < self._end_of_resumed:
+        end = self._end_of_pass(begin)
+        if begin != self.consumed_samples < self._end_of_resumed:
             warnings.warn(
                 f"the iterator that went on from the state was left at sample "
                 f"{self.consumed_samples}, and this one begins at sample {begin}: to go on there, "
                 "load the state again, and keep its first iterator",
                 stacklevel=2,
             )
-        self._end_of_resumed = end if self._newest is None else 0
+        is_resumed = self._newest is None and not self.is_end_of_pass
+        self._end_of_resumed = end if is_resumed else 0
         this_iterator = object()
         self._newest = this_iterator
         batches = self._own_batches() if self.makes_own_batches else self._batches_of_torch(begin)
@@ -3138,6 +3188,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             consumed = min(consumed + sampler.samples_per_round, end)
             if self._newest is this_iterator:
                 self.consumed_samples = consumed
+                self.is_end_of_pass = 0
             yield batch
             is_newest = self._newest is this_iterator
             if self._newest is None or (self.persistent_workers and not is_newest):
@@ -3147,6 +3198,19 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                 )
         if consumed < end:  # torch takes a StopIteration of a dataset for the end
             raise RuntimeError(f"the batches ended at sample {consumed}, not at {end}")
+        if self._newest is this_iterator:
+            self.is_end_of_pass = int(self._end_of_pass(consumed) == consumed)
+
+    def _end_of_pass(self, begin):
+        """Return the sample at which a pass ends that begins, or continues, at sample begin."""
+        sampler = self.batch_sampler
+        end = sampler.total_samples
+        if sampler.kind == "cyclic":  # the next pass begins where this one ends
+            turn = begin // sampler.active_total_samples
+            end = (turn + 1) * sampler.active_total_samples
+        if sampler.drop_last:
+            end -= (end - begin) % sampler.samples_per_round
+        return end
 
     def _own_batches(self):
         """Batches of our own datasets; by threads, if there are any, a few ahead.
@@ -3200,7 +3264,13 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     # ---- the state
 
     def state_dict(self) -> dict:
-        """Return {"version": number, "consumed_samples": number, "past": text}.
+        """Return the four keys of a state: three numbers and a text.
+
+        version            the format of the state
+        consumed_samples   samples that all ranks together have used
+        is_end_of_pass     1: the newest iterator has ended by itself; 0: it has not.  With a cyclic
+                           sampler it is always 0, because consumed_samples counts all passes
+        history            JSON of what decided the consumed samples; "{}" if there are none
 
         It is equal on all ranks that read.  The loader of a tensor-parallel rank that is sent its
         batches stays at sample 0: save the state of a rank that reads.
@@ -3208,28 +3278,36 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         return {
             "version": _STATE_VERSION,
             "consumed_samples": self.consumed_samples,
-            "past": self._past_of(self.consumed_samples),
+            "is_end_of_pass": self.is_end_of_pass,
+            "history": self._past_of(self.consumed_samples),
         }
 
     def load_state_dict(self, state_dict: dict, strict: bool = True) -> None:
         """Go on where the state was taken, in the next iterator: one that runs raises RuntimeError.
 
-        ValueError names the first thing of the past that is another one here; strict=False goes on
-        all the same, if a pass of the sampler can start there.
+        If the pass had ended there, the next iterator begins the next pass.  But if a batch of the
+        old pass is left here (the dataset is longer, or a round smaller), it yields this batch.
+
+        ValueError names the first thing of the history that is another one here; strict=False goes
+        on all the same, if a pass of the sampler can start there.
         """
         if strict:
             version = state_dict.get("version")
             _refuse_difference({"version": version}, {"version": _STATE_VERSION})
-        with _named("the state", "wanted version, consumed_samples, past, as of state_dict()"):
+        else:  # older states lack the key
+            state_dict = {"is_end_of_pass": 0} | state_dict
+        with _named("the state", "expected version, consumed_samples, is_end_of_pass, history"):
             consumed = operator.index(state_dict["consumed_samples"])
-            past = _read_past(state_dict["past"]) if strict else None
+            had_ended = operator.index(state_dict["is_end_of_pass"]) > 0
+            past = _read_past(state_dict["history"]) if strict else None
         _refuse_start(self.batch_sampler, consumed)
         if strict:
             _refuse_difference(past, _read_past(self._past_of(consumed)))
         self._newest = None
         self._end_of_resumed = 0
         self.consumed_samples = consumed
-        self.batch_sampler.next_start = consumed
+        self.is_end_of_pass = int(had_ended and self._end_of_pass(consumed) == consumed)
+        self.batch_sampler.next_start = 0 if self.is_end_of_pass else consumed
 
     def _past_of(self, consumed_samples):
         """The JSON of what decided the consumed samples; "{}" if there is none."""
@@ -3244,8 +3322,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             order["seed of the sampler"] = sampler.seed
             order["data_sharding"] = sampler.data_sharding
             order["samples that are shuffled"] = n
-            order["turn"] = turn
-            order["samples done in the turn"] = done
+            order["pass"] = turn
+            order["samples done in the pass"] = done
             if sampler.data_sharding:
                 order["data_parallel_size"] = sampler.data_parallel_size
         past = {"sampler": order, "data": _what_decides(self.dataset, n, self._kept)}
@@ -3297,9 +3375,26 @@ def _what_decides(dataset, n, kept):
         if id(dataset) not in kept:
             kept[id(dataset)] = _settings_of(dataset)
         settings = kept[id(dataset)]
+        if isinstance(dataset, torch.utils.data.ConcatDataset):
+            return settings | _what_decides_parts(dataset, n, kept)
         if data is None or isinstance(dataset, GPTDataset):  # whose settings are of its pair, too
             return settings
     return settings | {"data": _what_decides(data, n, kept)}
+
+
+def _what_decides_parts(dataset, n, kept):
+    """What decides the first n samples of a ConcatDataset, of each dataset that gave one."""
+    firsts = []
+    decided = {"first sample of each dataset": firsts}
+    end = 0
+    for part in dataset.datasets:
+        begin = end
+        end += len(part)
+        if begin < end and (n is None or begin < n):  # an empty dataset gives none
+            own_n = None if n is None else min(n, end) - begin
+            decided[f"dataset {len(firsts)}"] = _what_decides(part, own_n, kept)
+            firsts.append(begin)
+    return decided
 
 
 def _mix_of_first(blend, n, kept):
@@ -3932,20 +4027,26 @@ def get_train_valid_test_num_samples(
     of valid every eval_interval steps and at the end, and of test once.  Where the batch size grows
     a run has more steps than train_samples / global_batch_size: give both, and train_iters counts
     the evaluations.  With skip_train it evaluates valid once; the samples of train are counted all
-    the same.  Upstream: get_train_valid_test_num_samples.
+    the same.  Upstream: get_train_valid_test_num_samples.  Raises ValueError without train_iters
+    and train_samples, and, unless skip_train, for an eval_interval below 1.
 
     >>> get_train_valid_test_num_samples(global_batch_size=8, train_iters=100, eval_interval=50,
     ...                                  eval_iters=2)
     (800, 48, 16)
     """
+    if train_samples is None and train_iters is None:
+        raise ValueError("expected train_iters, train_samples or both, got neither")
+    global_batch_size = _as_whole(global_batch_size, "global_batch_size", 1)
     if train_samples is None:
-        train_samples = train_iters * global_batch_size
+        train_samples = _as_whole(train_iters, "train_iters") * global_batch_size
+    train_samples = _as_whole(train_samples, "train_samples")
     if train_iters is None:
         train_iters = train_samples // global_batch_size
     evaluations = 1
     if not skip_train:
-        evaluations += train_iters // eval_interval
-    test_samples = eval_iters * global_batch_size
+        eval_interval = _as_whole(eval_interval, "eval_interval", 1)
+        evaluations += _as_whole(train_iters, "train_iters") // eval_interval
+    test_samples = _as_whole(eval_iters, "eval_iters") * global_batch_size
     valid_samples = None if full_validation else evaluations * test_samples
     return train_samples, valid_samples, test_samples
 
@@ -3980,14 +4081,16 @@ class NumMicroBatches:
     ) -> None:
         ramp = rampup_batch_size or (global_batch_size, 1, 0)  # one size from the start
         start, increment, self.samples = ramp
-        self.global_batch_size = global_batch_size
-        self.samples_per_round = micro_batch_size * data_parallel_size
-        self.sizes = range(start, global_batch_size + 1, increment)
+        self.global_batch_size = operator.index(global_batch_size)
+        micro_batch_size = operator.index(micro_batch_size)
+        self.samples_per_round = micro_batch_size * operator.index(data_parallel_size)
+        self.sizes = range(start, self.global_batch_size + 1, increment)
         _refuse_ramp(self.sizes, global_batch_size, self.samples_per_round)
         self.update(0)
 
     def update(self, consumed_samples: int) -> None:
         """Set the batch size of the step that begins after so many samples."""
+        consumed_samples = operator.index(consumed_samples)
         increments = len(self.sizes) - 1
         if increments and self.samples and consumed_samples <= self.samples:
             samples_per_increment = self.samples / increments
@@ -4085,7 +4188,7 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
     """
     if not _is_distributed():
         return
-    mine = int(consumed_samples)
+    mine = operator.index(consumed_samples)
     bounds = torch.tensor([mine, -mine], device=_device_of_group(group))
     torch.distributed.all_reduce(bounds, torch.distributed.ReduceOp.MIN, group=group)
     least, minus_most = bounds.tolist()
@@ -4128,7 +4231,7 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 #   a batch                  shape; packed or not; a mask of         when it is read      ValueError
 #                            documents that would be left out
 #   a loader, a state        no rank in a job of several; no batch   when it is made      ValueError
-#                            (a warning); another past               or loaded
+#                            (a warning); another history            or loaded
 #   an older iterator, a     it comes too late                       when it comes        (d)
 #   gradient
 #   a new parameter, a       its gradient would be wrong             in the step          ValueError
@@ -4192,10 +4295,32 @@ def _position(idx, n, name):
     return i % n
 
 
+def _as_whole(value, name, least=0, most=math.inf):
+    """Return a whole number of any integer type as an int; ValueError unless least to most."""
+    with contextlib.suppress(TypeError):
+        number = operator.index(value)
+        if least <= number <= most:
+            return number
+    raise ValueError(f"{name}: expected a whole number from {least} to {most}, got {value!r}")
+
+
+def _as_size(size, name):
+    """Return a number of samples as an int, and None as None; ValueError for a fraction."""
+    if isinstance(size, numbers.Real) and size % 1 == 0:  # 100.0 is whole, as it is for upstream
+        size = int(size)
+    return None if size is None else _as_whole(size, name)
+
+
 def _name(dataset):
     """What to call a dataset in a message: its path, or its class."""
     path = getattr(dataset, "dataset_path", None)
     return type(dataset).__name__ if path is None else str(path)
+
+
+def _label_of_epochs(dataset):
+    """What a repr() says of the epochs of a dataset; nothing if its orders are its own."""
+    plan = getattr(dataset, "epoch_plan", None)
+    return "" if plan is None else f", epochs={plan.num_epochs}"
 
 
 def _ceil_div(a, b):
@@ -4436,10 +4561,6 @@ def _check_weights(weights, names):
 def _check_config(config):
     """ValueError for a field of a config that is wrong, and for fields that do not go together."""
     _refuse_passwords([config.blend, config.blend_per_split])
-    for name, least in (("random_seed", 0), ("sequence_length", 1)):
-        value = getattr(config, name)
-        if not hasattr(value, "__index__") or not least <= value < 2**32:
-            raise ValueError(f"{name}: wanted a whole number, {least} to 2**32 - 1, got {value!r}")
     blends = [config.blend]
     if config.blend_per_split is not None:
         blends = config.blend_per_split
@@ -4512,15 +4633,17 @@ def _check_taken(blend):
 
 def _check_sizes(config, sizes):
     """ValueError for numbers of samples that no build can have."""
-    train, valid, _ = sizes
-    if any(size is not None and not 0 <= size < math.inf for size in sizes):
-        raise ValueError(f"sizes: wanted numbers >= 0 or None, got {sizes}")
+    train, _, _ = sizes
     if config.blend_phases is not None and train is not None:
-        total = sum(samples for samples, _ in config.blend_phases)
+        total = sum(operator.index(samples) for samples, _ in config.blend_phases)
         if train > total:
             raise ValueError(f"blend_phases has {total} samples, but {train} are wanted: add some")
-    if config.multiple_validation_sets and config.full_validation and valid is not None:
-        raise ValueError(f"full_validation: the size of valid must be None, got {valid}")
+
+
+def _check_size_of_sets(config, prefixes, size):
+    """Check that several validation sets with full_validation have no size; else ValueError."""
+    if config.full_validation and len(prefixes) > 1 and size is not None:
+        raise ValueError(f"full_validation: the size of valid must be None, got {size}")
 
 
 def _warn_of_fewer(split, total, size):
@@ -4528,6 +4651,32 @@ def _warn_of_fewer(split, total, size):
     if size is not None and size > total:
         words = f"{size:,} samples are wanted of {split.name}, which has {total:,}"
         warnings.warn(f"{words}: give it a share, or weights", stacklevel=4)
+
+
+def _has_samples(split, size, parts):
+    """Return whether a split of which samples are wanted has one; warn of corpora that have none.
+
+    A corpus whose documents have no tokens is no news: the split is what gave it none.
+    """
+    short = []  # (name, its tokens, tokens of a sample)
+    for part in parts:
+        if len(part) == 0 and part.num_samples is None and isinstance(part, GPTDataset):
+            tokens = int(part.dataset.sequence_lengths[part.indices].sum(dtype=np.int64))
+            needed = part._x + (1 if part._keeps_short else part.config.sequence_length)
+            if 0 < tokens < needed:
+                short.append((_name(part), tokens, needed))
+    total = sum(len(part) for part in parts)
+    if short:
+        name, tokens, needed = short[0]
+        warnings.warn(
+            f"{split.name}: {len(short)} of {len(parts)} corpora give no sample, because a sample "
+            f"needs {needed} tokens: {name} has {tokens}.  Give it more documents or a larger "
+            "share of the split, or reduce sequence_length",
+            stacklevel=4,
+        )
+    elif total == 0:
+        _warn_of_fewer(split, 0, size)
+    return total > 0
 
 
 def _check_corpora(opened, cls, tokenizer):
@@ -4819,7 +4968,7 @@ def _refuse_difference(state, here):
 
 
 def _read_past(text):
-    """All that a past says, of the sampler and of the data."""
+    """All that a history says, of the sampler and of the data."""
     past = json.loads(text)
     return past.get("sampler", {}) | past.get("data", {})
 

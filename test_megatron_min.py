@@ -1023,6 +1023,7 @@ def test_a_split_is_read_and_cut_by_hand(one):
         matrix([0.5, 0.5, 0], [0.25, 0.75, 0])
     assert one.split_range((0, 0.5), 5) == (0, 2)  # Python rounds 2.5 to the even 2 ...
     assert one.split_range((0.5, 1.0), 7) == (4, 7)  # ... and 3.5 to the even 4
+    assert one.split_range((0, 1.0), torch.tensor(2**30 + 1)) == (0, 2**30 + 1)
 
 
 PER_SPLIT = [(["q"], None), None, None]
@@ -1039,7 +1040,10 @@ class Unfinished:
 
 BAD_CONFIGS = [  # what is changed in a good config, a word of the sentence
     ({"sequence_length": 0}, "sequence_length"),
-    ({"sequence_length": 8.5}, "sequence_length"),
+    ({"sequence_length": 8.5}, "sequence_length: .*8.5"),
+    ({"sequence_length": torch.tensor(4.7)}, "sequence_length: .*4.7"),
+    ({"random_seed": torch.tensor(4.7)}, "random_seed: .*4.7"),
+    ({"random_seed": "5"}, "random_seed: .*'5'"),
     ({"random_seed": 2**32}, "random_seed"),
     ({"split": None}, "needs a split"),
     ({"blend": ([], None)}, "a blend: wanted"),
@@ -1138,6 +1142,10 @@ def test_epochs_are_counted_one_by_one(one):
     assert 13 * (plan.num_epochs - 1) < tokens <= 13 * plan.num_epochs
     assert one.count_samples(tokens, S, False) == one.count_samples(tokens + 1, S) == wanted
     assert one.count_samples(tokens + 1, S, False) == wanted + 1
+    few = [1000, 4000, S]  # as numbers of numpy, whose product would wrap
+    for kind in (np.int32, np.int64, torch.tensor):
+        assert one.plan_epochs(*map(kind, few)) == one.plan_epochs(*few)
+    assert one.count_samples(np.uint8(0), np.uint8(4)) == 0
 
 
 def int32(*values):
@@ -1179,8 +1187,35 @@ def test_no_number_wraps(mm):
     assert rows.tolist() == [[0, 0], [0, S], [2, 0], [2, S], [3, 1], [3, S + 1]]
     assert [mm._sample_index_dtype(n) for n in (2**31 - 1, 2**31)] == [np.int32, np.int64]
     assert [mm._shuffle_index_dtype(n) for n in (2**32 - 3, 2**32 - 2)] == [np.uint32, np.int64]
-    with pytest.raises(ValueError, match=f"document {2**31}"):
-        mm.build_document_index(np.array([1, 2**31]), 1, np.random.RandomState(0), False)
+    arrays = np.zeros(400, np.int16), np.zeros(400, np.int64)
+    mm.build_phase_indices(*arrays, [(np.uint8(200), [1])] * 2)
+    assert arrays[1][-1] == 399
+
+
+def test_a_number_that_is_not_whole_is_not_cut(one, tmp_path):
+    """Nor is one wrapped that int32 does not hold; whole numbers may be of any type."""
+    random_state = np.random.RandomState(0)
+    numpys = np.array([1, 2**31]), np.array([0.0, 1.0]), np.array([1], np.uint64)
+    for documents in ([0.9, 1.9], [1, -1], [-(2**31) - 1], [2**70], *numpys[:2]):
+        with pytest.raises(ValueError, match="document: .*whole number from 0 to 2147483647"):
+            one.build_document_index(documents, 1, random_state, False)
+        with pytest.raises(ValueError, match="document: "):
+            one.build_stable_orders(documents, [0, 2], 1234)
+    for documents in ([np.uint8(1)], torch.tensor([1]), numpys[2]):
+        assert one.build_document_index(documents, 2, random_state, False).tolist() == [1, 1]
+    for function, *arguments in (
+        (one.build_shuffle_index, 6, 6.5, random_state),
+        (one.build_stable_orders, [1], [0, 2.5], 1234),
+        (one.plan_epochs, 13, 1.5, 4),
+    ):
+        with pytest.raises(TypeError):
+            function(*arguments)
+    prefix = mk(one, tmp_path / "p", [[1] * 20])
+    for size in (100.9, np.float32(0.5), math.nan, math.inf, "5", -1, torch.tensor(4.7)):
+        with pytest.raises(ValueError, match="num_samples: expected a whole number"):
+            gpt(one, prefix, size)
+    for size in (5.0, np.uint8(5), torch.tensor(5)):
+        assert repr(gpt(one, prefix, size).num_samples) == "5"
 
 
 def test_a_wrong_stream_is_said(mm):
@@ -1431,7 +1466,7 @@ def test_datasets_that_cannot_be(one, tmp_path):
     for documents, error, words in (
         ([], ValueError, "/p: train of split '1,0,0': 1 samples .* no tokens"),
         ([0, 3], IndexError, "index 3 "),
-        ([-2, 0], IndexError, r"document_indices\[0\] is -2 of 3"),
+        ([-2, 0], ValueError, "document: .*got -2"),
         ([True, False], TypeError, "integers, got bool"),
     ):
         with pytest.raises(error, match=words):
@@ -1644,7 +1679,8 @@ def test_refused_blends(one):
         (([1, 1], None, [(4, [1, 1])]), "None"),  # phases stand for weights and size
         ((None, 4, [(4, [1, 1])]), "None"),
         ((None, None, []), "wanted"),
-        (([1, 1], -1), "size that is"),
+        (([1, 1], -1), "size: .*-1"),
+        (([1, 1], 4.9), r"size: .*4\.9"),
         ((None, None, [(0, [1, 1])]), "phase 0: .*1 sample or more: got 0"),
         ((None, None, [(4.5, [1, 1])]), "phase 0: .*float"),
         ((None, None, [(4, [1, 1]), (4, [1])]), "phase 1: .*wanted 2 weights"),
@@ -1697,7 +1733,7 @@ def test_phases_are_in_the_key(one, tmp_path):
 
 
 def test_a_blend_has_the_samples_of_its_datasets(mm, tmp_path):
-    """Made as their own configs say.  None is sample 0 of dataset 0, without any loss."""
+    """Made as their own configs say.  None is sample 0 of the dataset of sample 0, without loss."""
     prefixes = []
     for dtype in (np.uint8, np.uint16, np.int64):
         docs = random_docs(np.random.default_rng(len(prefixes)), vocab=5)
@@ -1715,12 +1751,52 @@ def test_a_blend_has_the_samples_of_its_datasets(mm, tmp_path):
         places = pairs_of(ds)
         wanted = []
         for i in indices:
-            d, k = (0, None) if i is None else places[i]
+            d, k = (places[0][0], None) if i is None else places[i]
             wanted.append({"dataset_id": torch.tensor(d), **ds.datasets[d][k]})
             assert wanted[-1]["loss_mask"].any() == (i is not None)
         for samples in read_in_all_ways(ds, indices):
             for sample, expected in zip(samples, wanted, strict=True):
                 same_samples(sample, expected)
+
+
+def test_padding_is_of_the_dataset_of_sample_0(mm, tmp_path):
+    """Dataset 0 gives no sample here, and has none: its documents are shorter than one."""
+    short = mk(mm, tmp_path / "short", [[1, 2]])
+    prefix = mk(mm, tmp_path / "p", [[3] * 20] * 9)
+    cfg = config(mm, ([short, prefix], None), blend_phases=[(5, [0, 1])])
+    train = build(mm, [None, 0, 0], cfg)[0]
+    for data in (train, torch.utils.data.Subset(train, range(5))):
+        batches = list(loader_of(mm, data, drop_last=False))
+        assert batches[-1]["dataset_id"].tolist() == [1, 1, 1, 1]
+        assert batches[-1]["loss_mask"].any(1).tolist() == [True, False, False, False]
+    same_samples(train[None], {"dataset_id": torch.tensor(1), **train.datasets[1][None]})
+
+
+def test_what_a_repr_says(one, tmp_path):
+    """Of a blend the first 20 datasets, of any class; an object that is half made has one, too."""
+    path = mk(one, tmp_path / "p", [[1] * 20] * 3, np.uint16)
+    part = gpt(one, path, 20)
+    own = gpt(one, path, 20, cls=type("Own", (one.GPTDataset,), {}))
+    own.epoch_plan = None
+    numbers = one.MockGPTLowLevelDataset(Tok())
+    made_up = one.MockGPTDataset(numbers, None, range(3), 0, one.Split.test, config(one))
+    said = "train, samples=22, sequence_length=8"
+    for dataset, words in (
+        (part.dataset, f"IndexedDataset({path!r}, sequences=3, tokens=60, dtype=uint16)"),
+        (part, f"GPTDataset({path!r}, {said}, epochs=3)"),
+        (own, f"Own({path!r}, {said})"),
+        (
+            made_up,
+            f"MockGPTDataset(None, test, samples={len(made_up)}, sequence_length=8, epochs=1)",
+        ),
+    ):
+        assert repr(dataset) == words
+        assert type(dataset).__name__ in repr(type(dataset).__new__(type(dataset)))
+    parts = [part, own, *[Bare(99, one.Split.train)] * 24]
+    lines = repr(one.BlendedDataset(parts, [11, 9, *[1] * 24], 44, part.config)).splitlines()
+    assert lines[:2] == ["BlendedDataset(train, samples=44)", f"  0: {path}, samples=11, epochs=3"]
+    assert lines[2] == f"  1: {path}, samples=9"
+    assert lines[20:] == ["  19: bare, samples=1", "  and 6 more"]
 
 
 # ==============================================================================
@@ -1769,12 +1845,13 @@ def test_which_datasets_a_config_means(mm, corpora, caplog):
     ]
     of_one = {"blend_per_split": [([A], None), None, None], "blend_phases": [(9, [1]), (6, [1])]}
     no_share = ["5 samples are wanted of test"]
-    too_short = ["1,000,000 samples are wanted of train"]
+    too_short = ["train: 1 of 4 corpora give no sample"]
+    too_few = [*too_short, "1,000,000 samples are wanted of train"]
     for sizes, fields, wanted, size, warned in (
         ([40, 5, 0], own, [[(A, 40, 11), (B, 25, 31)], (C, 10, 5), None], 40, []),
-        ([None, None, None], epoch, of_epoch, None, []),
-        ([total, 0, 0], epoch, of_epoch, total, []),
-        ([10**6, 0, 0], epoch, of_epoch, total, too_short),
+        ([None, None, None], epoch, of_epoch, None, too_short),
+        ([total, 0, 0], epoch, of_epoch, total, too_short),
+        ([10**6, 0, 0], epoch, of_epoch, total, too_few),
         ([0, 0, 0], {"blend": ([short, short], None)}, [None, None, None], None, []),
         ([0, 5, 5], cut, [(A, 20, 0), (A, 20, 5), None], None, no_share),
         ([15, 0, 0], of_one, [[(A, 40, 16)], None, None], 15, []),
@@ -1783,12 +1860,63 @@ def test_which_datasets_a_config_means(mm, corpora, caplog):
         built, messages = heard(build, mm, sizes, config(mm, **fields))
         assert [parts_of(dataset) for dataset in built] == wanted
         assert getattr(built[0], "size", None) == size
-        assert [message.partition(", which")[0] for message in messages] == warned
+        assert [re.split(", which|, because", message)[0] for message in messages] == warned
     train, valid, _ = built
     assert train.phases == [(9, [0.5, 0.5, 0.0]), (7, [0.0, 1 / 3, 2 / 3])]
     assert pairs_of(train) == blend_by_a_loop(train.phases)
     assert train.datasets[2].dataset is valid.datasets[1].dataset, "each corpus is opened once"
     assert "weight 0: in/none" in caplog.text
+    assert "weight 0: in/short" not in caplog.text, "nobody gave it a weight"
+
+
+def test_corpora_that_are_shorter_than_a_sample(one, tmp_path):
+    """One warning for each split of which samples are wanted; a split without a sample is None."""
+    docs = {"twenty": [[1] * 20], "three": [[1] * 3], "empty": [[]], "enough": [[1] * 70] * 100}
+    twenty, three, empty, enough = (mk(one, tmp_path / name, docs[name]) for name in docs)
+    both = [f"train: 2 of 2 .* 65 tokens: {three} has 3"]
+    halves = {"split": "50,50,0"}
+    of_21 = {"add_extra_token_to_sequence": False, "sequence_length": 21}
+    for corpora, sizes, fields, built, warned in (
+        ([twenty], [None, 0, 0], {}, [], [f"train: 1 of 1 .* 65 tokens: {twenty} has 20"]),
+        ([twenty], [None, 0, 0], of_21, [], [" 21 tokens"]),
+        ([twenty], [5, 0, 0], {}, [0], []),  # in several epochs
+        ([twenty] * 3, [0, 0, 0], {}, [], []),
+        ([three, twenty], [None, 0, 0], {}, [], both),
+        ([three, twenty], [5, 0, 0], {}, [], both),
+        ([three, empty, enough], [5, 0, 0], {}, [0], ["train: 1 of 3 .*three has 3"]),
+        ([empty, empty], [5, 0, 0], {}, [], ["5 samples are wanted of train"]),
+        ([enough] * 3, [5, 0, 0], {"split": "98,1,1"}, [0, 1, 2], []),
+        ([enough, twenty], [0, None, 0], halves, [0, 1], [f"valid: 1 of 2 .*{twenty} has 20"]),
+    ):
+        data = {"blend": (corpora, None), "split": "1", "sequence_length": 64} | fields
+        found, messages = heard(build, one, sizes, config(one, **data))
+        assert [number for number in range(3) if found[number] is not None] == built, corpora
+        for message, words in zip(messages, warned, strict=True):
+            assert re.search(words, message)
+    for valid, samples in (([twenty, three], None), ([twenty, enough], [0, 109])):
+        data = {"blend_per_split": [None, (valid, None), None], "multiple_validation_sets": True}
+        found, messages = heard(build, one, [0, None, 0], config(one, sequence_length=64, **data))
+        assert (found[1] and [len(dataset) for dataset in found[1]]) == samples
+        assert len(messages) == 1 and "valid: " in messages[0]
+
+
+def test_a_config_that_is_changed_later_changes_nothing(c, corpora, tmp_path):
+    """Before the build or after it; a deep copy builds again with the seed of its name."""
+    fields = {"random_seed": 5, "path_to_cache": str(tmp_path / "cache")}
+    wanted = build(c, [40, 0, 0], config(c, ([A, B], [1, 2]), **fields))[0]
+    cfg = config(c, ([A, B], [1, 2]), **fields)
+    builder = c.BlendedMegatronDatasetBuilder(c.GPTDataset, [40, 0, 0], yes, cfg)
+    cfg.random_seed = 7
+    cfg.sequence_length = 16
+    cfg.blend[0][0] = C
+    found = builder.build()[0]
+    shutil.rmtree(tmp_path / "cache")
+    for dataset in (found, copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+        assert c._is_plain(dataset), "its datasets have its config"
+        assert dataset.unique_description == wanted.unique_description
+        same_batches([dataset[k] for k in range(40)], [wanted[k] for k in range(40)])
+    by_hand = c.GPTDataset(found.datasets[0].dataset, A, range(9), 9, c.Split.train, cfg)
+    assert by_hand.config is cfg
 
 
 def test_a_corpus_that_would_be_exhausted_is_built_larger(one, tmp_path):
@@ -1844,11 +1972,17 @@ def test_what_a_builder_refuses(one, corpora):
         ([0, 5, 9], sets | {"full_validation": True}, "must be None"),
         ([20, 0, 0], {"blend": two, "blend_phases": [(16, [1, 1])]}, "16 samples, but 20"),
         ([9, 0, 0], {}, "no blend is given"),
-        ([5, 0, 0], {"blend": ([mk(one, "in/short", [[1]])] * 2, None)}, "finite sum > 0"),
+        ([100.9, 0, 0], {"blend": two}, r"sizes: .*100\.9"),
+        (["5", 0, 0], {"blend": two}, "sizes: .*'5'"),
         ([5, 5, 0], {"blend_per_split": [([A, C], None), ([B], None), None]}, other_tokenizer),
     ):
         with pytest.raises(ValueError, match=words):
             quiet(build, one, sizes, config(one, **fields))
+    full = {"multiple_validation_sets": True, "full_validation": True}
+    for valid, wanted in ((([A], None), (A, 40, 5)), (([A], [2]), (A, 40, 5)), (None, None)):
+        fields = full | {"blend_per_split": [([A, C], None), valid, None]}
+        built = quiet(build, one, [5, 5, 0], config(one, **fields))
+        assert parts_of(built[1]) == wanted, "only several sets may have no size, as in upstream"
     _, messages = heard(build, one, [5, 0, 0], config(one, ([A, C], [1, 1])))
     assert len(messages) == 1, "the tokenizer of the config is a warning"
     huge = {"numel_low_level_dataset": mock.Mock(return_value=2**31)}  # upstream: the numbers wrap
@@ -1986,9 +2120,43 @@ def test_a_sampler_refuses_sizes_and_places_that_cannot_be(one):
     ):
         with pytest.raises(ValueError, match=f"^{words}"):
             sampler_of(one, kind, *sizes)
-    for sizes in ((8, 1.5, 1, 0, 1), (8, 0, 1.5, 0, 1), (8.5, 0, 1, 0, 1), (8, 0, 1, 0, 1.5)):
+    good = (8, 0, 1, 0, 1)
+    for place in range(5):
+        sizes = [*good[:place], good[place] + 0.5, *good[place + 1 :]]
         with pytest.raises(TypeError):
             sampler_of(one, "single", *sizes)
+
+
+def test_a_seed_and_a_number_of_workers_are_whole_numbers(one):
+    """They are looked at when sampler and loader are made, and not at the first batch."""
+    good = (8, 0, 1, 0, 1)
+    for seed in (1.5, -1, 2**63, "x", None, torch.tensor(1.5)):
+        with pytest.raises(ValueError, match=f"seed: .* from 0 to {2**63 - 1}, got"):
+            sampler_of(one, "sharded", *good, seed=seed)
+        with pytest.raises(ValueError, match="seed"):
+            loader_of(one, Numbers(8), dataloader_type="cyclic", seed=seed)
+    for seed in (2**63 - 1, np.int64(5), torch.tensor(5)):
+        sampler = sampler_of(one, "unsharded", 8, 16, 1, 0, 1, seed=seed)
+        assert type(sampler.seed) is int and len(list(sampler)) == 8
+    for number in (-1, 1.5, "2"):
+        with pytest.raises(ValueError, match="num_workers: .*0 to"):
+            loader_of(one, Numbers(8), num_workers=number)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint32, torch.tensor])
+def test_the_numbers_of_a_layout_are_of_any_integer_type(one, kind):
+    """Upstream's, and small integers of numpy, wrap in products and sums."""
+    numbers = [200, 8, 2, 1, 2]
+    for order in ("single", "full_validation", *SHUFFLED):
+        found = list(sampler_of(one, order, *map(kind, numbers)))
+        assert found == list(sampler_of(one, order, *numbers)), order
+    assert one.ParallelGroups.rank_lists("dp", data=kind(3), tensor=kind(100))[99] == [99, 199, 299]
+    row = {"tokens": torch.arange(1024)[None]}
+    part = one.get_batch_on_this_cp_rank(row, kind(1), kind(128))["tokens"]
+    assert part.tolist() == [[4, 5, 6, 7, 1016, 1017, 1018, 1019]]
+    ramp = one.NumMicroBatches(kind(240), kind(16), kind(5), (kind(80), kind(80), 100))
+    ramp.update(kind(60))
+    assert (ramp.get(), ramp.get_current_global_batch_size()) == (2, 160)
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -2040,7 +2208,7 @@ def test_a_run_goes_on_where_its_order_is_the_same(one):
         (64, 8, ("single", 4, 1), ("unsharded", 4, 1), "kind"),
         (64, 8, ("sharded", 4, 1), ("sharded", 2, 2), "data_parallel_size"),
         (67, 8, ("unsharded", 4, 1), ("unsharded", 2, 1), "samples that are shuffled"),
-        (20, 40, ("unsharded", 4, 1), ("unsharded", 4, 2), "done in the turn"),
+        (20, 40, ("unsharded", 4, 1), ("unsharded", 4, 2), "done in the pass"),
         (64, 8, ("unsharded", 4, 1), ("unsharded", 4, 4), "wanted whole rounds of 16"),
     ):
         resumed = loader(total, after)
@@ -2608,10 +2776,93 @@ def test_which_iterator_goes_on_where_a_state_was_taken(one, kind):
     for _ in range(2):  # loaded again: that is no iterator to be warned of
         loader.load_state_dict(state)
         assert heard(next, iter(loader))[1] == []
-    begin = 12 if kind in SHUFFLED else 0
-    with pytest.warns(UserWarning, match=f"at sample 12, and this one begins at sample {begin}:"):
-        next(iter(loader))
+    if kind in SHUFFLED:  # the next one goes on there
+        assert heard(next, iter(loader))[1] == []
+    else:
+        with pytest.warns(UserWarning, match="at sample 12, and this one begins at sample 0:"):
+            next(iter(loader))
     assert heard(next, iter(loader))[1] == []  # it did not go on from a state
+
+
+PASSES = {  # arguments of a loader of 23 samples, the end of its pass, arguments of smaller rounds
+    "single": ({}, 20, {"micro_batch_size": 1}),
+    "all samples": ({"drop_last": False}, 23, {"micro_batch_size": 1}),
+    "full": ({"full_validation": True, "data_parallel_size": 4}, 23, {"data_parallel_size": 1}),
+    "cyclic": ({"dataloader_type": "cyclic"}, 20, {}),
+}
+
+
+@pytest.mark.parametrize("kind", PASSES)
+@pytest.mark.parametrize("is_subset", [False, True])
+def test_a_state_at_the_end_of_a_pass(one, kind, is_subset):
+    """As torchdata 0.11 has it: after the loop the next pass begins, and may be left.
+
+    At the last batch, inside of the loop, the rest is empty.  A longer dataset, or a smaller round,
+    goes on where a batch is left.
+    """
+    fields, end, smaller = PASSES[kind]
+    is_cyclic = kind == "cyclic"
+
+    def loader(n=23, **more):
+        data = torch.utils.data.Subset(Numbers(99), range(n)) if is_subset else Numbers(n)
+        layout = {"data_parallel_rank": 0, "data_parallel_size": 1}
+        return loader_of(one, data, **layout | fields | more)
+
+    whole = loader()
+    first = []
+    states = []
+    for batch in whole:
+        first.append(batch["k"].tolist())
+        states.append(whole.state_dict())
+    after = whole.state_dict()
+    second = [batch["k"].tolist() for batch in whole]  # in the same loader
+    assert whole.state_dict()["consumed_samples"] == end * (1 + is_cyclic)
+    assert {state["is_end_of_pass"] for state in states} == {0}
+    assert (after["consumed_samples"], after["is_end_of_pass"]) == (end, int(not is_cyclic))
+    rest = second if is_cyclic else []
+    for state, wanted in ((states[1], first[2:]), (states[-1], rest), (after, second)):
+        for strict in (True, False):
+            resumed = loader()
+            resumed.load_state_dict(state, strict=strict)
+            assert (resumed.state_dict(), len(resumed)) == (state, len(whole))
+            assert [batch["k"].tolist() for batch in resumed] == wanted
+            assert resumed.state_dict()["is_end_of_pass"] == after["is_end_of_pass"]
+            assert is_cyclic or [batch["k"].tolist() for batch in resumed] == first
+    resumed = loader()
+    resumed.load_state_dict(after)
+    for number in range(2):  # left early
+        found, messages = heard(next, iter(resumed))
+        assert (found["k"].tolist(), messages) == (second[number * is_cyclic], [])
+        assert resumed.state_dict()["is_end_of_pass"] == 0
+    if is_cyclic:
+        return
+    assert resumed.state_dict()["consumed_samples"] == 4
+    for n, more, begin in ((40, {}, end), (23, smaller, end % 23)):
+        resumed = loader(n, **more)
+        resumed.load_state_dict(after)
+        assert resumed.state_dict() == after | {"is_end_of_pass": int(begin == 0)}
+        assert next(iter(resumed))["k"].tolist()[0] == begin
+
+
+def test_a_run_that_grows_goes_on_behind_the_end_of_a_pass(one, tmp_path):
+    """By more samples of a stable order, or by a later phase; else the next pass begins."""
+    make_corpora(one, tmp_path)
+    prefix = str(tmp_path / "a")
+    of_24 = loader_of_run(one, tmp_path, mix=[(24, U)])
+    of_20 = loader_of(one, gpt(one, prefix, 20, stable_order=True))
+    for before, after in (
+        (of_24, loader_of_run(one, tmp_path, **TWO_PHASES)),
+        (of_24, loader_of_run(one, tmp_path, mix=[(24, U)])),
+        (of_20, loader_of(one, gpt(one, prefix, 400, stable_order=True))),
+    ):
+        end = 4 * len(list(before))
+        state = before.state_dict()
+        assert (state["consumed_samples"], state["is_end_of_pass"]) == (end, 1)
+        after.load_state_dict(state)
+        begin = end if len(after.dataset) > len(before.dataset) else 0
+        assert after.state_dict() == state | {"is_end_of_pass": int(begin == 0)}
+        wanted = [after.dataset[k] for k in range(begin, begin + 4)]
+        same_samples(next(iter(after)), torch.utils.data.default_collate(wanted))
 
 
 @pytest.mark.parametrize("kind", ["single", *SHUFFLED])
@@ -2746,10 +2997,10 @@ def test_the_state_of_a_blend_by_hand(one, tmp_path):
     }
     order = zlib.crc32(np.array([0, 2, 0, 2, 0, 2], "<i2"))
     data["which corpus gave which sample (weights, blend_phases)"] = order
-    past = json.dumps({"sampler": {"kind of the sampler": "single"}, "data": data})
-    wanted = {"version": 7, "consumed_samples": 6, "past": past}
+    history = json.dumps({"sampler": {"kind of the sampler": "single"}, "data": data})
+    wanted = {"version": 8, "consumed_samples": 6, "is_end_of_pass": 0, "history": history}
     assert loader_of(one, blend, 6, micro_batch_size=2).state_dict() == wanted
-    assert loader_of(one, blend).state_dict()["past"] == "{}", "nothing was consumed"
+    assert loader_of(one, blend).state_dict()["history"] == "{}", "nothing was consumed"
 
 
 def test_no_sample_is_read_for_a_state_and_no_storage_is_asked(one):
@@ -2772,7 +3023,8 @@ def test_no_sample_is_read_for_a_state_and_no_storage_is_asked(one):
             assert loader.state_dict() == state
     read = [len(call.args[0]) for call in counts.call_args_list]
     assert read == [8, 0, 12, 0, 12, 0, 28, 0, 4, 0]
-    assert ["corpus 2" in state["past"] for state in states] == [False, True, False, True, False]
+    found = ["corpus 2" in state["history"] for state in states]
+    assert found == [False, True, False, True, False]
 
 
 # -- The state: of two runs --------------------------------------------------------------------
@@ -2912,8 +3164,10 @@ def test_what_a_state_asks_of_other_classes(one, tmp_path):
     def plain(n=40, **fields):
         return quiet(gpt, one, prefix, n, **{"stable_order": True} | fields)
 
-    def part(*samples, **fields):
-        return torch.utils.data.Subset(plain(80, **fields), *samples)
+    part_of = torch.utils.data.Subset
+
+    def part(samples, **fields):
+        return part_of(plain(80, **fields), samples)
 
     def over(reader):
         return one.GPTDataset(reader, None, range(2), 40, one.Split.train, config(one))
@@ -2926,6 +3180,10 @@ def test_what_a_state_asks_of_other_classes(one, tmp_path):
         phases = [(samples, (1, 1)) for samples in phases]
         return cls([plain(80), plain(80)], None, None, plain().config, phases=phases)
 
+    concat = torch.utils.data.ConcatDataset
+    two = [part(range(20)), plain()]
+    total = len(concat(two))
+    blends = [blend(one.BlendedDataset, 40), blend(one.BlendedDataset, 12, 60)]
     named = [reader([90, 80], fingerprint=functools.partial(dict, name=name)) for name in "ab"]
     short = {"split": "valid", "drop_last_partial_validation_sequence": False}
     renamed = type("Renamed", (Wrapped,), {})
@@ -2940,6 +3198,13 @@ def test_what_a_state_asks_of_other_classes(one, tmp_path):
         (part([5, -1] * 16), part([5, len(plain(80)) - 1] * 16), None),
         (part(range(40)), part(range(40), random_seed=5), r"random_seed of data \(p\) was 1234"),
         (Wrapped(blend(one.BlendedDataset, 40)), Wrapped(blend(one.BlendedDataset, 32, 60)), None),
+        (concat(two), concat([Numbers(0), *two, plain()]), None),  # added behind, or empty
+        (concat(two), concat([part(range(30)), plain()]), r"first sample of .* was \[0, 20\] in"),
+        (concat(two), concat([two[0], plain(random_seed=5)]), r"random_seed of dataset 1 \(p\)"),
+        (concat(two), concat([part(range(40))]), r"first sample of .* and is \[0\]"),
+        (concat([plain(), Numbers(9)]), concat([plain(80), Wrapped()]), None),  # it has grown
+        (part_of(concat(two), [5, -1] * 16), part_of(concat(two), [5, total - 1] * 16), None),
+        (concat([two[0], blends[0]]), concat([two[0], blends[1]]), None),
         (Wrapped(), renamed(), "class was Wrapped in the state, and is Renamed"),
         (Wrapped(named[0]), Wrapped(named[1]), "name of fingerprint of data .* was a in"),
         (over(reader([90, 80])), over(reader([80, 90])), r"sequence_lengths \(CRC-32\) was"),
@@ -2958,20 +3223,27 @@ def test_what_a_state_asks_of_other_classes(one, tmp_path):
 
 
 def test_a_state_of_another_version_or_place_is_refused(one):
-    """strict=False accepts another version, but no place where there is no sample."""
+    """strict=False accepts another version, but no place where there is no sample.
+
+    Of another version nothing else is read.
+    """
     loader = loader_of(one, Numbers(64))
     state = loader_of(one, Numbers(64), 16).state_dict()
-    other = {"version": 6, "consumed_samples": 16}
+    other = {"version": 7, "consumed_samples": 16}
+    more = state["history"].replace("}}", ', "x": 5}}')
     for changed, words in (
-        (other, "version was 6 in the state, and is 7.*strict=False"),
-        (state | {"past": "{}"}, "kind of the sampler was None in the state, and is single"),
-        (state | {"past": state["past"].replace("}}", ', "x": 5}}')}, "x was 5 in .* is None"),
+        (other | {"past": 5}, "version was 7 in the state, and is 8.*strict=False"),
+        (state | {"history": "{}"}, "kind of the sampler was None in the state, and is single"),
+        (state | {"history": more}, "x was 5 in .* is None"),
     ):
         with pytest.raises(ValueError, match=f"the state does not fit.*{words}"):
             loader.load_state_dict(changed)
-    for damaged in ({"past": "{"}, {"past": None}, {"past": "[]"}, {"consumed_samples": "6"}):
-        with pytest.raises(ValueError, match="the state: wanted version, consumed_samples, past"):
-            loader.load_state_dict(state | damaged)
+    damaged = [{"history": text} for text in ("{", None, "[]")]
+    damaged += [{"consumed_samples": "6"}, {"is_end_of_pass": "0"}]
+    keys = "version, consumed_samples, is_end_of_pass, history"
+    for changes in damaged:
+        with pytest.raises(ValueError, match=f"the state: expected {keys}"):
+            loader.load_state_dict(state | changes)
     with pytest.raises(ValueError, match="consumed_samples"):
         loader.load_state_dict(state | {"consumed_samples": 65}, strict=False)
     assert loader.state_dict()["consumed_samples"] == 0
@@ -3458,6 +3730,20 @@ def test_samples_of_a_run_by_hand(one):
         ({"train_iters": 120, "train_samples": 719}, (719, 5 * 16, 16)),  # the batch size grew
     ):
         assert one.get_train_valid_test_num_samples(**run | arguments) == wanted
+    for arguments, words in (
+        ({}, "train_iters, train_samples"),
+        ({"skip_train": True}, "train_iters, train_samples"),
+        ({"train_iters": 9, "eval_interval": 0}, "eval_interval: .*got 0"),
+        ({"train_samples": 9, "eval_interval": -3}, "eval_interval: .*got -3"),
+        ({"train_samples": 9, "global_batch_size": 0}, "global_batch_size: .*got 0"),
+        ({"train_iters": 9.5}, r"train_iters: .*got 9\.5"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            one.get_train_valid_test_num_samples(**run | arguments)
+    wide = {"train_iters": np.uint8(200), "global_batch_size": np.uint8(200)}
+    assert one.get_train_valid_test_num_samples(**run | wide)[0] == 40_000
+    skip = {"train_iters": 9, "skip_train": True, "eval_interval": 0}
+    assert one.get_train_valid_test_num_samples(**run | skip) == (72, 16, 16)
 
 
 def test_a_batch_size_that_does_not_grow(one):
