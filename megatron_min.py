@@ -10,7 +10,7 @@ which that works as intended, files, index arrays, caches, samples and batches a
 
 Part I is the textbook: rules, each section with a question and a drawing, whose code is the
 definition of what happens to good input.  Bad input is refused by calls of one line, _check_...()
-and _refuse_...(): these, and small tools such as _position(), mostly stand in section 13.  Comments
+and _refuse_...(): these, and small tools such as _as_index(), mostly stand in section 13.  Comments
 name the sections of what else is not there yet.  The file needs nothing but numpy and torch;
 _helpers.c is an optional accelerator with identical results.
 
@@ -269,7 +269,7 @@ class _MappedTokens:
         self.tokens = np.zeros(0, dtype)
         if os.path.getsize(path) > 0:  # an empty file cannot be mapped
             # its error names the file (section 13)
-            with _named(path, "cannot be mapped (mmap_bin_files=False reads it)", OSError):
+            with _naming_action(path, "cannot be mapped (mmap_bin_files=False reads it)", OSError):
                 self.tokens = np.asarray(np.memmap(path, dtype, "r"))
 
     def read(self, first: int, count: int) -> np.ndarray:
@@ -323,20 +323,20 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.mmap = mmap
         self.object_storage_config = object_storage_config
         self.check = check
-        self.absolute_prefix = _absolute(self.path_prefix)
+        self.absolute_prefix = _absolute_path(self.path_prefix)
         self._idx_path = get_idx_path(self.absolute_prefix)
         self._bin_path = get_bin_path(self.absolute_prefix)
         self._open()
 
     def _open(self):
         """Open both files; a dataset that is unpickled does so, too."""
-        self._known = {}  # what was asked for once: verified, fingerprint, record
+        self._memo = {}  # what was asked for once: verified, fingerprint, record
         idx_stamp = _stamp_or_hint(self._idx_path)  # size and time of the file: section 15
         local_path = self._idx_path
         if _is_remote(local_path):
             local_path = _fetch_index(self._idx_path, idx_stamp, self.object_storage_config)
         content, _ = _read_or_map_file(local_path)  # its bytes, as an array: section 15
-        code, n, m = _check_idx_header(self._idx_path, content, self.multimodal)
+        code, n, m = _parse_idx_header(self._idx_path, content, self.multimodal)
         self.dtype = DType.dtype_from_code(code)
         self.sequence_lengths = np.frombuffer(content, np.int32, n, 34)
         self.sequence_pointers = np.frombuffer(content, np.int64, n, 34 + 4 * n)
@@ -354,11 +354,13 @@ class IndexedDataset(torch.utils.data.Dataset):
         else:
             tokens_of_file = _MappedTokens if self.mmap else _FileTokens
             self._tokens = tokens_of_file(self._bin_path, self.dtype)
-            _refuse_if_changed(self._bin_path, bin_stamp, "opened")  # as one that is cut in place
+            _check_unchanged(self._bin_path, bin_stamp, "opened")  # as one that is cut in place
         # With the same .idx before and after, the pair was not replaced meanwhile (section 14).
-        _refuse_if_changed(self._idx_path, idx_stamp, "opened")
+        _check_unchanged(self._idx_path, idx_stamp, "opened")
         self._stamps = {"idx": idx_stamp, "bin": bin_stamp}
-        self._in_files = {name: getattr(self, name) for name in _OPENED}  # section 15
+        self._arrays_in_files = {
+            name: getattr(self, name) for name in _REOPENED_ATTRIBUTES
+        }  # section 15
         if self.check:
             self.verify()
 
@@ -403,7 +405,7 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     def _span(self, idx, offset, length):
         """Where a part of a sequence lies: (number of tokens before it in the .bin, its length)."""
-        i = _position(idx, len(self), self.path_prefix)  # -1 is the last sequence
+        i = _as_index(idx, len(self), self.path_prefix)  # -1 is the last sequence
         pointer = int(self.sequence_pointers[i])
         size = int(self.sequence_lengths[i])
         offset = operator.index(offset)
@@ -417,9 +419,9 @@ class IndexedDataset(torch.utils.data.Dataset):
         No length is below 0, each sequence begins where the one before it ends, and no document
         begins before the one before it.
         """
-        if "verified" not in self._known:
+        if "verified" not in self._memo:
             _check_entries_of_idx(self)
-            self._known["verified"] = True
+            self._memo["verified"] = True
 
     @staticmethod
     def exists(path_prefix: str | os.PathLike) -> bool:
@@ -459,7 +461,7 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     def __getstate__(self):
         """What a pickle has: all attributes, but nothing that is in the files; and their note."""
-        return _state_without_files(self) | {"_note": _note_of_pair(self)}
+        return _picklable_state(self) | {"_note": _identity_of_pair(self)}
 
     def __setstate__(self, state):
         """Open the pair again; DatasetFormatError if it is another than that of the pickle."""
@@ -505,7 +507,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self, content: bytes, lengths: typing.Iterable[int], modes: typing.Any = None
     ) -> None:
         """Append sequences, laid end to end in bytes as _encode_tokens() makes them."""
-        lengths, modes = _check_new_lengths(self, content, lengths, modes)  # as arrays
+        lengths, modes = _as_lengths_and_modes(self, content, lengths, modes)  # as arrays
         try:
             self._bin.write(content)
             self.sequence_lengths.extend(lengths)
@@ -713,7 +715,7 @@ def encode_document(
     [[97, 97], [98, 256]]
     """
     sequences = []
-    for sentence in _sentences(text):  # section 13, and so _as_ids()
+    for sentence in _as_sentences(text):  # section 13, and so _as_ids()
         tokens = _as_ids(tokenizer, tokenizer.tokenize(sentence)).tolist()
         if len(tokens) > 0:
             sequences.append(tokens)
@@ -815,7 +817,7 @@ def parse_and_normalize_split(split: str) -> list[float]:
     """
     fields = re.split(r"\s*[,;/]\s*|\s+", str(split).strip("[]() "))
     names = [part.name for part in Split]
-    with _named(f"split {split!r}", 'wanted shares such as "98,1,1"'):
+    with _naming_action(f"split {split!r}", 'wanted shares such as "98,1,1"'):
         shares = [float(field) for field in fields]
         shares += [0.0] * (len(names) - len(shares))
         _check_weights(shares, names)
@@ -1137,7 +1139,7 @@ def build_document_index(
     >>> build_document_index([0, 1, 2], 2, np.random.RandomState(1234), False).tolist()
     [2, 1, 2, 0, 1, 0]
     """
-    document_index = _repeat(documents, num_epochs)
+    document_index = _repeat_documents(documents, num_epochs)
     if not separate_final_epoch:
         shuffle(document_index, random_state)
         return document_index
@@ -1147,7 +1149,7 @@ def build_document_index(
     return document_index
 
 
-def _repeat(documents, num_epochs):
+def _repeat_documents(documents, num_epochs):
     """The documents once for each epoch, int32 (E*D,)."""
     documents = np.asarray(documents)
     if len(documents):
@@ -1278,7 +1280,7 @@ def build_stable_orders(
     """
     num_documents = len(documents)
     num_epochs = len(sample_edges) - 1
-    document_index = _repeat(documents, num_epochs)
+    document_index = _repeat_documents(documents, num_epochs)
     N = operator.index(sample_edges[-1])
     shuffle_index = np.arange(N, dtype=_shuffle_index_dtype(N))
     random_state = np.random.RandomState(random_seed)
@@ -1487,7 +1489,7 @@ class GPTDataset(MegatronDataset):
         # The arrays, and the files that keep them (section 15).
         self.unique_identifiers |= _identifiers_of_orders(self)
         self._cache_folder = _folder_of_cache(self)
-        self._in_files = {}
+        self._arrays_in_files = {}
         self.epoch_plan = None
         arrays = self._build_document_sample_shuffle_indices()
         self.document_index, self.sample_index, self.shuffle_index = arrays
@@ -1516,21 +1518,21 @@ class GPTDataset(MegatronDataset):
         pieces = self.pieces(idx)
         text = np.concatenate(_read_pieces(self.dataset, pieces), dtype=np.int64)
         sequences = [i for i, _, _ in pieces]
-        return self._fill_up(text), np.array(sequences, np.int64)
+        return self._pad(text), np.array(sequences, np.int64)
 
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         """Return where the tokens of sample k are: [(sequence, offset, length), ...], in order.
 
         A length may be 0: that of an empty document, or, with x = 0, of the first piece.
         """
-        k = _position(k, len(self), f"the samples of {_name(self)}")
+        k = _as_index(k, len(self), f"the samples of {_label_of_dataset(self)}")
         j = operator.index(self.shuffle_index[k])
         if not 0 <= j < len(self.sample_index) - 1:
             found = f"sample_index has no rows {j} and {j + 1}"
-            raise IndexError(f"{_name(self)}: sample {k}: {found}: rebuild the indices")
+            raise IndexError(f"{_label_of_dataset(self)}: sample {k}: {found}: rebuild the indices")
         rows = self.sample_index[j : j + 2].tolist()  # (d, offset) of this sample and the next
         sequences = self.document_index[rows[0][0] : rows[1][0] + 1].tolist()
-        _check_places(self, k, rows, sequences)
+        _check_rows_of_sample(self, k, rows, sequences)
         (first_d, first_offset), (last_d, last_offset) = rows
         pieces = []
         for d, i in enumerate(sequences, first_d):
@@ -1542,14 +1544,14 @@ class GPTDataset(MegatronDataset):
             pieces.append((i, begin, end - begin))
         return pieces
 
-    def _fill_up(self, text):
+    def _pad(self, text):
         """A text, with padding behind it where it has fewer than S + x tokens."""
         missing = self.config.sequence_length + self._x - len(text)
         if missing == 0:
             return text
         if missing < 0:
             found = f"wanted {len(text) + missing} tokens in a sample, got {len(text)}"
-            raise IndexError(f"{_name(self)}: {found}: rebuild the indices")
+            raise IndexError(f"{_label_of_dataset(self)}: {found}: rebuild the indices")
         padding = np.full(missing, self._pad_token_id)
         return np.concatenate([text, padding], dtype=np.int64)
 
@@ -1564,7 +1566,7 @@ class GPTDataset(MegatronDataset):
         config = self.config
         S = config.sequence_length
         pad = self._pad_token_id
-        text = self._fill_up(text)  # that of a subclass may be short
+        text = self._pad(text)  # that of a subclass may be short
         text = np.asarray(text).astype(np.int64, casting="same_kind", copy=False)  # no floats
         tokens = text[:S].copy()
         labels = text[1:].copy()
@@ -1611,7 +1613,7 @@ class GPTDataset(MegatronDataset):
 
         They are those of _build_arrays(), or what it returned in an earlier job: section 15.
         """
-        plan, arrays = _find_or_build_orders(self)
+        plan, arrays = _load_or_build_orders(self)
         self.epoch_plan = EpochPlan(*plan)
         return arrays
 
@@ -1626,7 +1628,9 @@ class GPTDataset(MegatronDataset):
             documents = slice(documents.start, documents.stop)
         tokens_per_epoch = int(lengths[documents].sum(dtype=np.int64))
         drop_last = not self._keeps_short
-        with _named(_name(self), f"{self.index_split.name} of split {config.split!r}"):
+        with _naming_action(
+            _label_of_dataset(self), f"{self.index_split.name} of split {config.split!r}"
+        ):
             plan = plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._x)
         if config.stable_order:
             edges = []  # the samples that end before epoch 0, 1, ... begins, and all
@@ -1652,12 +1656,12 @@ class GPTDataset(MegatronDataset):
         return plan, [document_index, sample_index, shuffle_index]
 
     def __getstate__(self):
-        state = _state_without_files(self)
+        state = _picklable_state(self)
         state.pop("indices", None)  # made from _documents
         return state
 
     def __setstate__(self, state):
-        _find_left_out(self, state, GPTDataset._build_document_sample_shuffle_indices)
+        _restore_arrays(self, state, GPTDataset._build_document_sample_shuffle_indices)
 
     # ---- what the builder asks
 
@@ -1686,13 +1690,13 @@ def _find_pad_token_id(config):
     tokenizer may have as well; if it has none, they are eos and eod.
     """
     tokenizer = config.tokenizer
-    pad = _attribute(tokenizer, "pad")  # None if there is none: section 19
+    pad = _attribute_of(tokenizer, "pad")  # None if there is none: section 19
     if pad is None:
         return -1
-    special = dict(_attribute(tokenizer, "special_tokens_dict") or {})
+    special = dict(_attribute_of(tokenizer, "special_tokens_dict") or {})
     special.pop("pad_token", None)
     if not special:
-        special = {name: _attribute(tokenizer, name) for name in ("eos", "eod")}
+        special = {name: _attribute_of(tokenizer, name) for name in ("eos", "eod")}
     same = [name for name, token in special.items() if token == pad]
     if same and not config.allow_ambiguous_pad_tokens:
         warnings.warn(
@@ -2042,14 +2046,14 @@ class BlendedDataset(_Identified):
             self.unique_identifiers["phases"] = self.phases
 
         self._cache_folder = _folder_of_cache(self)
-        self._in_files = {}
+        self._arrays_in_files = {}
         self._taken = None
         self.dataset_index, self.dataset_sample_index = self._build_indices()
         _check_taken(self)  # _BlendTooLarge, a ValueError
 
     def _set_shares(self, weights, size, phases):
         """Set size, weights and phases as in the table above; datasets of weight 0 are dropped."""
-        names = [_name(dataset) for dataset in self.datasets]
+        names = [_label_of_dataset(dataset) for dataset in self.datasets]
         splits = {dataset.index_split.name for dataset in self.datasets}
         if len(splits) > 1:
             raise ValueError(f"wanted datasets of one split, got {sorted(splits)}")
@@ -2082,7 +2086,7 @@ class BlendedDataset(_Identified):
             lines = [f"{type(self).__name__}({self.split.name}, samples={len(self)})"]
             for d, dataset in enumerate(self.datasets[:20]):
                 size = f"samples={self.samples_taken()[d]}{_label_of_epochs(dataset)}"
-                lines.append(f"  {d}: {_name(dataset)}, {size}")
+                lines.append(f"  {d}: {_label_of_dataset(dataset)}, {size}")
             if len(self.datasets) > 20:
                 lines.append(f"  and {len(self.datasets) - 20} more")
             return "\n".join(lines)
@@ -2115,15 +2119,15 @@ class BlendedDataset(_Identified):
 
     def __getstate__(self):
         """Leave out of a pickle what another process finds in files: section 15."""
-        return _state_without_files(self)
+        return _picklable_state(self)
 
     def __setstate__(self, state):
-        _find_left_out(self, state, BlendedDataset._build_indices)
+        _restore_arrays(self, state, BlendedDataset._build_indices)
 
     # ---- sample i
 
     def __getitem__(self, idx: int | None) -> dict:
-        d, k = self._place(idx)
+        d, k = self._locate(idx)
         dataset_id = torch.from_numpy(np.array(d, np.int64))
         return {"dataset_id": dataset_id, **self.datasets[d][k]}
 
@@ -2133,19 +2137,19 @@ class BlendedDataset(_Identified):
             return [self[idx] for idx in indices]
         samples = [None] * len(indices)
         for d, (rows, ks) in self.places(indices).items():
-            of_dataset = _samples_of(self.datasets[d], ks)
+            of_dataset = _getitems(self.datasets[d], ks)
             for row, sample in zip(rows, of_dataset, strict=True):
                 dataset_id = torch.from_numpy(np.array(d, np.int64))
                 samples[row] = {"dataset_id": dataset_id, **sample}
         return samples
 
-    def _place(self, idx):
+    def _locate(self, idx):
         """Return (d, k): sample idx is sample k of dataset d.
 
         None, the padding sample, is None of the dataset that sample 0 comes from: dataset 0 may
         have no sample.
         """
-        i = _position(0 if idx is None else idx, len(self), "the samples of a blend")
+        i = _as_index(0 if idx is None else idx, len(self), "the samples of a blend")
         k = None if idx is None else int(self.dataset_sample_index[i])
         return int(self.dataset_index[i]), k
 
@@ -2156,14 +2160,14 @@ class BlendedDataset(_Identified):
         """
         places = {}
         for row, idx in enumerate(indices):
-            d, k = self._place(idx)
+            d, k = self._locate(idx)
             rows, ks = places.setdefault(d, ([], []))
             rows.append(row)
             ks.append(k)
         return places
 
 
-def _samples_of(dataset: typing.Any, indices: typing.Sequence[int | None]) -> list[dict]:
+def _getitems(dataset: typing.Any, indices: typing.Sequence[int | None]) -> list[dict]:
     """Return several samples of any dataset; they are read at once if it has a method for that."""
     while type(dataset) in (torch.utils.data.Subset, _PaddedSubset):
         # its sample None is that of its dataset
@@ -2251,12 +2255,12 @@ def _entries_of_config(
             bounds = config.split_matrix[split.value]
             corpora = ([None], None) if config.mock else config.blend
         if bounds is None or corpora is None:
-            _warn_of_fewer(split, 0, size)
+            _check_enough_samples(split, 0, size)
             continue
         prefixes, weights = list(corpora[0]), corpora[1]
         if split is Split.train and config.blend_phases is not None:
             phases = _as_phases(config.blend_phases, prefixes)
-            built_for = [math.ceil(n * (1 + surplus)) for n in _samples_of_corpora(phases)]
+            built_for = [math.ceil(n * (1 + surplus)) for n in _targets_of_corpora(phases)]
             entries.append(_Entry(split, prefixes, bounds, built_for, True, phases=phases))
         elif split is Split.valid and config.multiple_validation_sets:
             _check_size_of_sets(config, prefixes, size)
@@ -2271,14 +2275,14 @@ def _entries_of_config(
         else:
             prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
             weights = normalize(weights)
-            wanted = _samples_of_corpora([(size, weights)])
+            wanted = _targets_of_corpora([(size, weights)])
             built_for = [math.ceil(n * (1 + surplus)) for n in wanted]
             size = sum(wanted)
             entries.append(_Entry(split, prefixes, bounds, built_for, True, weights, size))
     return entries
 
 
-def _samples_of_corpora(phases):
+def _targets_of_corpora(phases):
     """How many samples phases, [(samples, weights), ...], want of each corpus: n."""
     _, weights = phases[0]
     wanted = [0] * len(weights)
@@ -2344,7 +2348,7 @@ class BlendedMegatronDatasetBuilder:
         else:
             _on_every_rank(_do_nothing)
             datasets = _on_every_rank(self._build_splits if is_wanted else _do_nothing)
-        _compare_builds(datasets)  # section 13
+        _check_same_builds(datasets)  # section 13
         return datasets if is_wanted else [None] * len(Split)
 
     def _build_splits(self):
@@ -2354,14 +2358,12 @@ class BlendedMegatronDatasetBuilder:
         for entry in self._entries:
             entries = [entry] * len(entry.prefixes)
             corpora = [opened[prefix] for prefix in entry.prefixes]
-            parts = self._for_each(
-                self._build_part, entries, corpora, entry.prefixes, entry.built_for
-            )
+            parts = self._map(self._build_part, entries, corpora, entry.prefixes, entry.built_for)
             size = self.sizes[entry.split.value]
             if size != 0 and not _has_samples(entry.split, size, parts):  # which has warned
                 continue
             if entry.is_blend:
-                datasets[entry.split] = self._mix(entry, corpora, parts)
+                datasets[entry.split] = self._make_blend(entry, corpora, parts)
             else:
                 datasets[entry.split] = parts if len(parts) > 1 else parts[0]
         return list(datasets.values())
@@ -2372,7 +2374,7 @@ class BlendedMegatronDatasetBuilder:
         for entry in self._entries:
             prefixes |= dict.fromkeys(entry.prefixes)
         _allow_open_files()  # a start opens hundreds, where many corpora are mixed
-        corpora = self._for_each(self._open, prefixes)
+        corpora = self._map(self._open, prefixes)
         opened = dict(zip(prefixes, corpora, strict=True))
         _check_corpora(opened, self.cls, self.config.tokenizer)
         return opened
@@ -2380,7 +2382,7 @@ class BlendedMegatronDatasetBuilder:
     def _open(self, prefix):
         return self.cls.build_low_level_dataset(prefix, self.config)
 
-    def _for_each(self, function, *items):
+    def _map(self, function, *items):
         """What function makes of each of these items, so many at a time as the config says."""
         threads = self.config.num_dataset_builder_threads
         if threads == 1:  # list(map()) would take a StopIteration for the end of the items
@@ -2396,7 +2398,7 @@ class BlendedMegatronDatasetBuilder:
             documents = np.arange(first, end, dtype=np.int32)
         return self.cls(corpus, prefix, documents, size, entry.split, self.config)
 
-    def _mix(self, entry, corpora, parts):
+    def _make_blend(self, entry, corpora, parts):
         """The blend of these datasets; None if no weights are given, and no sample is there."""
         weights = entry.weights
         size = entry.size
@@ -2409,7 +2411,7 @@ class BlendedMegatronDatasetBuilder:
             parts, corpora, prefixes = ([column[i] for i in used] for column in columns)
             weights = [len(part) for part in parts]
             total = sum(weights)
-            _warn_of_fewer(entry.split, total, size)
+            _check_enough_samples(entry.split, total, size)
             if size is not None:
                 size = min(size, total)
         try:
@@ -2510,7 +2512,7 @@ class _Sampler:
         self.samples_per_round = self.micro_batch_size * self.data_parallel_size
         self.micro_batch_times_data_parallel_size = self.samples_per_round  # upstream's name
         self.consumed_samples = operator.index(consumed_samples)
-        _refuse_start(self, self.consumed_samples)
+        _check_start(self, self.consumed_samples)
         self.active_total_samples = self.total_samples - self.total_samples % self.samples_per_round
         self.next_start = self.consumed_samples
 
@@ -2768,7 +2770,7 @@ class ParallelGroups:
     def __init__(self, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> None:
         tensor, context, pipeline = map(operator.index, (tensor, context, pipeline))
         world = _num_processes()
-        _refuse_world(world, tensor, context, pipeline)
+        _check_parallel_sizes(world, tensor, context, pipeline)
         data = world // (tensor * context * pipeline)
         self.sizes = {"tensor": tensor, "context": context, "data": data, "pipeline": pipeline}
         self._ranks = {}  # {kind: the ranks of this rank's group}
@@ -2923,7 +2925,7 @@ def _layout_of_stage(groups, shape, create_attention_mask, mtp, packed):
 def _read_batch(data_iterator, layout, create_attention_mask, views=None):
     """Return the tensors of the next batch that a layout has; they are copied into views, too."""
     batch = next(data_iterator)
-    _refuse_batch(batch, layout, create_attention_mask)
+    _check_batch(batch, layout, create_attention_mask)
     tensors = {key: batch[key].to("cpu", dtype) for key, (_, dtype) in layout.items()}
     if views is not None:
         for key, tensor in tensors.items():
@@ -2941,21 +2943,21 @@ def _share_batch(data_iterator, layout, create_attention_mask, groups, device):
     size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sent.values())
     is_pinned = device.type == "cuda"
     buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
-    views = _cut_views(buffer, sent)
+    views = _views_of_buffer(buffer, sent)
     error = None
     if groups.rank("tp") == 0:
         # Section 17: every error but KeyboardInterrupt, SystemExit and GeneratorExit.
-        _, error = _attempt(_read_batch, data_iterator, layout, create_attention_mask, views)
+        _, error = _call_catching(_read_batch, data_iterator, layout, create_attention_mask, views)
         views["failed"].fill_(error is not None)
     torch.distributed.broadcast(buffer, group=groups.batch_group, group_src=0)
     if views["failed"]:
-        _raise_error_of(0, error, groups.batch_group)  # in a second broadcast: tp 0 tells it
-    batch = _cut_views(buffer.to(device, non_blocking=True), sent)
+        _raise_on_every_rank(0, error, groups.batch_group)  # in a second broadcast: tp 0 tells it
+    batch = _views_of_buffer(buffer.to(device, non_blocking=True), sent)
     del batch["failed"]
     return batch
 
 
-def _cut_views(buffer, layout):
+def _views_of_buffer(buffer, layout):
     """{key: the tensor of the layout that lies in the buffer}, without a copy."""
     views = {}
     start = 0
@@ -3013,16 +3015,16 @@ def get_batch_on_this_cp_rank(
     cu_seqlens = batch.get("cu_seqlens")
     if cu_seqlens is None or use_per_sequence_balancing:
         bounds = torch.tensor([[0, length]], device="cpu")
-        [places] = _places_of_cp_rank(bounds, cp_rank, cp_size)  # of all rows
+        [places] = _positions_of_cp_rank(bounds, cp_rank, cp_size)  # of all rows
     else:
         bounds = torch.nn.functional.pad(cu_seqlens.to("cpu", torch.int64), (1, 0))
         bounds = torch.nn.functional.pad(bounds, (0, 1), value=length)
-        places = _places_of_cp_rank(bounds, cp_rank, cp_size)
+        places = _positions_of_cp_rank(bounds, cp_rank, cp_size)
     for key, value in batch.items():
         dim = 2 if key == "attention_mask" else 1
         if key != "cu_seqlens" and isinstance(value, torch.Tensor):
             if value.shape[dim : dim + 1] == (length,):
-                part[key] = _take_places(value, dim, places.to(value.device))
+                part[key] = _select_positions(value, dim, places.to(value.device))
             elif key in _BATCH_KEYS and value.shape[dim : dim + 1] != (1,):
                 raise ValueError(
                     f"batch[{key!r}]: wanted {length} tokens along dim {dim}, "
@@ -3041,7 +3043,7 @@ def _length_of_rows(batch):
     return None
 
 
-def _places_of_cp_rank(bounds, cp_rank, cp_size):
+def _positions_of_cp_rank(bounds, cp_rank, cp_size):
     """Where in its row each token lies that a cp rank keeps: int64 (rows, S / cp_size).
 
     bounds   int64 (rows, n): of each row 0, where each next document begins, and S
@@ -3049,7 +3051,7 @@ def _places_of_cp_rank(bounds, cp_rank, cp_size):
     Of each document, cut into 2 * cp_size chunks, the rank keeps number cp_rank from the front and
     number cp_rank from the back.
     """
-    _refuse_uneven(bounds, cp_size)
+    _check_divisible_documents(bounds, cp_size)
     rows = len(bounds)
     lengths = bounds.diff(dim=1).flatten()
     length_of_document = lengths.repeat_interleave(lengths)  # of each token's
@@ -3060,7 +3062,7 @@ def _places_of_cp_rank(bounds, cp_rank, cp_size):
     return places[is_kept].view(rows, -1)
 
 
-def _take_places(tensor, dim, places):
+def _select_positions(tensor, dim, places):
     """The places along an axis of a tensor: of all rows the same (1-D), or of each its own."""
     if places.ndim == 1:
         return tensor.index_select(dim, places)
@@ -3109,7 +3111,7 @@ def _take_places(tensor, dim, places):
 # are documents that were edited in the middle of a pair, and what a class of the user's own does.
 
 _STATE_VERSION = 8  # a number to count up when the same history comes to mean other samples
-_NAME = "name (not compared)"  # for messages: a copy may have another
+_LABEL_KEY = "name (not compared)"  # for messages: a copy may have another
 
 
 class PretrainingDataLoader(torch.utils.data.DataLoader):
@@ -3158,10 +3160,10 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         self.consumed_samples = batch_sampler.consumed_samples
         self.is_end_of_pass = 0  # 1: the newest iterator has ended by itself; cyclic: always 0
         # stands for the newest iterator; None: none has begun since a state was loaded
-        self._newest = object()
-        self._end_of_resumed = 0  # the place where the pass ends that went on from a state
-        self._kept = {}  # what was asked of the datasets: now, so that a state asks no storage
-        _what_decides(dataset, None, self._kept)
+        self._current_iterator = object()
+        self._resumed_end = 0  # the place where the pass ends that went on from a state
+        self._memo = {}  # what was asked of the datasets: now, so that a state asks no storage
+        _provenance_of(dataset, None, self._memo)
 
     def __iter__(self) -> typing.Iterator[dict]:
         sampler = self.batch_sampler
@@ -3171,34 +3173,34 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             sampler.next_start = self.consumed_samples
         begin = sampler.next_start
         end = self._end_of_pass(begin)
-        if begin != self.consumed_samples < self._end_of_resumed:
+        if begin != self.consumed_samples < self._resumed_end:
             warnings.warn(
                 f"the iterator that went on from the state was left at sample "
                 f"{self.consumed_samples}, and this one begins at sample {begin}: to go on there, "
                 "load the state again, and keep its first iterator",
                 stacklevel=2,
             )
-        is_resumed = self._newest is None and not self.is_end_of_pass
-        self._end_of_resumed = end if is_resumed else 0
+        is_resumed = self._current_iterator is None and not self.is_end_of_pass
+        self._resumed_end = end if is_resumed else 0
         this_iterator = object()
-        self._newest = this_iterator
+        self._current_iterator = this_iterator
         batches = self._own_batches() if self.makes_own_batches else self._batches_of_torch(begin)
         consumed = begin
         for batch in batches:
             consumed = min(consumed + sampler.samples_per_round, end)
-            if self._newest is this_iterator:
+            if self._current_iterator is this_iterator:
                 self.consumed_samples = consumed
                 self.is_end_of_pass = 0
             yield batch
-            is_newest = self._newest is this_iterator
-            if self._newest is None or (self.persistent_workers and not is_newest):
+            is_newest = self._current_iterator is this_iterator
+            if self._current_iterator is None or (self.persistent_workers and not is_newest):
                 raise RuntimeError(
                     "load_state_dict() was called or, with persistent_workers, a newer iterator "
                     "has begun while this one was running: go on with a new one, iter(loader)"
                 )
         if consumed < end:  # torch takes a StopIteration of a dataset for the end
             raise RuntimeError(f"the batches ended at sample {consumed}, not at {end}")
-        if self._newest is this_iterator:
+        if self._current_iterator is this_iterator:
             self.is_end_of_pass = int(self._end_of_pass(consumed) == consumed)
 
     def _end_of_pass(self, begin):
@@ -3279,7 +3281,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             "version": _STATE_VERSION,
             "consumed_samples": self.consumed_samples,
             "is_end_of_pass": self.is_end_of_pass,
-            "history": self._past_of(self.consumed_samples),
+            "history": self._history_json(self.consumed_samples),
         }
 
     def load_state_dict(self, state_dict: dict, strict: bool = True) -> None:
@@ -3293,23 +3295,25 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         """
         if strict:
             version = state_dict.get("version")
-            _refuse_difference({"version": version}, {"version": _STATE_VERSION})
+            _check_same_history({"version": version}, {"version": _STATE_VERSION})
         else:  # older states lack the key
             state_dict = {"is_end_of_pass": 0} | state_dict
-        with _named("the state", "expected version, consumed_samples, is_end_of_pass, history"):
+        with _naming_action(
+            "the state", "expected version, consumed_samples, is_end_of_pass, history"
+        ):
             consumed = operator.index(state_dict["consumed_samples"])
             had_ended = operator.index(state_dict["is_end_of_pass"]) > 0
-            past = _read_past(state_dict["history"]) if strict else None
-        _refuse_start(self.batch_sampler, consumed)
+            past = _parse_history(state_dict["history"]) if strict else None
+        _check_start(self.batch_sampler, consumed)
         if strict:
-            _refuse_difference(past, _read_past(self._past_of(consumed)))
-        self._newest = None
-        self._end_of_resumed = 0
+            _check_same_history(past, _parse_history(self._history_json(consumed)))
+        self._current_iterator = None
+        self._resumed_end = 0
         self.consumed_samples = consumed
         self.is_end_of_pass = int(had_ended and self._end_of_pass(consumed) == consumed)
         self.batch_sampler.next_start = 0 if self.is_end_of_pass else consumed
 
-    def _past_of(self, consumed_samples):
+    def _history_json(self, consumed_samples):
         """The JSON of what decided the consumed samples; "{}" if there is none."""
         if consumed_samples == 0:
             return "{}"
@@ -3326,13 +3330,13 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             order["samples done in the pass"] = done
             if sampler.data_sharding:
                 order["data_parallel_size"] = sampler.data_parallel_size
-        past = {"sampler": order, "data": _what_decides(self.dataset, n, self._kept)}
+        past = {"sampler": order, "data": _provenance_of(self.dataset, n, self._memo)}
         return json.dumps(past, default=_as_json)
 
 
 def _make_batch(dataset: typing.Any, indices: typing.Sequence[int | None]) -> dict:
     """Return what a batch is: the samples of its indices, stacked, {key: tensor (B, ...)}."""
-    return torch.utils.data.default_collate(_samples_of(dataset, indices))
+    return torch.utils.data.default_collate(_getitems(dataset, indices))
 
 
 def _is_plain(dataset: typing.Any) -> bool:
@@ -3347,22 +3351,22 @@ class _PaddedSubset(torch.utils.data.Subset):
     """A Subset that torch asks for sample None, too, which fills up a batch."""
 
     def __getitems__(self, indices):
-        return _samples_of(self, indices)
+        return _getitems(self, indices)
 
 
 # -- What decides the samples ------------------------------------------------------------------
 
 
-def _what_decides(dataset, n, kept):
+def _provenance_of(dataset, n, kept):
     """What decides the first n samples of a dataset, None: all: {setting, in words: value}.
 
     kept   a dict, for further calls: what was asked of each dataset once
     """
     if isinstance(dataset, BlendedDataset):
-        mix, parts = _mix_of_first(dataset, n, kept)
+        mix, parts = _settings_of_blend(dataset, n, kept)
         settings = {"class": type(dataset).__name__}
         for d in parts:
-            settings[f"corpus {d}"] = _what_decides(dataset.datasets[d], None, kept)
+            settings[f"corpus {d}"] = _provenance_of(dataset.datasets[d], None, kept)
         return settings | mix
     data = getattr(dataset, "dataset", None)
     if isinstance(dataset, torch.utils.data.Subset):
@@ -3379,7 +3383,7 @@ def _what_decides(dataset, n, kept):
             return settings | _what_decides_parts(dataset, n, kept)
         if data is None or isinstance(dataset, GPTDataset):  # whose settings are of its pair, too
             return settings
-    return settings | {"data": _what_decides(data, n, kept)}
+    return settings | {"data": _provenance_of(data, n, kept)}
 
 
 def _what_decides_parts(dataset, n, kept):
@@ -3392,12 +3396,12 @@ def _what_decides_parts(dataset, n, kept):
         end += len(part)
         if begin < end and (n is None or begin < n):  # an empty dataset gives none
             own_n = None if n is None else min(n, end) - begin
-            decided[f"dataset {len(firsts)}"] = _what_decides(part, own_n, kept)
+            decided[f"dataset {len(firsts)}"] = _provenance_of(part, own_n, kept)
             firsts.append(begin)
     return decided
 
 
-def _mix_of_first(blend, n, kept):
+def _settings_of_blend(blend, n, kept):
     """How a blend mixes its first n samples, and the numbers of the datasets that gave one.
 
     What is kept of the last n goes on from there: anew, 10^9 samples take seconds.
@@ -3421,7 +3425,10 @@ def _mix_of_first(blend, n, kept):
 
 def _settings_of(dataset):
     """What decides the samples of a dataset, no blend or Subset, as it was when it was built."""
-    settings = {"class": type(dataset).__name__, _NAME: os.path.basename(_name(dataset))}
+    settings = {
+        "class": type(dataset).__name__,
+        _LABEL_KEY: os.path.basename(_label_of_dataset(dataset)),
+    }
     is_gpt = isinstance(dataset, GPTDataset)
     reader = dataset.dataset if is_gpt else dataset
     if callable(getattr(reader, "fingerprint", None)):
@@ -3430,7 +3437,7 @@ def _settings_of(dataset):
         settings |= _lengths_in_use(reader, "sequence_lengths (CRC-32)")  # section 15
     if not isinstance(dataset, MegatronDataset):
         return settings
-    settings["documents (split)"] = _describe_documents(dataset)
+    settings["documents (split)"] = _digest_of_documents(dataset)
     if is_gpt:
         return settings | _settings_of_orders(dataset)
     for name, value in dataset.unique_identifiers.items():
@@ -3496,7 +3503,7 @@ def build_pretraining_data_loader(
         return dataset
     if len(dataset) == 0:  # a split of which nothing is wanted
         return None
-    _refuse_data_of_loader(dataset, data_parallel_rank, data_parallel_size)
+    _check_data_of_loader(dataset, data_parallel_rank, data_parallel_size)
     rank = 0 if data_parallel_rank is None else data_parallel_rank
     ranks = 1 if data_parallel_size is None else data_parallel_size
     sizes = [len(dataset), consumed_samples, micro_batch_size, rank, ranks]
@@ -3653,7 +3660,7 @@ class DistributedDataParallel(torch.nn.Module):
         self.average_in_collective = average_in_collective
         self.check_for_nan_in_grad = check_for_nan_in_grad
         self.grad_reduce_in_fp32 = grad_reduce_in_fp32
-        self._in_sync = True  # False under no_sync()
+        self._sync_enabled = True  # False under no_sync()
         self._make_buffers()
 
     def _make_buffers(self):
@@ -3663,7 +3670,7 @@ class DistributedDataParallel(torch.nn.Module):
         self._names = {param: name for name, param in self.module.named_parameters()}
         self._buckets = []
         self._bucket_of = {}  # {parameter: number of its bucket}
-        self._places = {}  # {parameter: its elements of the buffer, flat}
+        self._slices = {}  # {parameter: its elements of the buffer, flat}
         params_of = {}  # {(dtype of the gradient, device): its parameters, in reverse order}
         for param in reversed(self._names):
             if param.requires_grad:
@@ -3671,7 +3678,7 @@ class DistributedDataParallel(torch.nn.Module):
                 params_of.setdefault((dtype, param.device), []).append(param)
                 # Weak, as a parameter keeps its hooks: a wrapper that was dropped is freed, and
                 # hears of no gradient when the module is wrapped anew.
-                hook = functools.partial(_tell_of_gradient, weakref.ref(self))
+                hook = functools.partial(_call_on_gradient, weakref.ref(self))
                 param.register_post_accumulate_grad_hook(hook)
         for (dtype, device), params in params_of.items():
             self._add_buffer(params, dtype, device)
@@ -3694,7 +3701,7 @@ class DistributedDataParallel(torch.nn.Module):
         for run, data in zip(runs, buffer.split(sizes), strict=True):
             start = 0
             for param in run:
-                self._places[param] = data[start : start + param.numel()]
+                self._slices[param] = data[start : start + param.numel()]
                 self._bucket_of[param] = len(self._buckets)
                 start += param.numel()
             self.grad_shards.append(data.chunk(self.size)[_rank(self.group)])
@@ -3707,19 +3714,19 @@ class DistributedDataParallel(torch.nn.Module):
     @contextlib.contextmanager
     def no_sync(self) -> typing.Iterator[None]:
         """In this block, backward adds to the gradients and sends nothing."""
-        before = self._in_sync
-        self._in_sync = False
+        before = self._sync_enabled
+        self._sync_enabled = False
         try:
             yield
         finally:
-            self._in_sync = before
+            self._sync_enabled = before
 
     def _on_gradient(self, param):
         """Take the gradient that backward has added; send the buckets that are complete now."""
-        _refuse_late_gradient(self, param)
+        _check_gradient_in_time(self, param)
         self._put_into_buffer(param)
-        self._is_averaged = False
-        if self._in_sync and self.overlap_grad_reduce:
+        self._grads_are_averaged = False
+        if self._sync_enabled and self.overlap_grad_reduce:
             self._buckets[self._bucket_of[param]].waiting.discard(param)
             while self._num_sent < len(self._buckets):
                 if self._buckets[self._num_sent].waiting:
@@ -3768,7 +3775,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     def start_grad_sync(self) -> None:
         """Send the buckets that were not sent during backward."""
-        if self._is_averaged:
+        if self._grads_are_averaged:
             return
         while self._num_sent < len(self._buckets):
             self._send_next_bucket()
@@ -3781,24 +3788,24 @@ class DistributedDataParallel(torch.nn.Module):
         check_for_nan_in_grad it raises ValueError on every rank.  It raises ValueError, too, if a
         parameter was replaced, frozen or unfrozen after the wrapping.
         """
-        if not self._is_averaged:
+        if not self._grads_are_averaged:
             self.start_grad_sync()
             self._wait_and_reset()
-            self._is_averaged = True
-            self._write_grads()
+            self._grads_are_averaged = True
+            self._set_grads()
         if self.check_for_nan_in_grad:
-            _on_every_rank(self._raise_if_not_finite, self.group)  # on all ranks of the group
+            _on_every_rank(self._check_finite, self.group)  # on all ranks of the group
         # This check is the last step: if it fails on one rank alone, that rank has sent everything
         # that the other ranks wait for in this method.
-        _refuse_new_parameters(self)
+        _check_parameters(self)
 
-    def _write_grads(self):
+    def _set_grads(self):
         """With grad_reduce_in_fp32 and after the averages are made: set param.grad to them."""
-        if self.grad_reduce_in_fp32 and self._is_averaged:
-            for param in self._places:
+        if self.grad_reduce_in_fp32 and self._grads_are_averaged:
+            for param in self._slices:
                 param.grad = param.main_grad.to(param.dtype)
 
-    def _raise_if_not_finite(self):
+    def _check_finite(self):
         """ValueError if this rank has sent nan or inf; a second call does not say it again."""
         names = self._not_finite
         self._not_finite = []
@@ -3822,14 +3829,14 @@ class DistributedDataParallel(torch.nn.Module):
         A rank whose batch gives no gradient at all then sends zeros, so that nobody waits for it.
         ValueError where a parameter was replaced, frozen or unfrozen after the wrapping.
         """
-        _refuse_new_parameters(self)
-        for param, place in self._places.items():
+        _check_parameters(self)
+        for param, place in self._slices.items():
             param.main_grad = place.view(param.shape)
             param.grad = None
             if not self.grad_reduce_in_fp32:
                 param.grad = param.main_grad
         self._wait_and_reset()
-        self._is_averaged = False  # True: finish_grad_sync(), called again, sends nothing
+        self._grads_are_averaged = False  # True: finish_grad_sync(), called again, sends nothing
         self._not_finite = []  # names of parameters with nan or inf in what this rank has sent
         for buffer in self.grad_buffers:
             buffer.zero_()
@@ -3838,7 +3845,7 @@ class DistributedDataParallel(torch.nn.Module):
         """Multiply all gradients by a factor."""
         for buffer in self.grad_buffers:
             buffer.mul_(factor)
-        self._write_grads()
+        self._set_grads()
 
     def broadcast_params(self) -> None:
         """Give every rank the parameters of the group's first rank, frozen ones included.
@@ -3856,7 +3863,7 @@ class DistributedDataParallel(torch.nn.Module):
         self._make_buffers()
 
 
-def _tell_of_gradient(wrapper, param):
+def _call_on_gradient(wrapper, param):
     """Tell a DistributedDataParallel of a new gradient, if it is still there."""
     ddp = wrapper()
     if ddp is not None:
@@ -3976,7 +3983,7 @@ def forward_backward_no_pipelining(
             result = loss_func(output)
             if len(result) == 3:
                 if not forward_only:
-                    _refuse_sums_of_one_rank(model)
+                    _check_loss_is_mean(model)
                 loss, tokens, report = result
                 token_counts.append(tokens)
             else:
@@ -4085,7 +4092,7 @@ class NumMicroBatches:
         micro_batch_size = operator.index(micro_batch_size)
         self.samples_per_round = micro_batch_size * operator.index(data_parallel_size)
         self.sizes = range(start, self.global_batch_size + 1, increment)
-        _refuse_ramp(self.sizes, global_batch_size, self.samples_per_round)
+        _check_rampup(self.sizes, global_batch_size, self.samples_per_round)
         self.update(0)
 
     def update(self, consumed_samples: int) -> None:
@@ -4251,12 +4258,12 @@ class DatasetFormatError(ValueError):
 # -- Small tools of all sections -------------------------------------------------------------------
 
 
-def _format_error(path, field, wanted, got):
+def _bad_format(path, field, wanted, got):
     """The error that names the four things a reader of the message needs."""
     return DatasetFormatError(f"{path}: {field}: wanted {wanted}, got {got}")
 
 
-def _one_line(error):
+def _message_of(error):
     """The message of an error on one line; an unexpected kind of error is named."""
     message = " ".join(str(error).split())
     if isinstance(error, (ValueError, IndexError, OSError, ImportError, Warning)) and message:
@@ -4265,10 +4272,19 @@ def _one_line(error):
 
 
 @contextlib.contextmanager
-def _named(name, words, kind=ValueError):
-    """Have an error become kind("name: words: what it says"), or stay an OSError with its number.
+def _naming_place(place):
+    """Put a place in front of the message of a ValueError or TypeError: "place: message"."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{place}: {_message_of(error)}") from error
 
-    MemoryError passes: it is never the fault of what has the name.
+
+@contextlib.contextmanager
+def _naming_action(name, action, kind=ValueError):
+    """Say in an error which action failed on what: an OSError, or kind("name: action: message").
+
+    An OSError keeps its errno.  MemoryError passes unchanged: it is not the fault of what is named.
     """
     try:
         yield
@@ -4276,18 +4292,33 @@ def _named(name, words, kind=ValueError):
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:
-            reason = f"{words}: {error.strerror}"
+            reason = f"{action}: {error.strerror}"
             raise OSError(error.errno, reason, os.fsdecode(name)) from error
-        raise kind(f"{name}: {words}: {_one_line(error)}") from error
+        raise kind(f"{name}: {action}: {_message_of(error)}") from error
+
+
+def _warn(message):
+    """Issue a warning that points to the line of the user's code.
+
+    This is the first frame on the stack that is neither in this file nor in an installed library.
+    If there is none, as in a thread, the warning points to the caller of this function.
+    """
+    libraries = (__file__, os.path.dirname(os.__file__), "<frozen ")
+    level = 2
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(libraries):
+        level += 1
+        frame = frame.f_back
+    warnings.warn(message, stacklevel=2 if frame is None else level)
 
 
 def _import_extra(module, user):
     """Import a module of a package that is not required; user is what needs it."""
-    with _named(user, f"pip install {module.partition('.')[0]}", ImportError):
+    with _naming_action(user, f"pip install {module.partition('.')[0]}", ImportError):
         return importlib.import_module(module)
 
 
-def _position(idx, n, name):
+def _as_index(idx, n, name):
     """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
     i = operator.index(idx)
     if not -n <= i < n:
@@ -4311,7 +4342,7 @@ def _as_size(size, name):
     return None if size is None else _as_whole(size, name)
 
 
-def _name(dataset):
+def _label_of_dataset(dataset):
     """What to call a dataset in a message: its path, or its class."""
     path = getattr(dataset, "dataset_path", None)
     return type(dataset).__name__ if path is None else str(path)
@@ -4340,7 +4371,7 @@ def _is_remote(path):
     return re.match(r"[A-Za-z][A-Za-z0-9+.:-]*://", os.fsdecode(path)) is not None
 
 
-def _absolute(path):
+def _absolute_path(path):
     """Return a path that stays right when the process changes its folder; a URL stays as it is.
 
     The path is not normalized: if link is a symbolic link, only the system knows what link/.. is.
@@ -4387,26 +4418,26 @@ def _without_ending(path):
     return re.sub(r"\.(idx|bin)\Z", "", path)
 
 
-def _refuse_if_changed(path, stamp, done):
+def _check_unchanged(path, stamp, done):
     """DatasetFormatError for a file that has another stamp after what was done with it."""
     if _file_stamp(path) != stamp:
-        raise _format_error(path, "file", f"one that stays while it is {done}", "another")
+        raise _bad_format(path, "file", f"one that stays while it is {done}", "another")
 
 
-def _check_idx_header(path, content, multimodal):
+def _parse_idx_header(path, content, multimodal):
     """Return (dtype code, n, m) of an .idx, which must have the size that they ask for."""
     found = len(content)
     if found < _HEADER.size:
-        raise _format_error(path, "file size", f"at least {_HEADER.size} bytes", found)
+        raise _bad_format(path, "file size", f"at least {_HEADER.size} bytes", found)
     header = _HEADER.unpack_from(content)
     magic, version, code, n, m = header
     if (magic, version) != (_MAGIC, _VERSION) or not 1 <= code <= 8 or m < 1:
         wanted = f"{_MAGIC}, {_VERSION}, 1 to 8, n, and m >= 1"
-        raise _format_error(path, "magic, version, dtype code, n, m", wanted, header)
+        raise _bad_format(path, "magic, version, dtype code, n, m", wanted, header)
     size = 34 + 12 * n + 8 * m
     sizes = [size + n] if multimodal else [size, size + n]
     if found not in sizes:
-        raise _format_error(path, "file size", f"{sizes} bytes, the last with modes", found)
+        raise _bad_format(path, "file size", f"{sizes} bytes, the last with modes", found)
     return code, n, m
 
 
@@ -4415,14 +4446,14 @@ def _check_ends_of_pair(pair, bin_size):
     n = len(pair)
     documents = [int(pair.document_indices[0]), int(pair.document_indices[-1])]
     if documents != [0, n]:
-        raise _format_error(pair._idx_path, "document_indices", f"from 0 to {n}", documents)
+        raise _bad_format(pair._idx_path, "document_indices", f"from 0 to {n}", documents)
     end = 0
     if n:
         end = int(pair.sequence_pointers[-1])
         end += int(pair.sequence_lengths[-1]) * pair._token_bytes
     if bin_size != end or end % pair._token_bytes:
         wanted = f"{end} bytes of {pair.dtype.__name__}, where the last sequence of the .idx ends"
-        raise _format_error(pair._bin_path, "file size", wanted, bin_size)
+        raise _bad_format(pair._bin_path, "file size", wanted, bin_size)
 
 
 def _check_entries_of_idx(pair):
@@ -4433,7 +4464,7 @@ def _check_entries_of_idx(pair):
     The arrays are those of the file: a user may have set others.
     """
     size = 1 << 15
-    in_file = pair._in_files
+    in_file = pair._arrays_in_files
     all_documents = in_file["document_indices"]
     end = 0  # of the sequence before the chunk
     for low in range(0, max(len(in_file["sequence_lengths"]), len(all_documents)), size):
@@ -4453,7 +4484,7 @@ def _check_entries_of_idx(pair):
             if is_wrong.any():
                 at = first + is_wrong.argmax()
                 found = in_file[name][at]
-                raise _format_error(pair._idx_path, f"{name}[{at}]", wanted, found)
+                raise _bad_format(pair._idx_path, f"{name}[{at}]", wanted, found)
 
 
 def _check_span(pair, i, pointer, size, offset, length):
@@ -4465,13 +4496,13 @@ def _check_span(pair, i, pointer, size, offset, length):
     end = pointer + size * token_bytes
     if pointer % token_bytes or not 0 <= pointer <= end <= pair.num_tokens * token_bytes:
         found = f"byte {pointer}, {size} tokens"
-        raise _format_error(pair._idx_path, f"sequence {i}", "a place in .bin", found)
+        raise _bad_format(pair._idx_path, f"sequence {i}", "a place in .bin", found)
     if not 0 <= offset <= offset + length <= size:
         wanted = f"tokens {offset} to {offset + length} of sequence {i}"
         raise IndexError(f"{pair.path_prefix}: wanted {wanted}, which has {size}")
 
 
-def _check_new_lengths(builder, content, lengths, modes):
+def _as_lengths_and_modes(builder, content, lengths, modes):
     """Return lengths and modes as arrays; ValueError for those that do not fit the tokens."""
     path = builder._bin.path
     try:
@@ -4526,7 +4557,7 @@ def _as_tokens(ids, dtype, values):
     return tokens
 
 
-def _sentences(text):
+def _as_sentences(text):
     """The sentences of a document: a str is one, a list has several; ValueError for all else."""
     sentences = [text] if isinstance(text, str) else text
     if not isinstance(sentences, list) or not all(isinstance(each, str) for each in sentences):
@@ -4560,7 +4591,7 @@ def _check_weights(weights, names):
 
 def _check_config(config):
     """ValueError for a field of a config that is wrong, and for fields that do not go together."""
-    _refuse_passwords([config.blend, config.blend_per_split])
+    _check_no_secrets([config.blend, config.blend_per_split])
     blends = [config.blend]
     if config.blend_per_split is not None:
         blends = config.blend_per_split
@@ -4573,7 +4604,7 @@ def _check_config(config):
     for blend in blends:
         if blend is None:
             continue
-        with _named("a blend", "wanted ([prefix, ...], [weight, ...] or None)"):
+        with _naming_action("a blend", "wanted ([prefix, ...], [weight, ...] or None)"):
             prefixes, weights = blend
             is_list = isinstance(prefixes, collections.abc.Sequence)
             if not is_list or isinstance(prefixes, (str, bytes)) or len(prefixes) == 0:
@@ -4605,7 +4636,7 @@ def _check_phases(phases, names):
     if not isinstance(phases, collections.abc.Sequence) or len(phases) == 0:
         raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r:.60}")
     for number, phase in enumerate(phases):
-        with _named(f"phase {number}", "wanted (samples, weights), 1 sample or more"):
+        with _naming_action(f"phase {number}", "wanted (samples, weights), 1 sample or more"):
             samples, weights = phase
             if operator.index(samples) < 1:
                 raise ValueError(f"got {samples} samples")
@@ -4623,7 +4654,7 @@ def _check_taken(blend):
     for count, dataset in zip(blend.samples_taken().tolist(), blend.datasets, strict=True):
         if count > len(dataset):
             needed[dataset] = count
-            has = f"{_name(dataset)}, which has {len(dataset):,}"
+            has = f"{_label_of_dataset(dataset)}, which has {len(dataset):,}"
             sentences.append(f"the blend takes {count:,} samples of {has}")
     if needed:
         error = _BlendTooLarge("; ".join(sentences))
@@ -4646,7 +4677,7 @@ def _check_size_of_sets(config, prefixes, size):
         raise ValueError(f"full_validation: the size of valid must be None, got {size}")
 
 
-def _warn_of_fewer(split, total, size):
+def _check_enough_samples(split, total, size):
     """Warn where a split without a share, or an epoch of a blend, has fewer samples than wanted."""
     if size is not None and size > total:
         words = f"{size:,} samples are wanted of {split.name}, which has {total:,}"
@@ -4664,7 +4695,7 @@ def _has_samples(split, size, parts):
             tokens = int(part.dataset.sequence_lengths[part.indices].sum(dtype=np.int64))
             needed = part._x + (1 if part._keeps_short else part.config.sequence_length)
             if 0 < tokens < needed:
-                short.append((_name(part), tokens, needed))
+                short.append((_label_of_dataset(part), tokens, needed))
     total = sum(len(part) for part in parts)
     if short:
         name, tokens, needed = short[0]
@@ -4675,7 +4706,7 @@ def _has_samples(split, size, parts):
             stacklevel=4,
         )
     elif total == 0:
-        _warn_of_fewer(split, 0, size)
+        _check_enough_samples(split, 0, size)
     return total > 0
 
 
@@ -4688,9 +4719,9 @@ def _check_corpora(opened, cls, tokenizer):
     _check_tokenizers(opened, tokenizer)  # section 20
 
 
-def _compare_builds(datasets):
+def _check_same_builds(datasets):
     """ValueError on every rank, with ranks and corpus, where the ranks have built other samples."""
-    decided = _on_every_rank(functools.partial(_describe_build, datasets))
+    decided = _on_every_rank(functools.partial(_provenance_of_build, datasets))
     ends = torch.full((2,), 2**63 - 1, device=_device_of_group())
     if decided is not None:
         digest = int(_md5(decided)[:15], 16)
@@ -4713,7 +4744,7 @@ def _compare_builds(datasets):
         )
 
 
-def _describe_build(datasets):
+def _provenance_of_build(datasets):
     """The JSON of what decides the samples of all datasets (section 10); None of None."""
     if datasets is None:
         return None
@@ -4721,9 +4752,9 @@ def _describe_build(datasets):
     for split, found in zip(Split, datasets, strict=True):
         if isinstance(found, list):  # several validation sets
             for number, dataset in enumerate(found):
-                decided[f"{split.name} {number}"] = _what_decides(dataset, None, {})
+                decided[f"{split.name} {number}"] = _provenance_of(dataset, None, {})
         elif found is not None:
-            decided[split.name] = _what_decides(found, None, {})
+            decided[split.name] = _provenance_of(found, None, {})
     return json.dumps(decided, default=_as_json)
 
 
@@ -4791,13 +4822,13 @@ def _check_corpus(dataset):
             last_tokens.append(reader.get(i, int(lengths[i]) - 1, 1)[0])
     if last_tokens and dataset.eod_token_id not in last_tokens:
         warnings.warn(
-            f"{_name(dataset)}: none of {len(last_tokens)} documents looked at ends in eod, so "
-            "resets and eod_mask_loss find nothing: tokenize with --append-eod?",
+            f"{_label_of_dataset(dataset)}: none of {len(last_tokens)} documents looked at ends in "
+            "eod, so resets and eod_mask_loss find nothing: tokenize with --append-eod?",
             stacklevel=2,
         )
 
 
-def _check_places(dataset, k, rows, sequences):
+def _check_rows_of_sample(dataset, k, rows, sequences):
     """IndexError unless two rows of sample_index lead sample k to sequences of the corpus.
 
     Those of other data may lead elsewhere, or to a number below 0, which numpy counts from the end.
@@ -4808,13 +4839,13 @@ def _check_places(dataset, k, rows, sequences):
     num_sequences = len(dataset.dataset.sequence_lengths)
     if not is_whole or min(numbers) < 0 or max(sequences) >= num_sequences:
         found = f"its rows of sample_index are {rows}, in sequences {sequences}"
-        raise IndexError(f"{_name(dataset)}: sample {k}: {found}: rebuild the indices")
+        raise IndexError(f"{_label_of_dataset(dataset)}: sample {k}: {found}: rebuild the indices")
 
 
 # -- Samplers, batches and gradients (sections 8 to 12) --------------------------------------------
 
 
-def _refuse_start(sampler, consumed_samples):
+def _check_start(sampler, consumed_samples):
     """ValueError unless a sampler has whole rounds, and can begin there.
 
     "cyclic" begins after any number of whole rounds, the others anywhere in the turn or at its end.
@@ -4846,7 +4877,7 @@ def _num_processes():
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
-def _refuse_world(world, tensor, context, pipeline):
+def _check_parallel_sizes(world, tensor, context, pipeline):
     """ValueError where the ranks of a job cannot be cut so, or do not know of each other."""
     if world > 1 and not _is_distributed():
         raise ValueError(
@@ -4860,7 +4891,7 @@ def _refuse_world(world, tensor, context, pipeline):
         )
 
 
-def _refuse_batch(batch, layout, create_attention_mask):
+def _check_batch(batch, layout, create_attention_mask):
     """ValueError for a batch that is not what a layout, {key: (shape, dtype)}, says.
 
     And for one whose mask, (B, 1, S, S), keeps documents apart and would be left out.
@@ -4912,7 +4943,7 @@ def _check_batch_to_cut(batch):
             )
 
 
-def _refuse_uneven(bounds, cp_size):
+def _check_divisible_documents(bounds, cp_size):
     """ValueError unless each document, from bound to bound, can be cut into 2 * cp_size chunks."""
     lengths = bounds.diff(dim=1)
     wrong = ((lengths < 0) | (lengths % (2 * cp_size) != 0)).nonzero()
@@ -4940,7 +4971,7 @@ def _check_loader(sampler, arguments):
         )
 
 
-def _refuse_data_of_loader(dataset, rank, size):
+def _check_data_of_loader(dataset, rank, size):
     """ValueError for a list of datasets, and where a job of several does not say the rank."""
     if isinstance(dataset, (list, tuple)) and isinstance(dataset[0], torch.utils.data.Dataset):
         raise ValueError(
@@ -4954,7 +4985,7 @@ def _refuse_data_of_loader(dataset, rank, size):
         )
 
 
-def _refuse_difference(state, here):
+def _check_same_history(state, here):
     """ValueError for what a state says, where here it is another one."""
     difference = _first_difference(state, here)
     if difference is not None:
@@ -4967,7 +4998,7 @@ def _refuse_difference(state, here):
         )
 
 
-def _read_past(text):
+def _parse_history(text):
     """All that a history says, of the sampler and of the data."""
     past = json.loads(text)
     return past.get("sampler", {}) | past.get("data", {})
@@ -4976,48 +5007,48 @@ def _read_past(text):
 def _first_difference(was, now):
     """Return the first thing that differs: (its words, its value in was, in now), or None.
 
-    was, now   answers of _what_decides(), from JSON
+    was, now   answers of _provenance_of(), from JSON
     """
-    return min(_differences(was, now, ""), key=_follows, default=None)
+    return min(_iter_differences(was, now, ""), key=_is_secondary, default=None)
 
 
-def _follows(difference):
+def _is_secondary(difference):
     """What may follow from another one is told last: what is missing, and epochs of a corpus."""
     words, was, now = difference
     is_of_epochs = words.startswith(("stable_order, or", "epochs", "last epoch"))
     return is_of_epochs or was is None or now is None
 
 
-def _differences(was, now, of):
+def _iter_differences(was, now, of):
     """Yield all that differs; of is what the words end with, such as " of corpus 1 (wiki)"."""
     for key in was | now:
         old = was.get(key)
         new = now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
-            name = f" ({new[_NAME]})" if _NAME in new else ""
-            yield from _differences(old, new, f" of {key}{name}{of}")
-        elif old != new and key != _NAME:
+            name = f" ({new[_LABEL_KEY]})" if _LABEL_KEY in new else ""
+            yield from _iter_differences(old, new, f" of {key}{name}{of}")
+        elif old != new and key != _LABEL_KEY:
             yield f"{key}{of}", old, new
 
 
-def _refuse_late_gradient(ddp, param):
+def _check_gradient_in_time(ddp, param):
     """RuntimeError for a gradient that would be in no average of a DistributedDataParallel."""
     if ddp._bucket_of[param] < ddp._num_sent:
         raise RuntimeError(
             f"gradient of {ddp._names[param]} after it was sent: put all backwards of a step but "
             "the last under no_sync(), and give checkpoints use_reentrant=False, or do not overlap"
         )
-    if ddp._is_averaged and ddp.grad_reduce_in_fp32:
+    if ddp._grads_are_averaged and ddp.grad_reduce_in_fp32:
         raise RuntimeError(
             f"gradient of {ddp._names[param]} after finish_grad_sync(): with "
             "grad_reduce_in_fp32 call zero_grad_buffer() before each step"
         )
 
 
-def _refuse_new_parameters(ddp):
+def _check_parameters(ddp):
     """Raise ValueError if the parameters that require a gradient are not those in the buffers."""
     for name, param in ddp.module.named_parameters():
-        if param.requires_grad == (param in ddp._places):
+        if param.requires_grad == (param in ddp._slices):
             continue
         change, effect = "frozen", "an optimizer could move it by a gradient of zeros"
         if param.requires_grad:
@@ -5028,7 +5059,7 @@ def _refuse_new_parameters(ddp):
         )
 
 
-def _refuse_sums_of_one_rank(model):
+def _check_loss_is_mean(model):
     """ValueError where torch averages a model's gradients over ranks, before they are divided."""
     if _num_processes() == 1:
         return
@@ -5044,7 +5075,7 @@ def _refuse_sums_of_one_rank(model):
                 )
 
 
-def _refuse_ramp(sizes, global_batch_size, samples_per_round):
+def _check_rampup(sizes, global_batch_size, samples_per_round):
     """ValueError unless global batches grow, by these sizes, to the last one, in whole rounds."""
     if global_batch_size not in sizes:
         raise ValueError(f"ramp-up {sizes}: wanted equal steps up to {global_batch_size}")
@@ -5094,15 +5125,15 @@ class _NewFile(contextlib.AbstractContextManager):
     """
 
     def __init__(self, path: str | os.PathLike, synced: bool = True, digits: str = "") -> None:
-        _refuse_passwords(path)
-        self.path = _absolute(path)
+        _check_no_secrets(path)
+        self.path = _absolute_path(path)
         self.synced = synced
         self.digits = digits or secrets.token_hex(8)
         self.temporary = f"{self.path}.{self.digits}.tmp"
         # Before the file is there: a signal may come at any moment.
         self._remove = weakref.finalize(self, _remove_path, self.temporary, os.getpid())
         try:
-            with _named(path, "cannot be written"):
+            with _naming_action(path, "cannot be written"):
                 self.file = open(self.temporary, "xb", 1 << 20)
         except BaseException:  # over a network it may fail, and be made
             self._remove()
@@ -5115,14 +5146,16 @@ class _NewFile(contextlib.AbstractContextManager):
             self.file.write(content)
         except BaseException:
             self.discard()  # a part of it may be there
-            with _named(self.temporary, "cannot be written"):  # here: each with block takes 1 us
+            with _naming_action(
+                self.temporary, "cannot be written"
+            ):  # here: each with block takes 1 us
                 raise
 
     def finish(self) -> None:
         """Close the whole file, unless it is closed; it has its temporary name still."""
         if self.file.closed:
             return
-        with _named(self.temporary, "cannot be written"):
+        with _naming_action(self.temporary, "cannot be written"):
             self.file.flush()
             if self.synced:
                 os.fsync(self.file.fileno())
@@ -5159,7 +5192,7 @@ def _commit_pair(tokens, index):
     index.finish()
     for file in (tokens, index):
         os.stat(file.temporary)  # an error, while the old pair is there, if somebody has removed it
-    has_old = _is_there(index.path)
+    has_old = _exists(index.path)
     try:
         tokens._remove.detach()  # from now on discard() only closes it
         index._remove.detach()
@@ -5171,18 +5204,18 @@ def _commit_pair(tokens, index):
             _sync_folder(folder)
     except BaseException:
         # A step over a network may fail and be made: look which names are there.
-        is_first = _is_there(tokens.temporary)
-        if is_first and has_old == _is_there(index.path):
+        is_first = _exists(tokens.temporary)
+        if is_first and has_old == _exists(index.path):
             _remove_path(index.temporary, os.getpid())
             _remove_path(tokens.temporary, os.getpid())
             raise
         names = [tokens.temporary if is_first else tokens.path]
-        names.append(index.temporary if _is_there(index.temporary) else index.path)
-        with _named(" and ".join(names), "the new pair is whole in these two files"):
+        names.append(index.temporary if _exists(index.temporary) else index.path)
+        with _naming_action(" and ".join(names), "the new pair is whole in these two files"):
             raise
 
 
-def _is_there(path):
+def _exists(path):
     """Whether a name is in its folder; OSError where the disk does not say it."""
     try:
         os.lstat(path)
@@ -5250,7 +5283,7 @@ def _load_or_build(dataset, split, made_from, pair):
 
     made_from is a flat dict of what they are made from, as JSON has it; pair the pair that they are
     made from, or None.  dataset._build_arrays() builds both; its errors pass.
-    dataset._in_files becomes {name: array} of the arrays that are in files: all, or none.
+    dataset._arrays_in_files becomes {name: array} of the arrays that are in files: all, or none.
     """
     if not dataset._cache_folder:
         return dataset._build_arrays()
@@ -5260,26 +5293,26 @@ def _load_or_build(dataset, split, made_from, pair):
     stem = os.path.join(dataset._cache_folder, name)
     in_files = {}
     try:
-        facts, in_files = _find_arrays(stem, made_from, pair)
+        facts, in_files = _read_arrays(stem, made_from, pair)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         warnings.warn(f"the index cache {stem}-* is rebuilt: {reason}", stacklevel=4)
     if not in_files:
         facts, arrays = dataset._build_arrays()
-        note = None if pair is None else _note_of_pair(pair)
+        note = None if pair is None else _identity_of_pair(pair)
         manifest = {"format": _CACHE_FORMAT, "made_from": made_from, "pair": note, "facts": facts}
         arrays_by_name = dict(zip(dataset.index_names, arrays, strict=True))
         try:
-            in_files = _save_arrays(stem, arrays_by_name, dataset.unique_description, manifest)
+            in_files = _write_arrays(stem, arrays_by_name, dataset.unique_description, manifest)
         except OSError as error:
             reason = f"the indices stay in memory: {error}"
             warnings.warn(f"the index cache {stem}-* cannot be written: {reason}", stacklevel=4)
             return facts, arrays
-    dataset._in_files = in_files
+    dataset._arrays_in_files = in_files
     return facts, list(in_files.values())
 
 
-def _find_arrays(stem, made_from, pair):
+def _read_arrays(stem, made_from, pair):
     """Return (facts, {name: array}) of the files; the latter is empty without a usable manifest.
 
     An exception says what is wrong with them.
@@ -5297,8 +5330,8 @@ def _find_arrays(stem, made_from, pair):
     if manifest["made_from"] != made_from:
         raise DatasetFormatError(f"it was made from {manifest['made_from']}, now from {made_from}")
     note = manifest["pair"]
-    if pair is not None and not _is_noted(pair, note):
-        raise DatasetFormatError(f"the pair was {note}, is {_note_of_pair(pair)}")
+    if pair is not None and not _has_identity(pair, note):
+        raise DatasetFormatError(f"the pair was {note}, is {_identity_of_pair(pair)}")
     in_files = {}
     has_times = True
     for name, noted in manifest["files"].items():
@@ -5325,7 +5358,7 @@ def _read_or_map_file(path: str | os.PathLike) -> tuple[np.ndarray, int]:
     alive.  The time is that of the file that was opened, whatever has its name by then.
     """
     is_large = os.path.getsize(path) > 64 << 10
-    with _named(path, "cannot be read", OSError), open(path, "rb") as file:
+    with _naming_action(path, "cannot be read", OSError), open(path, "rb") as file:
         content = None
         if is_large:
             with contextlib.suppress(Exception):
@@ -5351,7 +5384,7 @@ def _size_and_crc32(content):
     return {"size": size, "crc32": zlib.crc32(content)}
 
 
-def _save_arrays(stem, arrays, description, manifest):
+def _write_arrays(stem, arrays, description, manifest):
     """Write the files; return {name: array}, read-only and mapped as a later start has them.
 
     The old manifest and description are removed first, and the new ones are the last to get
@@ -5400,28 +5433,30 @@ def _file_stamp(path: str | os.PathLike) -> dict:
 
 def _fingerprint_of_pair(pair):
     """What IndexedDataset.fingerprint() returns; it is made once."""
-    if "fingerprint" not in pair._known:
+    if "fingerprint" not in pair._memo:
         some = min(4096 // pair._token_bytes, pair.num_tokens)
-        ends = pair._in_files["_tokens"].read_many([(0, some), (pair.num_tokens - some, some)])
-        pair._known["fingerprint"] = {
+        ends = pair._arrays_in_files["_tokens"].read_many(
+            [(0, some), (pair.num_tokens - some, some)]
+        )
+        pair._memo["fingerprint"] = {
             "idx_size": pair._stamps["idx"]["size"],
             "bin_size": pair._stamps["bin"]["size"],
-            "lengths_crc32": zlib.crc32(pair._in_files["sequence_lengths"]),
+            "lengths_crc32": zlib.crc32(pair._arrays_in_files["sequence_lengths"]),
             "bin_ends_crc32": zlib.crc32(np.concatenate(ends)),
         }
-    return pair._known["fingerprint"]
+    return pair._memo["fingerprint"]
 
 
-def _note_of_pair(pair):
+def _identity_of_pair(pair):
     """What is noted of a pair: its fingerprint, and the stamps of the files that have it."""
     return {"stamps": pair._stamps, "fingerprint": pair.fingerprint()}
 
 
-def _is_noted(pair, note):
+def _has_identity(pair, note):
     """Are these the data of a note?  Where its stamps do not say so, the whole .idx is checked."""
     has_times = all(stamp["changed"] for stamp in pair._stamps.values())
     if has_times and note["stamps"] == pair._stamps:
-        pair._known["fingerprint"] = note["fingerprint"]
+        pair._memo["fingerprint"] = note["fingerprint"]
     else:
         pair.verify()  # of the arrays of the .idx a fingerprint has the lengths alone
     return note["fingerprint"] == pair.fingerprint()
@@ -5434,33 +5469,39 @@ def _lengths_in_use(reader, name):
     """
     lengths = getattr(reader, "sequence_lengths", [])
     if isinstance(reader, IndexedDataset):
-        of_file = reader._in_files["sequence_lengths"]
+        of_file = reader._arrays_in_files["sequence_lengths"]
         if lengths is of_file or np.array_equal(lengths, of_file):
             return {}
     return {name: zlib.crc32(np.asarray(lengths, np.int64))}
 
 
 # What a pair opens, and what was asked of it since then.
-_OPENED = ("sequence_lengths", "sequence_pointers", "document_indices", "sequence_modes", "_tokens")
-_OPENED += ("_stamps", "_known")
+_REOPENED_ATTRIBUTES = (
+    "sequence_lengths",
+    "sequence_pointers",
+    "document_indices",
+    "sequence_modes",
+    "_tokens",
+)
+_REOPENED_ATTRIBUTES += ("_stamps", "_memo")
 
 
-def _state_without_files(dataset):
+def _picklable_state(dataset):
     """The state of a dataset or a pair for a pickle, without what another process finds in files.
 
     An array that a user has set, or a subclass, is not that of the file, and stays.
     """
     state = vars(dataset).copy()
-    for name, values in state.pop("_in_files").items():
+    for name, values in state.pop("_arrays_in_files").items():
         if state.get(name) is values:
             del state[name]
     return state
 
 
-def _find_left_out(dataset, state, find_or_build):
+def _restore_arrays(dataset, state, find_or_build):
     """Set the state of a pickle, and what it left out: find_or_build(dataset) has all arrays."""
     vars(dataset).update(state)
-    dataset._in_files = {}
+    dataset._arrays_in_files = {}
     if any(name not in state for name in dataset.index_names):
         arrays = find_or_build(dataset)
         for name, values in zip(dataset.index_names, arrays, strict=True):
@@ -5473,10 +5514,10 @@ def _restore_pair(pair, state):
     note = state.pop("_note")
     vars(pair).update(state)
     pair._open()
-    if not _is_noted(pair, note):
+    if not _has_identity(pair, note):
         found = f"{pair.fingerprint()}: the pair was replaced after the dataset was pickled"
         wanted = note["fingerprint"]
-        raise _format_error(pair.path_prefix, "fingerprint", wanted, f"{found}: build it again")
+        raise _bad_format(pair.path_prefix, "fingerprint", wanted, f"{found}: build it again")
     vars(pair).update(state)  # an array that a user has set
 
 
@@ -5503,12 +5544,12 @@ def _identifiers_of_orders(dataset):
     return identifiers
 
 
-def _find_or_build_orders(dataset):
+def _load_or_build_orders(dataset):
     """What _build_arrays() of a GPTDataset returns, now or where the files were made.
 
     Of a pair the manifest has the fingerprint; a reader of the user's own has only its lengths.
     """
-    made_from = {"documents": _describe_documents(dataset)} | _identifiers_of_orders(dataset)
+    made_from = {"documents": _digest_of_documents(dataset)} | _identifiers_of_orders(dataset)
     pair = dataset.dataset
     made_from |= _lengths_in_use(pair, "lengths_crc32")
     if not isinstance(pair, IndexedDataset):
@@ -5519,11 +5560,11 @@ def _find_or_build_orders(dataset):
 def _folder_of_cache(dataset):
     """The folder of the config, or one beside the pair, or beside the copy of its .idx, or None."""
     if dataset.config.path_to_cache:
-        return _absolute(dataset.config.path_to_cache)
+        return _absolute_path(dataset.config.path_to_cache)
     if isinstance(dataset, BlendedDataset) or dataset.dataset_path is None:
         return None
     prefix = getattr(dataset.dataset, "absolute_prefix", dataset.dataset_path)
-    folder = f"{_absolute(prefix)}/cache"
+    folder = f"{_absolute_path(prefix)}/cache"
     if _is_remote(prefix):
         if not isinstance(dataset.dataset, IndexedDataset):
             return None
@@ -5531,7 +5572,7 @@ def _folder_of_cache(dataset):
     return f"{folder}/{type(dataset).__name__}_indices"
 
 
-def _describe_documents(dataset):
+def _digest_of_documents(dataset):
     """The documents of a MegatronDataset: a range, or a digest of their numbers."""
     documents = dataset._documents
     if not isinstance(documents, range):
@@ -5590,7 +5631,7 @@ class ObjectStorageConfig:
 
     def __post_init__(self) -> None:
         folder = self.path_to_idx_cache or os.path.expanduser("~/.cache/megatron_min")
-        self.path_to_idx_cache = _absolute(folder)
+        self.path_to_idx_cache = _absolute_path(folder)
 
 
 class _FileTokens:
@@ -5618,10 +5659,10 @@ def _read_bytes(file, begin, size, path):
     """
     content = bytearray()
     while len(content) < size:  # the system may return a part of what is there
-        with _named(path, "cannot be read", OSError):
+        with _naming_action(path, "cannot be read", OSError):
             part = os.pread(file.fileno(), size - len(content), begin + len(content))
         if not part:
-            raise _format_error(path, f"bytes at {begin}", size, len(content))
+            raise _bad_format(path, f"bytes at {begin}", size, len(content))
         content += part
     return content
 
@@ -5633,19 +5674,19 @@ class _RemoteFile:
     object.  Threads, forked processes and pickles may use it: fsspec has a connection for each.
     """
 
-    _PAUSES = (0.1, 0.3, 1, 3)  # seconds before each further try
+    _RETRY_DELAYS = (0.1, 0.3, 1, 3)  # seconds before each further try
     # errors that stay, and the statuses of HTTP that mean them
-    _LASTING = {
+    _PERMANENT_ERRORS = {
         FileNotFoundError: (404, 410),
         PermissionError: (401, 403),
         io.UnsupportedOperation: (),
     }
     # the names under which storages tell an ETag, a digest or the time of the last change
-    _CHANGED = ("ETag", "etag", "blob_id", "sha")
-    _CHANGED += ("Last-Modified", "LastModified", "modificationTime", "mtime", "created")
+    _VERSION_KEYS = ("ETag", "etag", "blob_id", "sha")
+    _VERSION_KEYS += ("Last-Modified", "LastModified", "modificationTime", "mtime", "created")
 
     def __init__(self, url, dtype=np.uint8, is_input=False):
-        _refuse_passwords(url, is_input)
+        _check_no_secrets(url, is_input)
         self.url = os.fsdecode(url)
         self.dtype = np.dtype(dtype)
 
@@ -5658,7 +5699,7 @@ class _RemoteFile:
         size = self.dtype.itemsize
         ranges = [(first * size, (first + count) * size) for first, count in spans]
         contents = {(begin, end): None for begin, end in ranges if begin < end}
-        self._request(self._fetch_missing, contents)
+        self._with_retries(self._fetch_missing, contents)
         return [np.frombuffer(contents.get(span, b""), self.dtype) for span in ranges]
 
     def _fetch_missing(self, file_system, path, contents):
@@ -5682,13 +5723,13 @@ class _RemoteFile:
 
     def stamp(self):
         """Return {"size": bytes, "changed": ...}, which tell the object from a later one."""
-        found = self._request(self._look)
+        found = self._with_retries(self._info)
         if found["size"] is None:
             raise OSError(f"{self.url}: the storage tells no size, so it has no ranges")
-        changed = [str(found[name]) for name in self._CHANGED if name in found]
+        changed = [str(found[name]) for name in self._VERSION_KEYS if name in found]
         return {"size": found["size"], "changed": " ".join(changed)}
 
-    def _look(self, file_system, path):
+    def _info(self, file_system, path):
         """What the storage says of the object."""
         file_system.invalidate_cache(path)  # an older answer would be of no use
         found = file_system.info(path)
@@ -5699,10 +5740,10 @@ class _RemoteFile:
     def find(self):
         """Return [(URL, size or None)] of the object; if it is not there, of what it matches."""
         with contextlib.suppress(FileNotFoundError):
-            return [(self.url, self._request(self._look)["size"])]
-        return self._request(self._list)
+            return [(self.url, self._with_retries(self._info)["size"])]
+        return self._with_retries(self._glob)
 
-    def _list(self, file_system, path):
+    def _glob(self, file_system, path):
         """The (URL, size) of all objects that match a pattern, sorted."""
         file_system.invalidate_cache()
         matches = []
@@ -5712,13 +5753,13 @@ class _RemoteFile:
             matches.append((file_system.unstrip_protocol(name), found["size"]))
         return matches
 
-    def _request(self, function, *arguments):
+    def _with_retries(self, function, *arguments):
         """Call a function until it succeeds, as often as there are pauses, and once more."""
         import fsspec  # it comes with torch
 
         file_system, path = fsspec.core.url_to_fs(self.url)  # fsspec returns the one it has
         _keep_file_systems()
-        for pause in (*self._PAUSES, None):
+        for pause in (*self._RETRY_DELAYS, None):
             try:
                 return function(file_system, path, *arguments)
             except Exception as error:
@@ -5726,7 +5767,7 @@ class _RemoteFile:
                     # fsspec says so whatever happened; the cause is what did
                     error = error.__cause__ or error
                 kind = OSError  # it may pass
-                for lasting, statuses in self._LASTING.items():
+                for lasting, statuses in self._PERMANENT_ERRORS.items():
                     if isinstance(error, lasting) or getattr(error, "status", None) in statuses:
                         kind = lasting
                 if pause is None or kind is not OSError:
@@ -5767,7 +5808,7 @@ def _fetch_index(url, stamp, config):
         with _NewFile(copied) as file:
             for begin in range(0, stamp["size"], at_a_time):
                 file.write(remote.read(begin, min(at_a_time, stamp["size"] - begin)))
-            _refuse_if_changed(url, stamp, "copied")
+            _check_unchanged(url, stamp, "copied")
     return copied
 
 
@@ -5778,7 +5819,7 @@ _PASSWORD = re.compile(
 _QUERY_OR_CHAIN = re.compile(r"://.*\?|::[^/]*://")
 
 
-def _refuse_passwords(names, is_input=False):
+def _check_no_secrets(names, is_input=False):
     """ValueError, which does not show it, for a URL with a password; names may be nested lists.
 
     Unless it is an input, also for one with a query, which may be a signature, and for a chain of
@@ -5794,7 +5835,7 @@ def _refuse_passwords(names, is_input=False):
             )
     elif isinstance(names, collections.abc.Sequence):
         for name in names:
-            _refuse_passwords(name, is_input)
+            _check_no_secrets(name, is_input)
 
 
 # ==============================================================================
@@ -5816,7 +5857,7 @@ def _refuse_passwords(names, is_input=False):
 # (torchrun) stops the others and names it.
 
 
-def _attempt(step, *arguments):
+def _call_catching(step, *arguments):
     """Call a function: return (what it returns, None), or (None, the error that it raises).
 
     Ends of a process pass; a panic of native code, which is no Exception, is an error.
@@ -5845,16 +5886,16 @@ def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = No
     world = torch.distributed.get_world_size(group) if _is_distributed() else 1
     if world == 1:
         return step()
-    result, error = _attempt(step)
+    result, error = _call_catching(step)
     mine = world if error is None else _rank(group)
     first_failed = torch.tensor(mine, device=_device_of_group(group))
     torch.distributed.all_reduce(first_failed, torch.distributed.ReduceOp.MIN, group=group)
     if first_failed < world:
-        _raise_error_of(int(first_failed), error, group)
+        _raise_on_every_rank(int(first_failed), error, group)
     return result
 
 
-def _raise_error_of(source, error, group):
+def _raise_on_every_rank(source, error, group):
     """Raise on every rank of the group that the group's rank number `source` has failed.
 
     Every rank calls it with its own error, which it raises, or with None: then it is a ValueError
@@ -5990,7 +6031,7 @@ _NO_EOD = -(2**63)  # an id that no token has
 
 @functools.wraps(_make_batch)
 def _c_make_batch(dataset, indices):
-    columns = _read_columns(dataset, indices) if len(indices) else None
+    columns = _make_columns(dataset, indices) if len(indices) else None
     if columns is None:
         return _c_make_batch.__wrapped__(dataset, indices)
     return {key: torch.from_numpy(values) for key, values in columns.items()}
@@ -5998,14 +6039,14 @@ def _c_make_batch(dataset, indices):
 
 @functools.wraps(GPTDataset.__getitem__)
 def _c_getitem(self, idx):
-    columns = _read_columns(self, [idx])
+    columns = _make_columns(self, [idx])
     if columns is None:
         return _c_getitem.__wrapped__(self, idx)
     # values[0, ...] of the 1-D max_seqlen is an array without axes; values[0] would be a number
     return {key: torch.from_numpy(values[0, ...]) for key, values in columns.items()}
 
 
-def _read_columns(dataset, indices):
+def _make_columns(dataset, indices):
     """A batch as a table, {key: array (B, ...)}; None if the loop cannot make it."""
     columns = {}
     if type(dataset) is GPTDataset:
@@ -6021,7 +6062,7 @@ def _read_columns(dataset, indices):
     columns |= _empty_columns(dataset.config, len(indices))
     for part, rows, ks in rows_of_parts:
         is_served = type(part) is GPTDataset and part.config is dataset.config
-        if not is_served or not _read_samples(part, columns, rows, ks):
+        if not is_served or not _fill_columns(part, columns, rows, ks):
             return None
     for row, idx in enumerate(indices):
         if idx is None:  # it fills up the batch
@@ -6045,7 +6086,7 @@ def _empty_columns(config, count):
     return columns
 
 
-def _read_samples(dataset, columns, rows, samples):
+def _fill_columns(dataset, columns, rows, samples):
     """Write samples into rows of a table, in one pass over their tokens.
 
     False if an array is not what the loop takes, or it met a place that it cannot trust.
@@ -6165,11 +6206,11 @@ class HuggingFaceTokenizer:
         self.path = os.fsdecode(path)
         if os.path.isdir(self.path):
             if not eod_token:
-                eod_token = _eos_token_of(self.path)
+                eod_token = _read_eos_token(self.path)
             self.path = os.path.join(self.path, "tokenizer.json")
         tokenizers = _import_extra("tokenizers", self.path)
         content = pathlib.Path(self.path).read_bytes()
-        with _named(self.path, "wanted a tokenizer.json of the package tokenizers"):
+        with _naming_action(self.path, "wanted a tokenizer.json of the package tokenizers"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         self._add_special_tokens = add_special_tokens
         names = [eod_token] if eod_token else ["<|endoftext|>", "</s>"]
@@ -6207,12 +6248,12 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(numbers_alone, skip_special_tokens=False)
 
 
-def _eos_token_of(folder):
+def _read_eos_token(folder):
     """The text of the eos_token in a folder's tokenizer_config.json; None if it names none."""
     path = os.path.join(folder, "tokenizer_config.json")
     if not os.path.exists(path):
         return None
-    with _named(path, "cannot read its eos_token"):
+    with _naming_action(path, "cannot read its eos_token"):
         token = json.loads(pathlib.Path(path).read_bytes()).get("eos_token")
         if isinstance(token, dict):
             token = token["content"]
@@ -6232,12 +6273,12 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
     def __init__(self, path: str | os.PathLike, eod_token: str | None = None) -> None:
         super().__init__(path, eod_token)
         self.unique_identifiers["package"] = "gigatoken"
-        self._start()
+        self._reset_gigatoken()
 
-    def _start(self):
+    def _reset_gigatoken(self):
         """Make gigatoken's own tokenizer, which has seen no text yet."""
         gigatoken = _import_extra("gigatoken", self.path)
-        with _named(self.path, "gigatoken refuses it"):
+        with _naming_action(self.path, "gigatoken refuses it"):
             self._gigatoken = gigatoken.Tokenizer.from_json(self._tokenizer.to_str())
         self._seen_bytes = 0
 
@@ -6249,7 +6290,7 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
         """Return the ids of each text as an array."""
         contents = [text.encode() for text in texts]
         if self._gigatoken is None or self._seen_bytes > self._MOST_BYTES:
-            self._start()
+            self._reset_gigatoken()
         self._seen_bytes += sum(map(len, contents))
         # The ids come as an array of the package awkward: those of all texts, laid end to end, and
         # where each text ends.
@@ -6318,7 +6359,7 @@ _ATTRIBUTES_OF_TOKENIZER = {
 }
 
 
-def _attribute(tokenizer, name):
+def _attribute_of(tokenizer, name):
     """An attribute of a tokenizer; None if there is none, or if it says NotImplementedError."""
     try:
         return getattr(tokenizer, name, None)
@@ -6332,7 +6373,7 @@ def _check_tokenizer(tokenizer, names):
         raise ValueError(f"wanted a tokenizer, got a class: make an object of {tokenizer.__name__}")
     for name in names:
         kind, words = _ATTRIBUTES_OF_TOKENIZER[name]
-        if not isinstance(_attribute(tokenizer, name), kind):
+        if not isinstance(_attribute_of(tokenizer, name), kind):
             found = type(tokenizer).__name__
             raise ValueError(f"wanted a tokenizer, got {found}, which lacks {name}, {words}")
 
@@ -6423,7 +6464,7 @@ def preprocess(
     ...     IndexedDataset(prefixes["text"])[:]
     [array([ 97,  97,  97,  97, 256], dtype=uint16), array([ 98,  98,  98, 256], dtype=uint16)]
     """
-    _check_job(input, output_prefix, texts, json_keys, workers, shard, on_error)
+    _check_preprocess_arguments(input, output_prefix, texts, json_keys, workers, shard, on_error)
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = build_tokenizer(tokenizer)
     _check_tokenizer_of_corpus(tokenizer, append_eod)
@@ -6432,7 +6473,7 @@ def preprocess(
     if texts is None:
         inputs = _find_inputs(input)
     else:
-        inputs = [_Input("texts", None, _read_rows(texts, json_keys))]
+        inputs = [_Input("texts", None, _iter_lines_of_rows(texts, json_keys))]
     suffix = "_sentence" if split_sentences else "_document"
     job = None
     index, count = shard
@@ -6440,7 +6481,7 @@ def preprocess(
         suffix += f"_{index:05}_of_{count:05}"  # so that the names sort as the shards do
         sizes = [[os.path.basename(each.name), each.size] for each in inputs]
         job = _md5(json.dumps([sizes, bool(append_eod)]))  # what all shards have in common
-        inputs = _take_shard(inputs, index, count)
+        inputs = _inputs_of_shard(inputs, index, count)
     prefixes = {key: f"{os.fsdecode(output_prefix)}_{key}{suffix}" for key in json_keys}
     identity = _identity_of_tokenizer(tokenizer)
 
@@ -6465,7 +6506,7 @@ def preprocess(
     return prefixes
 
 
-def _check_job(input, output_prefix, texts, json_keys, workers, shard, on_error):
+def _check_preprocess_arguments(input, output_prefix, texts, json_keys, workers, shard, on_error):
     """Check the arguments of preprocess()."""
     index, count = shard
     if not 0 <= index < count:
@@ -6502,7 +6543,7 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
         for key, prefix in prefixes.items():
             builder = IndexedDatasetBuilder(get_bin_path(prefix), encoder.dtype)
             builders[key] = stack.enter_context(builder)
-        encoded_blocks = _encode_blocks(encoder, _cut_blocks(inputs), workers)
+        encoded_blocks = _iter_encoded_blocks(encoder, _iter_blocks(inputs), workers)
         # Closed even where an exception ends the loop, so that workers never outlive the job.
         stack.enter_context(contextlib.closing(encoded_blocks))
         for (source, lines), encoded in encoded_blocks:
@@ -6543,11 +6584,11 @@ class _Input:
     def __init__(self, path, size, lines=None):
         self.path = path
         self.size = size
-        self.name = _name_of_input(path)  # for messages and records
-        self.compression = _find_compression(self.name)
+        self.name = _label_of_input(path)  # for messages and records
+        self.compression = _decompressor_of(self.name)
         is_known = size is not None and self.compression is None
         self.num_bytes = size if is_known else math.inf  # of its lines
-        self.lines = _read_lines(self) if lines is None else lines
+        self.lines = _iter_lines(self) if lines is None else lines
         self.lines_read = 0  # that have become documents
         self.documents = 0  # that it has given so far
 
@@ -6557,13 +6598,13 @@ def _find_inputs(paths):
     if isinstance(paths, (str, bytes, os.PathLike)):
         paths = [paths]
     paths = [os.fsdecode(path) for path in paths]
-    _refuse_passwords(paths, is_input=True)
+    _check_no_secrets(paths, is_input=True)
     inputs = []
     for path in paths:
-        with _reading(path):
+        with _input_error_context(path):
             found = _find_sizes(path)
         if len(found) == 0:
-            name = _name_of_input(path)
+            name = _label_of_input(path)
             raise FileNotFoundError(f"{name}: no such file, and as a pattern it matches none")
         inputs.extend(_Input(name, size) for name, size in found)
     if len(inputs) == 0:
@@ -6584,25 +6625,25 @@ def _find_sizes(path):
     return [(name, os.path.getsize(name) if os.path.isfile(name) else None) for name in paths]
 
 
-def _name_of_input(path):
+def _label_of_input(path):
     """What to call an input: without the query of a URL, which may be a signature."""
     return path.partition("?")[0] if _is_remote(path) else path
 
 
 @contextlib.contextmanager
-def _reading(path):
+def _input_error_context(path):
     """Have an error say which input cannot be read; storages would show the query of a URL."""
-    name = _name_of_input(path)
+    name = _label_of_input(path)
     try:
-        with _named(name, "cannot be read", OSError):
+        with _naming_action(name, "cannot be read", OSError):
             yield
     except OSError as error:
         if name == path:
             raise
-        raise OSError(re.sub(r"\?\S*", "", _one_line(error))) from None
+        raise OSError(re.sub(r"\?\S*", "", _message_of(error))) from None
 
 
-def _find_compression(name):
+def _decompressor_of(name):
     """Return the module that reads a compressed file, by the end of its name; None: it is not."""
     lower = name.lower()
     if lower.endswith((".bz2", ".xz", ".lzma", ".zip", ".tar")):
@@ -6619,7 +6660,7 @@ def _find_compression(name):
     raise ImportError(f"{name} needs Python 3.14's compression.zstd, or pip install backports.zstd")
 
 
-def _take_shard(inputs, index, count):
+def _inputs_of_shard(inputs, index, count):
     """Return the inputs of shard number index of count; a warning if shares are very unequal."""
     sizes = [each.size for each in inputs]
     if None in sizes:
@@ -6638,9 +6679,9 @@ def _take_shard(inputs, index, count):
     return [each for each, shard in zip(inputs, shards, strict=True) if shard == index]
 
 
-def _read_lines(source):
+def _iter_lines(source):
     """Yield the lines of an _Input; OSError if it cannot be read, or has changed at the end."""
-    with _reading(source.path), contextlib.ExitStack() as stack:
+    with _input_error_context(source.path), contextlib.ExitStack() as stack:
         if source.path == "-":
             file = sys.stdin.buffer
         elif _is_remote(source.path):
@@ -6659,7 +6700,7 @@ def _read_lines(source):
                 raise OSError(f"{told}, and {came:,} came, or it has another size now")
 
 
-def _read_rows(texts, json_keys):
+def _iter_lines_of_rows(texts, json_keys):
     """Yield the JSON lines of texts or dicts; of another row, as a str, what is wrong with it."""
     for row in texts:
         line = None
@@ -6673,7 +6714,7 @@ def _read_rows(texts, json_keys):
         yield line
 
 
-def _cut_blocks(inputs):
+def _iter_blocks(inputs):
     """Yield the lines of all inputs in blocks: (input, lines)."""
     for source in inputs:
         lines = []
@@ -6691,7 +6732,7 @@ def _cut_blocks(inputs):
 # -- Workers -----------------------------------------------------------------------------------
 
 
-def _read_object(line):
+def _parse_object(line):
     """Return the JSON object on a line; a ValueError says why there is none."""
     if len(line) > _LONGEST_LINE:
         raise ValueError(f"longer than {_LONGEST_LINE:,} bytes")
@@ -6706,18 +6747,18 @@ def _read_object(line):
     return found
 
 
-def _read_texts(line, json_keys):
+def _parse_texts(line, json_keys):
     """Return {key: sentences} of the JSON object on a line; a ValueError says why it is bad."""
-    if isinstance(line, str):  # _read_rows() says why
+    if isinstance(line, str):  # _iter_lines_of_rows() says why
         raise ValueError(line)
-    row = _read_object(line)
+    row = _parse_object(line)
     texts = {}
     for key in json_keys:
         try:
-            texts[key] = _sentences(row[key])
+            texts[key] = _as_sentences(row[key])
             "".join(texts[key]).encode()  # an error at a lone surrogate
         except (KeyError, ValueError) as error:
-            found = f"got {row!r:.60}: {_one_line(error)}"
+            found = f"got {row!r:.60}: {_message_of(error)}"
             raise ValueError(f"wanted a text under {key!r}, {found}") from None
     return texts
 
@@ -6750,19 +6791,19 @@ class _Encoder:
 
     def encode_block(self, lines):
         """Return [(number of lines, what encode() makes of them)], or why the one line is bad."""
-        documents, error = _attempt(self.encode, lines)
+        documents, error = _call_catching(self.encode, lines)
         if error is None:
             return [(len(lines), documents)]
         if isinstance(error, (MemoryError, OSError)):  # not for what the lines are
             raise error
         if len(lines) == 1:
-            return [(1, _one_line(error))]
+            return [(1, _message_of(error))]
         half = len(lines) // 2
         return self.encode_block(lines[:half]) + self.encode_block(lines[half:])
 
     def encode(self, lines):
         """Return {key: (content, lengths, ends)}: section 2's loop, for many lines."""
-        rows = [_read_texts(line, self.json_keys) for line in lines if not line.isspace()]
+        rows = [_parse_texts(line, self.json_keys) for line in lines if not line.isspace()]
         return {key: self._encode_documents([row[key] for row in rows]) for key in self.json_keys}
 
     def _encode_documents(self, documents):
@@ -6771,7 +6812,7 @@ class _Encoder:
             split = self.splitter.tokenize
             documents = [list(itertools.chain(*map(split, parts))) for parts in documents]
         texts = list(itertools.chain(*documents))
-        tokenize_batch = _attribute(self.tokenizer, "tokenize_batch")
+        tokenize_batch = _attribute_of(self.tokenizer, "tokenize_batch")
         if tokenize_batch is None:
             found = map(self.tokenizer.tokenize, texts)
         else:
@@ -6794,7 +6835,7 @@ class _Encoder:
         return _encode_tokens(np.concatenate(pieces), self.dtype), lengths, ends
 
 
-def _encode_blocks(encoder, blocks, workers):
+def _iter_encoded_blocks(encoder, blocks, workers):
     """Yield each block, in order, and what encoder.encode_block() makes of it."""
     if workers == 1:
         for source, lines in blocks:
@@ -6859,9 +6900,9 @@ def _run_worker(pipe, encoder):
         while True:
             pipe.send(answer)
             lines = pipe.recv()
-            answer, error = _attempt(encoder.encode_block, lines)
+            answer, error = _call_catching(encoder.encode_block, lines)
             if error is not None:  # no bad line; the error might not pass the pipe
-                answer = ChildProcessError(_one_line(error))
+                answer = ChildProcessError(_message_of(error))
 
 
 def _end_with_parent():
@@ -6953,7 +6994,7 @@ def _record_of(pair):
 
     With "begins": the number of each input's first document, and at the end that of all documents.
     """
-    if "record" not in pair._known:
+    if "record" not in pair._memo:
         record = {}
         with contextlib.suppress(Exception):  # it may be missing, damaged, or of another release
             prefix = pair.absolute_prefix
@@ -6962,13 +7003,13 @@ def _record_of(pair):
             if found == _make_record(prefix, found["tokenizer"], inputs, found.get("job")):
                 counts = (documents for _, documents in inputs)
                 record = found | {"begins": list(itertools.accumulate(counts, initial=0))}
-        pair._known["record"] = record
-    return pair._known["record"]
+        pair._memo["record"] = record
+    return pair._memo["record"]
 
 
 def _identity_of_tokenizer(tokenizer):
     """A tokenizer's unique_identifiers, a dict, as JSON has it; None if it has none."""
-    identity = _attribute(tokenizer, "unique_identifiers")
+    identity = _attribute_of(tokenizer, "unique_identifiers")
     identity = json.loads(json.dumps(identity, default=str))
     return identity if isinstance(identity, dict) else None
 
@@ -6993,7 +7034,7 @@ def _check_tokenizers(opened, tokenizer):
     for prefix, pair in opened.items():
         if isinstance(pair, IndexedDataset):
             records[prefix] = _record_of(pair)
-            _, difference = _attempt(_common_tokenizer, of_config | {prefix: records[prefix]})
+            _, difference = _call_catching(_common_tokenizer, of_config | {prefix: records[prefix]})
             if difference is not None:
                 warnings.warn(str(difference), stacklevel=3)
     _common_tokenizer(records)
@@ -7072,7 +7113,7 @@ class SFTDataset(MegatronDataset):
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         _check_sft(self)
         # Unlike GPTDataset: None where there is no pad; a pad that is also eod stays the pad.
-        self._pad_token_id = _attribute(config.tokenizer, "pad")
+        self._pad_token_id = _attribute_of(config.tokenizer, "pad")
         self._has_warned = False  # of a sample in which nothing is learned
 
     @staticmethod
@@ -7084,7 +7125,7 @@ class SFTDataset(MegatronDataset):
         is_parquet = dataset_path.endswith(".parquet")
         rows = _ParquetRows(dataset_path) if is_parquet else _JsonlRows(dataset_path)
         if len(rows) > 0:  # a file of another kind is found out now
-            with _named(_place_of_row(dataset_path, rows, 0), _WANTED_OF_ROW):
+            with _naming_action(_label_of_row(dataset_path, rows, 0), _WANTED_OF_ROW):
                 _split_conversations(rows[0]["messages"])
         return rows
 
@@ -7101,21 +7142,21 @@ class SFTDataset(MegatronDataset):
             sample = self[0]
             sample["loss_mask"].zero_()
             return sample
-        k = _position(idx, len(self), f"the samples of {_name(self)}")
+        k = _as_index(idx, len(self), f"the samples of {_label_of_dataset(self)}")
         row = int(self.indices[k % len(self.indices)])
         S = self.config.sequence_length
         pad = self._pad_token_id
         fill = self.config.tokenizer.eod if pad is None else pad
         cp = self.config.context_parallel_size
         granularity = 2 * cp if cp is not None and cp > 1 else 1
-        encoded = self._encode_row(row)
+        encoded = self._iter_encoded(row)
         tokens, targets, is_filled, ends = _pack_conversations(encoded, S, fill, granularity)
         labels = targets[1:].copy()
         is_padding = is_filled[1:] if pad is None else labels == pad
         is_learned = (labels != _IGNORED) & ~is_padding
         if not is_learned.any() and not self._has_warned:
             self._has_warned = True
-            place = _place_of_row(_name(self), self.dataset, row)
+            place = _label_of_row(_label_of_dataset(self), self.dataset, row)
             words = f"in its first {S} tokens the role assistant says nothing"
             warnings.warn(f"{place}: nothing is learned from this sample: {words}", stacklevel=2)
         starts = ends[:-1]
@@ -7135,11 +7176,13 @@ class SFTDataset(MegatronDataset):
         }
         return {key: torch.from_numpy(values) for key, values in sample.items()}
 
-    def _encode_row(self, row):
+    def _iter_encoded(self, row):
         """Yield the tokens and the targets of each conversation of a row, as one int64 (2, n)."""
         tokenizer = self.config.tokenizer
-        encode = _attribute(tokenizer, "tokenize_conversation")
-        with _named(_place_of_row(_name(self), self.dataset, row), _WANTED_OF_ROW):
+        encode = _attribute_of(tokenizer, "tokenize_conversation")
+        with _naming_action(
+            _label_of_row(_label_of_dataset(self), self.dataset, row), _WANTED_OF_ROW
+        ):
             for conversation in _split_conversations(self.dataset[row]["messages"]):
                 if encode is None:
                     tokens, targets = _encode_conversation(conversation, tokenizer)
@@ -7165,17 +7208,19 @@ def _check_sft(dataset):
             f"context_parallel_size, which is {cp}), so a row cannot be cut: choose another length"
         )
     if dataset.num_samples and len(dataset.indices) == 0:
-        place = f"{_name(dataset)}: {dataset.index_split.name} of split {config.split!r}"
+        place = (
+            f"{_label_of_dataset(dataset)}: {dataset.index_split.name} of split {config.split!r}"
+        )
         raise ValueError(f"{place} holds no rows for {dataset.num_samples} samples: enlarge it")
     _check_tokenizer(config.tokenizer, ["tokenize", "eod"])
-    if _attribute(config.tokenizer, "tokenize_conversation") is None:
+    if _attribute_of(config.tokenizer, "tokenize_conversation") is None:
         added = list(config.tokenizer.tokenize(""))
         if len(added) > 0:
             words = f"this one would put {added} around each piece of a conversation"
             raise ValueError(f"SFTDataset wants a tokenizer without add_special_tokens: {words}")
 
 
-def _place_of_row(name, rows, row):
+def _label_of_row(name, rows, row):
     """What to call a row of a file, or of other rows with a name, in a message."""
     if isinstance(rows, _JsonlRows):
         return f"{name}, line {rows.line_numbers[row]}"
@@ -7258,14 +7303,14 @@ class _Rows:
     """
 
     def __init__(self, path):
-        self.path = _absolute(path)
+        self.path = _absolute_path(path)
         self._open()
 
     def _open(self):
         self._file = open(self.path, "rb")
         weakref.finalize(self, self._file.close)
         status = os.fstat(self._file.fileno())
-        self._written = status.st_mtime_ns
+        self._mtime_ns = status.st_mtime_ns
         ends = self._file.read(4096)
         self._file.seek(max(0, status.st_size - 4096))
         ends += self._file.read(4096)
@@ -7281,7 +7326,7 @@ class _Rows:
         self._open()
         if self._fingerprint != wanted:
             found = f"{self._fingerprint}: it was replaced after the dataset was pickled"
-            raise _format_error(self.path, "fingerprint", wanted, found)
+            raise _bad_format(self.path, "fingerprint", wanted, found)
 
     def fingerprint(self):
         """What tells these rows from others, as IndexedDataset.fingerprint() does for tokens."""
@@ -7310,9 +7355,9 @@ class _JsonlRows(_Rows):
         begin = self.starts[row]
         size = self.starts[row + 1] - begin  # with the blank lines behind it
         line = _read_bytes(self._file, begin, size, self.path).rstrip()
-        if os.fstat(self._file.fileno()).st_mtime_ns != self._written:
+        if os.fstat(self._file.fileno()).st_mtime_ns != self._mtime_ns:
             raise ValueError(f"{self.path} was written while it is read: build the dataset again")
-        return _read_object(line)
+        return _parse_object(line)
 
 
 class _ParquetRows(_Rows):
@@ -7321,7 +7366,7 @@ class _ParquetRows(_Rows):
     def _open(self):
         super()._open()
         parquet = _import_extra("pyarrow.parquet", self.path)
-        with _named(self.path, 'wanted a Parquet file with "messages"'):
+        with _naming_action(self.path, 'wanted a Parquet file with "messages"'):
             options = {"columns": ["messages"], "page_checksum_verification": True}
             self._messages = parquet.read_table(self._file, **options)["messages"]
 
@@ -7386,23 +7431,23 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
     [0, 1]
     """
     if isinstance(dataset, BlendedDataset):
-        i = _position(k, len(dataset), "the samples of a blend")
+        i = _as_index(k, len(dataset), "the samples of a blend")
         part = dataset.datasets[dataset.dataset_index[i]]
         return trace(part, int(dataset.dataset_sample_index[i]))
-    _refuse_other_kinds(dataset)
+    _check_is_gpt_dataset(dataset)
     prefix = dataset.dataset_path
     spans = []
     place = 0
     for sequence, offset, length in dataset.pieces(k):
         if length > 0:
-            document, at, name, number = _place_in_files(dataset.dataset, sequence, offset)
+            document, at, name, number = _locate_in_files(dataset.dataset, sequence, offset)
             span = Span(prefix, sequence, document, offset, length, at, place, name, number)
             spans.append(span)
             place += length
     return spans
 
 
-def _place_in_files(pair, sequence, offset):
+def _locate_in_files(pair, sequence, offset):
     """Return the document, byte_offset, input and input_document of a Span."""
     if not isinstance(pair, IndexedDataset):  # mock data, or a reader of the user's own
         return sequence, None, None, None
@@ -7431,10 +7476,10 @@ def find(
     """
     parts = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
     for part in parts:
-        _refuse_other_kinds(part)
+        _check_is_gpt_dataset(part)
     wanted = [d for d, part in enumerate(parts) if _is_pair_of(part, path_prefix)]
     if len(wanted) == 0:
-        names = ", ".join(_name(part) for part in parts)
+        names = ", ".join(_label_of_dataset(part) for part in parts)
         raise ValueError(f"{path_prefix} is not a pair of this dataset, which has {names}")
     found = []
     for d in wanted:
@@ -7448,7 +7493,7 @@ def find(
     return sorted(found)
 
 
-def _refuse_other_kinds(dataset):
+def _check_is_gpt_dataset(dataset):
     """ValueError for a dataset that has not the orders of section 4."""
     if not isinstance(dataset, GPTDataset):
         found = type(dataset).__name__
@@ -7466,14 +7511,14 @@ def _is_pair_of(dataset, path_prefix):
 
 def _files_of_pair(path_prefix):
     """Return the places of both files of a pair, without symbolic links; a URL stays as it is."""
-    prefix = _absolute(path_prefix)
+    prefix = _absolute_path(path_prefix)
     paths = [get_idx_path(prefix), get_bin_path(prefix)]
     return paths if _is_remote(prefix) else [os.path.realpath(path) for path in paths]
 
 
 def _samples_of_sequence(dataset, sequence):
     """The samples of a GPTDataset that hold a token of a sequence, in any order."""
-    i = _position(sequence, len(dataset.dataset), f"{_name(dataset)}, its pair")
+    i = _as_index(sequence, len(dataset.dataset), f"{_label_of_dataset(dataset)}, its pair")
     shuffle_index = dataset.shuffle_index
     numbers = np.empty_like(shuffle_index)  # sample j of the stream -> k
     numbers[shuffle_index] = np.arange(len(shuffle_index), dtype=shuffle_index.dtype)
@@ -7547,7 +7592,7 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         code = 1
         if len(arrived) == 0:  # what a signal stops may raise an error of its own
-            print(f"megatron-min: {_one_line(error)}", file=sys.stderr)
+            print(f"megatron-min: {_message_of(error)}", file=sys.stderr)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -7558,7 +7603,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _print_warning(message, *details):
     """Print a warning as a user wants to see it: without the line of code that it came from."""
-    print(f"warning: {_one_line(message)}", file=sys.stderr)
+    print(f"warning: {_message_of(message)}", file=sys.stderr)
 
 
 def _print_line(line):
@@ -7604,8 +7649,10 @@ def _make_parser():
     add("--append-eod", action="store_true", help="eod after each document")
     add("--json-keys", help="each key becomes a pair; default: text", **several)
     add("--split-sentences", action="store_true", help="a sentence is a sequence")
-    add("--workers", type=_read_workers, default=1, help="processes; default: 1")
-    add("--shard", type=_read_shard, default=(0, 1), metavar="i/n", help="a part; merge joins them")
+    add("--workers", type=_parse_workers, default=1, help="processes; default: 1")
+    add(
+        "--shard", type=_parse_shard, default=(0, 1), metavar="i/n", help="a part; merge joins them"
+    )
     add("--on-error", choices=("stop", "skip"), default="stop", help="at a bad line, default: stop")
     add("--no-verbose", dest="verbose", action="store_false", help="no progress")
 
@@ -7627,7 +7674,7 @@ def _make_parser():
     return parser
 
 
-def _read_shard(text):
+def _parse_shard(text):
     """The type of --shard: "3/16" -> (3, 16)."""
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if found is None or int(found[1]) >= int(found[2]):
@@ -7635,7 +7682,7 @@ def _read_shard(text):
     return int(found[1]), int(found[2])
 
 
-def _read_workers(text):
+def _parse_workers(text):
     """The type of --workers: a number of processes."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"wanted 1 or more, got {text!r}")
@@ -7677,7 +7724,7 @@ def _run_inspect(options):
     _print_line(f"sequence 0: {tokens}")
     own = {"tokenizer": _identity_of_tokenizer(tokenizer)}
     records = {options.prefix: _record_of(dataset), "this command": own}
-    _, difference = _attempt(_common_tokenizer, records)
+    _, difference = _call_catching(_common_tokenizer, records)
     if difference is not None:
         _print_line(f"not decoded: {difference}")
     elif all(isinstance(token, int) and 0 <= token < tokenizer.vocab_size for token in tokens):

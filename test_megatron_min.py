@@ -716,16 +716,16 @@ def test_a_fingerprint_is_of_the_data_alone(one, tmp_path, monkeypatch):
     crc32 = mock.Mock(wraps=zlib.crc32)
     monkeypatch.setattr(one.zlib, "crc32", crc32)
     for touched in ([], ["idx"], ["bin"]):
-        note = one._note_of_pair(one.IndexedDataset(prefix))
+        note = one._identity_of_pair(one.IndexedDataset(prefix))
         for kind in touched:
             os.utime(f"{prefix}.{kind}", (2**31, 2**31))
         crc32.reset_mock()
-        assert one._is_noted(one.IndexedDataset(prefix), note)
+        assert one._has_identity(one.IndexedDataset(prefix), note)
         assert crc32.call_count == 2 * len(touched)
     for place, mmap in ((prefix, True), (prefix, False), (tmp_path / "copy" / "p", True)):
         assert one.IndexedDataset(place, mmap=mmap).fingerprint() == first
     patch(f"{prefix}.bin", 0, b"\7")  # the .idx stays
-    assert not one._is_noted(one.IndexedDataset(prefix), note)
+    assert not one._has_identity(one.IndexedDataset(prefix), note)
     others = [docs[:-1], [*docs[:900], [1] * 9, [1] * 11, *docs[902:]], [], [[]], [[1]], [[1, 2]]]
     for other in (*others, [[2] * 10, *docs[1:]], [*docs[:-1], [2] * 10]):
         assert one.IndexedDataset(mk(one, tmp_path / "q", other)).fingerprint() != first
@@ -749,7 +749,7 @@ def test_a_pickle_is_all_but_the_files(one, pair, monkeypatch):
     ds = Shifted(10, "pair", mmap=False, object_storage_config=settings, check=True)
     ds.document_indices = np.array([7])
     pickled = pickle.dumps(ds)
-    assert not {"_tokens", "_stamps", "_known"} & set(ds.__getstate__())
+    assert not {"_tokens", "_stamps", "_memo"} & set(ds.__getstate__())
     assert len(pickled) < 1100
     monkeypatch.chdir("/")
     again = pickle.loads(pickled)
@@ -1179,7 +1179,7 @@ def test_sample_indices_by_brute_force(mm):
         same(found, wanted, (sizes, S, drop_last, x))
 
 
-def test_no_number_wraps(mm):
+def test_sample_index_does_not_overflow(mm):
     """An order of so many documents or samples would take 16 GB: only the dtype that it gets."""
     S = 2**30
     documents = int32(0, 1, 0, 0)  # they begin at 0, 2**31 - 1, 2**31, 2**32 - 1
@@ -1218,7 +1218,7 @@ def test_a_number_that_is_not_whole_is_not_cut(one, tmp_path):
         assert repr(gpt(one, prefix, size).num_samples) == "5"
 
 
-def test_a_wrong_stream_is_said(mm):
+def test_wrong_stream_raises(mm):
     """Upstream reads behind its arrays."""
     for wrong, error, word in (
         ({"sizes": np.array([4, 3, 6])}, TypeError, "sizes"),
@@ -1442,7 +1442,7 @@ PADS = {  # a tokenizer, the pad id that counts, and the one where it may be amb
 }
 
 
-def test_what_a_tokenizer_says_of_pad_and_eod(one, tmp_path):
+def test_pad_and_eod_ids(one, tmp_path):
     """A warning: a pad that is also another special token is not used; a corpus has no eod."""
     with_eod = mk(one, tmp_path / "with", [[1, 2, 0]] * 9)
     without = mk(one, tmp_path / "without", [[1, 2, 3]] * 9)
@@ -1460,7 +1460,7 @@ def test_what_a_tokenizer_says_of_pad_and_eod(one, tmp_path):
             assert ["--append-eod" in message for message in messages] == wanted, flag
 
 
-def test_datasets_that_cannot_be(one, tmp_path):
+def test_invalid_dataset_arguments_raise(one, tmp_path):
     """Upstream never returns from a split without tokens."""
     prefix = mk(one, tmp_path / "p", [[1] * 9] * 3)
     for documents, error, words in (
@@ -1665,7 +1665,7 @@ def test_a_blend_by_counts(mm):
     same(ds.samples_taken(), np.array([9, 20_000]))
 
 
-def test_refused_blends(one):
+def test_invalid_blends_raise(one):
     for arguments, word in (  # weights of two datasets, size, phases
         (([-1, 1], 4), "weight of bare"),
         (([1, math.nan], 4), "weight of bare"),
@@ -2549,7 +2549,7 @@ def each_rank_gets_its_part_of_a_batch(job, layout):
 
 
 @two_or_four_ranks
-def test_batches_on_ranks(tmp_path, world):
+def test_ranks_receive_their_parts_of_a_batch(tmp_path, world):
     calls = itertools.product([each_rank_gets_its_part_of_a_batch], LAYOUTS[world])
     run_on_ranks(world, tmp_path, calls)
 
@@ -2647,7 +2647,7 @@ def test_batches_are_pinned_where_there_is_a_gpu(c, tmp_path, monkeypatch):
     assert set(next(iter(loader)).values()) == {5}
 
 
-def test_which_loader(one, monkeypatch):
+def test_dataloader_type_selects_the_sampler(one, monkeypatch):
     """None where there is no sample: a sampler would refuse total_samples.
 
     In a job of several processes a loader is told its rank: else all would read the same samples.
@@ -3146,7 +3146,7 @@ def reader(lengths, **methods):
     return types.SimpleNamespace(sequence_lengths=np.array(lengths, np.int32), **methods)
 
 
-def test_what_a_state_asks_of_other_classes(one, tmp_path):
+def test_state_of_custom_datasets(one, tmp_path):
     """Two datasets, of which the second is here; what is said of it, or None: it fits."""
 
     class Permuted(one.GPTDataset):
@@ -3661,7 +3661,7 @@ def gradients_of_parallel_batches(job, layout):
 
 
 @two_or_four_ranks
-def test_gradients_on_ranks(tmp_path, world):
+def test_ranks_end_with_equal_gradients(tmp_path, world):
     """With a third of the options on two ranks, with all of them on four."""
     steps = [gradients_of_several_steps, gradients_of_uneven_tokens]
     calls = [*itertools.product(steps, OPTIONS[::3] if world == 2 else OPTIONS)]
@@ -3697,7 +3697,7 @@ def numbers_of(batches, count=None):
     return [batch.pop("k") for batch in itertools.islice(batches, count)]
 
 
-def test_micro_batches_can_be_had_again(one):
+def test_rewind_replays_micro_batches(one):
     """As they were, and by a new iterator that goes on with the state of the last."""
     given = [collections.OrderedDict(k=k) for k in range(9)]
     batches = one.RerunDataIterator(given)
@@ -3746,7 +3746,7 @@ def test_samples_of_a_run_by_hand(one):
     assert one.get_train_valid_test_num_samples(**run | skip) == (72, 16, 16)
 
 
-def test_a_batch_size_that_does_not_grow(one):
+def test_invalid_rampup_raises(one):
     """A ramp-up is compared with upstream's under Parity."""
     for ramp in (None, (16, 8, 0), (32, 8, 100)):
         number = one.NumMicroBatches(32, 4, 2, ramp)
@@ -4149,7 +4149,7 @@ def test_lengths_that_are_set_make_a_cache_and_a_state_their_own(one, tmp_path, 
             words = r"sequence_lengths \(CRC-32\) was None in" if num_samples == 9 else None
             load_state_of(before, loader_of(one, found), 4, words)
         assert reader.fingerprint() == plain.fingerprint()
-        of_pair = one._what_decides(reader, None, {})  # for a loader of the sequences
+        of_pair = one._provenance_of(reader, None, {})  # for a loader of the sequences
         assert ("sequence_lengths (CRC-32)" in of_pair) == (num_samples == 9)
     patch(f"{corpus}.idx", 34, b"\xff\xff\xff\xff")
     with pytest.raises(one.DatasetFormatError, match=r"lengths\[0\]: .*-1"):
@@ -4460,7 +4460,7 @@ def test_two_writers_in_all_orders_of_their_steps(one, tmp_path, cache, monkeypa
             found = {}
             with contextlib.suppress(one.DatasetFormatError, FileNotFoundError):
                 stem = manifest.removesuffix("-manifest.json")
-                _, found = one._find_arrays(stem, made_from, ds.dataset)
+                _, found = one._read_arrays(stem, made_from, ds.dataset)
             if found:
                 same_arrays(found.values(), wanted)
                 found_at[number] += 1
@@ -4598,7 +4598,7 @@ def test_a_remote_pair_equals_the_local_one(one, web, some_pair, no_pauses):
 
 
 @pytest.mark.slow
-def test_s3(one, no_pauses, some_pair, tmp_path, monkeypatch):
+def test_pair_on_s3_is_read(one, no_pauses, some_pair, tmp_path, monkeypatch):
     """A pair is read; a listing that fsspec keeps is not taken for the state of an object."""
     s3fs = pytest.importorskip("s3fs", reason="pip install s3fs")
     moto = pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
@@ -5013,7 +5013,7 @@ def the_data_of_the_ranks_are_compared(job):
 
 
 @two_or_four_ranks
-def test_errors_on_ranks(tmp_path, world):
+def test_an_error_of_one_rank_reaches_all(tmp_path, world):
     scenarios = [
         an_error_stays_in_its_group,
         on_another_default_device,
@@ -5050,7 +5050,7 @@ BUILDS = [  # what lies in the place of the C module, MEGATRON_MIN_C, what is sa
 
 
 @pytest.mark.parametrize("build, setting, words", BUILDS)
-def test_a_build_that_cannot_be_used(monkeypatch, tmp_path, build, setting, words):
+def test_incompatible_c_build_raises(monkeypatch, tmp_path, build, setting, words):
     """=1 asks for C, so it is an error; others go without, with a warning of what is there."""
     if build == "fused":
         build_with_fused_operations(tmp_path)
@@ -5087,7 +5087,7 @@ def build_with_fused_operations(folder):
 
 
 @linux
-def test_shuffles_beyond_2_32_items_are_numpys(c, tmp_path):
+def test_shuffle_of_more_than_2_32_items_uses_numpy(c, tmp_path):
     """There a draw is two words.  The file has a hole of this size."""
     call = toy_call(c, "shuffle")
     call["array"] = np.memmap(tmp_path / "a", "i4", "w+", shape=2**32 + 1)
@@ -5110,7 +5110,7 @@ def test_shuffle_goes_on_where_numpy_would(c, dtype):
         assert repr(state.get_state()) == repr(other.get_state())
 
 
-def test_what_c_can_read_is_left_to_c(c, toy, monkeypatch):
+def test_c_is_used_where_possible(c, toy, monkeypatch):
     """Else all would be right, and ten times slower."""
     monkeypatch.setattr(c, "_FEW_ITEMS", 0)
     for name in ("_make_batch", "_fill_blend", "_fill_rows", "shuffle"):
@@ -5547,7 +5547,7 @@ def test_the_eod_of_a_folder(one, tmp_path, hf):
         assert one.build_tokenizer(hf).eod == 3, "a bare file as ever"
 
 
-def test_a_tokenizer_that_is_of_no_use(one, tmp_path, hf, monkeypatch):
+def test_unusable_tokenizer_raises(one, tmp_path, hf, monkeypatch):
     """The error has the name of what is wrong."""
     pytest.importorskip("gigatoken")
     (tmp_path / "no.json").write_text('{"a": 1}')
@@ -5707,7 +5707,7 @@ def test_an_input_is_of_the_shard_in_whose_share_it_begins(one):
         inputs = [one._Input("a", size) for size in sizes]
         words = rf"the {len(sizes)} inputs give {num_filled} of {len(wanted)} .*split -n l/16"
         for index, shard in enumerate(wanted):
-            found, messages = heard(one._take_shard, inputs, index, len(wanted))
+            found, messages = heard(one._inputs_of_shard, inputs, index, len(wanted))
             assert [each.size for each in found] == shard
             assert len(messages) == (num_filled is not None)
             assert all(re.match(words, message) for message in messages)
