@@ -2,80 +2,95 @@
 # SPDX-License-Identifier: MIT
 # megatron_min.  Copyright (c) 2026 The megatron_min authors, MIT licence.  This notice stays with
 # copies of the file.
-"""Megatron-LM's GPT data path in one file: text to files to indices to resumable batches.
+"""Megatron-LM's GPT data path in one file: from text to training batches that can be resumed.
 
-This module writes and reads the files that Megatron-LM trains on, and makes training batches of
-them.  Its measure is the package megatron-core 0.16.1, called "upstream" here: for every input on
-which that works as intended, files, index arrays, caches, samples and batches are the same bytes.
+This module writes and reads the files that Megatron-LM trains on, and makes training batches from
+them.  The reference is the package megatron-core 0.16.1, called "upstream" here.  Wherever upstream
+works as intended, this module produces the same bytes: files, index arrays, caches, samples and
+batches.
 
-Part I is the textbook: rules, each section with a question and a drawing, whose code is the
-definition of what happens to good input.  Bad input is refused by calls of one line, _check_...()
-and _refuse_...(): these, and small tools such as _as_index(), mostly stand in section 13.  Comments
-name the sections of what else is not there yet.  The file needs nothing but numpy and torch;
-_helpers.c is an optional accelerator with identical results.
+Part I is the textbook.  Each section asks one question, answers it with a drawing or a table, and
+then in code.  The code defines what happens to good input.  One-line calls of functions named
+_check_...() reject bad input.  Section 13 defines most of these functions, and small helpers such
+as _as_index().  If code uses something else that a later section defines, a comment usually names
+that section.  The module needs only numpy and torch.  The optional accelerator, _helpers.c, gives
+identical results.
 
-Words       token        an integer that stands for a piece of text
-            document     one text of the corpus; but see the box
-            sequence     a run of tokens that the .idx file lists as one entry.  A document is
-                         stored as one sequence, as several, one for each of its sentences, or,
-                         without tokens, as none.
-            corpus       a pair of files, .bin and .idx, that holds many sequences
-            split        the part of a corpus that is for training, validation or testing
-            epoch        once through all sequences of a split
-            sample       S inputs that the model reads in one row, with labels and masks
-            stream       the sequences of all epochs, laid end to end; samples are cut from it
-            micro-batch  the samples that one rank reads at once
-            global batch the samples of all data-parallel ranks in one step: one round or several,
-                         where a round is a micro-batch of each of these ranks
-            blend        corpora, usually several, mixed by weights: the share of samples of each
-            rank         one process of a training job; usually each rank has one GPU.  In section 8
-                         it is a data-parallel rank, which several processes may share.
+Words       token           an integer that stands for a piece of text
+            document        one text; see the box below for its second meaning
+            eod             the token that marks the end of a document
+            corpus          a collection of documents
+            pair            the two files that hold one corpus, .bin and .idx
+            sequence        consecutive tokens that the .idx lists as one entry
+            record          the JSON file beside a pair that names its tokenizer and its inputs
+            split           a part of a corpus, for training, validation or testing
+            epoch           once through all sequences of a split
+            stream          the sequences of all epochs, concatenated; samples are cut from it
+            sample          one training example: its input tokens, labels and masks
+            index arrays    the arrays that say where in the corpora each sample is
+            blend           corpora combined by weights; a weight is a corpus's share of the samples
+            pass            once through all samples of a dataset, which may cover many epochs
+            job             one set of processes, from its start to its end
+            run             the training of one model; several jobs may continue it in turn
+            rank            one process of a job; usually each rank has one GPU.  The processes
+                            that read the same samples form one data-parallel rank, which section 8
+                            calls "rank"
+            micro-batch     the samples that one data-parallel rank reads at once
+            padding sample  a sample without loss, which completes a short micro-batch
+            round           one micro-batch on every data-parallel rank
+            step            one update of the model; it reads one or more rounds
+            global batch    the samples of one step
 
   +-- "document" --------------------------------------------------------------------------------+
   | In sections 1 and 2, and in the tools of part IV, a document is a text.  document_indices,   |
-  | an array of the .idx file, says which sequences a text is.  Training does not use it.        |
+  | an array of the .idx file, says which sequences make up a text.  Training does not use it.   |
   |                                                                                              |
-  | From section 3 on, a document is a sequence of the .idx file: upstream uses the word so too, |
-  | as nearly always a text is one sequence.  document_index, an array of section 4, is the      |
-  | order in which sequences are read.  It has nothing to do with document_indices.              |
+  | From section 3 on, a document is a sequence of the .idx file.  Upstream does the same,       |
+  | because a text is nearly always one sequence.  document_index, an array of section 4, is     |
+  | the order in which sequences are read.  It has nothing to do with document_indices.          |
+  |                                                                                              |
+  | Two settings, reset_position_ids and reset_attention_mask, do not use the sequences.  For    |
+  | them, a document ends with an eod token.                                                     |
   +----------------------------------------------------------------------------------------------+
 
-Notation    S  inputs of a sample (sequence_length)     D  sequences in a split
-            T  tokens in one epoch of a split           E  epochs over the split
-            N  samples in a dataset                     x  1 where a sample is S + 1 tokens, so
-                                                           that each input has a label; else 0
-            j  a sample's number in the stream          k  its number in the dataset
-            d  a document's number in the stream; of a blend, a dataset's number
-Examples    read toy_corpus(): the three documents aaaa bbb cccccc, with S = 4
+Notation    S  input tokens of a sample (sequence_length)    D  sequences in a split
+            T  tokens in one epoch of a split                E  epochs over the split
+            N  samples in a dataset                          x  1 if a sample has S + 1 tokens, so
+                                                                that every input has a label;
+                                                                otherwise 0
+            j  number of a sample in the stream              k  number of a sample in its dataset
+            d  number of a document in the stream (sections 4 and 5), or of a dataset in the blend
+               (section 6)
+Examples    use toy_corpus(), which has the documents aaaa, bbb and cccccc, and S = 4
 
 Contents
 Part I, the path of a token
-    1. The file pair              where on disk are the tokens of sequence i?
-    2. Text to tokens             how do lines of JSON become a pair?
-    3. Split, blend, config       which part of each corpus is for training, and in which mix?
-    4. Three orders               how are documents and samples ordered, where do samples start?
-    5. GPTDataset                 what are the tokens, labels and masks of sample k?
-    6. BlendedDataset             which dataset, and which of its samples, is sample i of the blend?
-    7. The builder                which datasets does a config mean, and who builds them first?
-    8. Samplers                   which samples does rank r get at step t, and after a stop?
-    9. Parallel batches           which part of a batch does each rank get, and how?
+  1. The file pair              where on disk are the tokens of sequence i?
+  2. Text to tokens             how do lines of JSON become a pair?
+  3. Split, blend, config       how is each corpus split, and in which shares are corpora blended?
+  4. Three orders               in what order are samples read, and where does each one start?
+  5. GPTDataset                 what are the tokens, labels and masks of sample k?
+  6. BlendedDataset             which sample of which dataset is sample i of the blend?
+  7. The builder                which datasets does a config describe, and which rank builds first?
+  8. Samplers                   which samples does rank r read at step t, and how does a run resume?
+  9. Parallel batches           which part of each batch does a rank get, and from where?
 Part II, the training loop
-    10. The loader and its state  how is a batch ready early, and what does a checkpoint keep?
-    11. Gradients                 how do the data-parallel ranks come to have the same gradients?
-    12. Around the loop           how many samples and steps has a run, and can it read them again?
+  10. The loader and its state  how are batches prepared ahead, and what does a checkpoint save?
+  11. Gradients                 how do all data-parallel ranks get the same gradients?
+  12. Around the loop           how many samples does a run need, and how can a step be repeated?
 Part III, the workshop
-    13. What is refused           what is looked at, when, and with which error?
-    14. Whole files               how does a file appear whole, or not at all?
-    15. The index cache           when may arrays made earlier be used again?
-    16. Object storage            how are tokens read that are not mapped, as over a network?
-    17. One error for every rank  what do the other ranks do when one of them fails?
-    18. The C kernels             where is each loop made fast, and how is C switched on and off?
+  13. What is checked           what is checked, when, and which error is raised?
+  14. Whole files               how does a file appear complete, or not at all?
+  15. The index cache           when can index arrays from an earlier job be used again?
+  16. Object storage            how are tokens read over a network, or without memory mapping?
+  17. One error for every rank  what do the other ranks do when one rank fails?
+  18. The C kernels             which loops does C replace, and how is C switched on and off?
 Part IV, the tools
-    19. Tokenizers                which tokenizers can a command use?
-    20. Preprocessing             how is a big corpus tokenized, on all cores and on many machines?
-    21. Fine-tuning data          how does a conversation become a sample, at access?
-    22. Audit                     which documents made a sample, and which samples read a document?
-    23. The command line          how is all this run from a shell?
+  19. Tokenizers                which tokenizers can a command use?
+  20. Preprocessing             how is a big corpus tokenized, on all cores and on many machines?
+  21. Fine-tuning data          how does a conversation become a sample when it is read?
+  22. Audit                     which documents are in a sample, and which samples read a document?
+  23. The command line          how is this module used from a shell?
 """
 
 import abc
@@ -131,25 +146,25 @@ __version__ = "0.1.0"
 
 # fmt: off
 __all__ = [
-    "DType", "get_idx_path", "get_bin_path", "DatasetFormatError", "IndexedDataset",
-    "IndexedDatasetBuilder", "ObjectStorageConfig", "toy_corpus",
-    "ByteTokenizer", "NullTokenizer", "HuggingFaceTokenizer", "build_tokenizer", "encode_document",
-    "encode_jsonl", "preprocess", "merge",
-    "Split", "normalize", "parse_and_normalize_split", "convert_split_vector_to_split_matrix",
-    "split_range", "get_blend_from_list", "BlendedMegatronDatasetConfig", "GPTDatasetConfig",
-    "count_samples", "plan_epochs", "shuffle", "build_document_index", "build_sample_idx",
-    "build_shuffle_index", "build_stable_orders",
-    "MegatronDataset", "GPTDataset", "MockGPTDataset", "MockGPTLowLevelDataset", "SFTDataset",
-    "causal_mask",
-    "build_blending_indices", "build_exhaustive_blending_indices", "build_phase_indices",
-    "BlendedDataset", "BlendedMegatronDatasetBuilder",
-    "MegatronPretrainingSampler", "MegatronPretrainingRandomSampler",
-    "MegatronFullValidationSampler", "batches_of", "PretrainingDataLoader",
-    "build_pretraining_data_loader", "cyclic_iter", "RerunDataIterator",
-    "get_train_valid_test_num_samples", "NumMicroBatches", "check_data_consistency",
-    "ParallelGroups", "get_batch", "get_batch_on_this_tp_rank", "get_batch_on_this_cp_rank",
-    "DistributedDataParallel", "finalize_model_grads", "forward_backward_no_pipelining",
-    "Span", "trace", "find",
+    # Names of upstream
+    "DType", "get_idx_path", "get_bin_path", "IndexedDataset", "IndexedDatasetBuilder",
+    "ObjectStorageConfig", "NullTokenizer", "Split", "normalize", "parse_and_normalize_split",
+    "convert_split_vector_to_split_matrix", "get_blend_from_list", "BlendedMegatronDatasetConfig",
+    "GPTDatasetConfig", "build_sample_idx", "MegatronDataset", "GPTDataset", "MockGPTDataset",
+    "MockGPTLowLevelDataset", "build_blending_indices", "build_exhaustive_blending_indices",
+    "BlendedDataset", "BlendedMegatronDatasetBuilder", "RerunDataIterator",
+    "get_batch_on_this_cp_rank", "DistributedDataParallel", "finalize_model_grads",
+    "forward_backward_no_pipelining",
+    # Names of Megatron-LM's repository that are not in the package
+    "SFTDataset", "MegatronPretrainingSampler", "MegatronPretrainingRandomSampler",
+    "MegatronFullValidationSampler", "build_pretraining_data_loader", "cyclic_iter",
+    "get_train_valid_test_num_samples", "get_batch", "get_batch_on_this_tp_rank",
+    # Our own names
+    "DatasetFormatError", "toy_corpus", "ByteTokenizer", "HuggingFaceTokenizer", "build_tokenizer",
+    "encode_document", "encode_jsonl", "preprocess", "merge", "split_range", "count_samples",
+    "plan_epochs", "shuffle", "build_document_index", "build_shuffle_index", "build_stable_orders",
+    "causal_mask", "build_phase_indices", "batches_of", "PretrainingDataLoader", "NumMicroBatches",
+    "check_data_consistency", "ParallelGroups", "Span", "trace", "find",
     "IMPLEMENTATION", "__version__",
 ]
 # fmt: on
@@ -164,26 +179,28 @@ log = logging.getLogger("megatron_min")
 # ==============================================================================
 # 1. The file pair
 # ==============================================================================
-# Question answered here: where on disk are the tokens of sequence i?
+# Question: where on disk are the tokens of sequence i?
 #
-# A corpus is two files.  The .bin file holds the tokens of all sequences, one after the other.  The
-# .idx file says where each sequence begins, how long it is, and which sequences form a document.
+# A corpus is stored in two files.  The .bin file holds the tokens of all sequences, concatenated.
+# The .idx file says where each sequence begins and how many tokens it has.  It also says which
+# sequences form each document.
 #
-#   corpus.bin   a a a a b b b c c c c c c      the tokens of all sequences, here of one byte each
+#   corpus.bin   a a a a b b b c c c c c c      the tokens of all sequences, here one byte each
 #                ^       ^     ^
-#   corpus.idx   0       4     7                sequence_pointers: where each begins, in bytes
-#                4       3     6                sequence_lengths: how many tokens each has
+#   corpus.idx   0       4     7                sequence_pointers: where each one begins, in bytes
+#                4       3     6                sequence_lengths: how many tokens each one has
 #                0       1     2           3    document_indices: the first sequence of each
-#                                               document, and where the last one ends
+#                                               document, then the number of sequences
 #
-# To read, both files are mapped into memory.  The tokens of sequence i are a slice of the .bin:
+# Usually both files are mapped into memory.  The tokens of sequence i are a slice of the .bin file:
 #
 #   first = sequence_pointers[i] // (bytes of a token)       i = 1:  first = 4, count = 3
 #   count = sequence_lengths[i]
 #   tokens[first : first + count]                                    b b b
 #
-# The .idx file describes n sequences.  Its document_indices have m entries: one for each document,
-# and one more.  All integers are little-endian.
+# The .idx file describes n sequences.  Its array document_indices has m entries, one more than
+# there are documents.  All integers are little-endian.  The arrays are read and written in the
+# byte order of the machine, so the machine must be little-endian, too.
 #
 #   OFFSET      SIZE   FIELD
 #   0           9      magic b"MMIDIDX\0\0"
@@ -196,8 +213,8 @@ log = logging.getLogger("megatron_min")
 #   34+12n      8m     document_indices, int64
 #   34+12n+8m   n      sequence_modes, int8, only in multimodal files
 #
-# A mode is a small number that says what kind of data a sequence holds, such as text or image.
-# This module stores modes and gives them back.
+# A mode is a small integer that says what kind of data a sequence holds, such as text or images.
+# This module stores and returns modes; it does not interpret them.
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -205,7 +222,7 @@ _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, n, m: the firs
 
 
 class DType(enum.Enum):
-    """The dtype code in an .idx header, and the numpy dtype of the .bin file.  Upstream: DType.
+    """The dtypes that a .bin file may have.  The value of each is its code in the .idx header.
 
     >>> DType.code_from_dtype(np.uint16), DType.dtype_from_code(4), DType.size(8)
     (8, <class 'numpy.int32'>, 2)
@@ -222,7 +239,11 @@ class DType(enum.Enum):
 
     @classmethod
     def code_from_dtype(cls, value: type) -> int:
-        """Return the code of a numpy dtype; ValueError if the format has no code for it."""
+        """Return the code of a numpy dtype.
+
+        Raises ValueError if the format has no code for the dtype, and TypeError if numpy does not
+        know the dtype.
+        """
         name = np.dtype(value).name
         if name not in cls.__members__:
             raise ValueError(f"no dtype code for {name}: use one of {', '.join(cls.__members__)}")
@@ -230,75 +251,80 @@ class DType(enum.Enum):
 
     @classmethod
     def dtype_from_code(cls, value: int) -> type:
-        """Return the numpy type of a code; ValueError if the code is not in the table."""
+        """Return the numpy type of a code.  Raises ValueError for an unknown code."""
         return getattr(np, cls(value).name)
 
     @staticmethod
     def size(key: int | type) -> int:
-        """Return the bytes of one token; key is a code or a dtype."""
-        with contextlib.suppress(TypeError):  # a dtype is no number
+        """Return the number of bytes of one token; key is a code or a dtype."""
+        with contextlib.suppress(TypeError):  # a dtype is not a number
             key = DType.dtype_from_code(operator.index(key))
         return np.dtype(key).itemsize
 
     @staticmethod
     def optimal_dtype(cardinality: int | None) -> type:
-        """Return upstream's choice for a vocabulary size: uint16 below 65500, else int32."""
+        """Return the dtype for a vocabulary size: uint16 below 65500, otherwise int32.
+
+        The limit is upstream's.  None, an unknown size, gives int32.
+        """
         if cardinality is not None and cardinality < 65500:
             return np.uint16
         return np.int32
 
 
 def get_idx_path(path_prefix: str | os.PathLike) -> str:
-    """Return the path of the index file: "corpus" -> "corpus.idx".  Upstream: get_idx_path."""
+    """Return the path of the index file: "corpus.idx" for the prefix "corpus"."""
     return f"{os.fsdecode(path_prefix)}.idx"
 
 
 def get_bin_path(path_prefix: str | os.PathLike) -> str:
-    """Return the path of the token file: "corpus" -> "corpus.bin".  Upstream: get_bin_path."""
+    """Return the path of the token file: "corpus.bin" for the prefix "corpus"."""
     return f"{os.fsdecode(path_prefix)}.bin"
 
 
 class _MappedTokens:
     """The tokens of a .bin file that is mapped into memory.
 
-    A read is a view: nothing is copied, and the view keeps the mapping alive.  _FileTokens and
-    _RemoteFile, in section 16, have the same two methods.
+    read() copies nothing: it returns a view, which keeps the mapping alive.  _FileTokens and
+    _RemoteFile (section 16) have the same two methods.
     """
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
         self.tokens = np.zeros(0, dtype)
         if os.path.getsize(path) > 0:  # an empty file cannot be mapped
-            # its error names the file (section 13)
-            with _naming_action(path, "cannot be mapped (mmap_bin_files=False reads it)", OSError):
+            advice = "to read it, pass mmap=False, or mmap_bin_files=False in a config"
+            # an error names the file and the way out (section 13)
+            with _naming_action(path, f"cannot be memory-mapped ({advice})", OSError):
                 self.tokens = np.asarray(np.memmap(path, dtype, "r"))
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """Return count tokens from token first on."""
+        """Return count tokens, starting at token number first of the file."""
         return self.tokens[first : first + count]
 
     def read_many(self, spans: typing.Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Return the tokens of several (first, count)."""
+        """Return what read() returns for each (first, count)."""
         return [self.read(first, count) for first, count in spans]
 
 
-# A file may be damaged, cut short or forged, so nothing of it is used unchecked: the header and the
-# last entries at every open, all in verify(), the bounds of a place at every access.
-
-
 class IndexedDataset(torch.utils.data.Dataset):
-    """Read a .bin/.idx pair.  Upstream: IndexedDataset.
+    """Read a .bin/.idx pair.
 
-    path_prefix            path of the pair without .bin and .idx; or its place on object storage,
-                           such as s3://bucket/corpus (section 16)
-    multimodal             return (tokens, mode); the file must hold modes
-    mmap                   True: the .bin is mapped, and what is read is a view of it; False: each
-                           access reads its part of the file into a new array
-    object_storage_config  ObjectStorageConfig; None: its defaults
-    check                  True: check the whole .idx when it is opened, as verify() does
+    path_prefix            path of the pair without .bin or .idx, or its URL on object storage, such
+                           as s3://bucket/corpus (section 16)
+    multimodal             True: return modes, too; the .idx must hold them
+    mmap                   True: map the .bin; each access returns a view of the mapping.  False:
+                           each access reads its part of the file into a new array.  (A .bin on
+                           object storage is always read.)
+    object_storage_config  an ObjectStorageConfig, or None for its defaults
+    check                  True: check every entry of the .idx at the start, as verify() does
 
-    ds[i] is sequence i, a 1-D array of ds.dtype, and ds[a:b] a list of such arrays.  A file that is
-    not what its format says is a DatasetFormatError (a ValueError); a place outside of the dataset
-    is an IndexError.
+    ds[i] is sequence i, a 1-D array of ds.dtype, and ds[a:b] is a list of such arrays.  With
+    multimodal=True, ds[i] is (tokens, mode), and ds[a:b] is (list of tokens, array of modes).
+
+    A file may be damaged, truncated or forged, so nothing is used unchecked.  Opening checks the
+    header and the last entries, verify() checks every entry, and each access checks its bounds.
+    Raises FileNotFoundError if a file is missing, DatasetFormatError (a ValueError) if a file does
+    not follow the format, and IndexError for a position outside the dataset.
 
     >>> ds = IndexedDataset(toy_corpus())
     >>> len(ds), ds.sequence_lengths.tolist(), ds.sequence_pointers.tolist()
@@ -329,9 +355,9 @@ class IndexedDataset(torch.utils.data.Dataset):
         self._open()
 
     def _open(self):
-        """Open both files; a dataset that is unpickled does so, too."""
-        self._memo = {}  # what was asked for once: verified, fingerprint, record
-        idx_stamp = _stamp_or_hint(self._idx_path)  # size and time of the file: section 15
+        """Open both files.  Unpickling calls this, too."""
+        self._memo = {}  # results that are not computed twice: verified, fingerprint, record
+        idx_stamp = _stamp_or_hint(self._idx_path)  # its stamp: its size and time (section 15)
         local_path = self._idx_path
         if _is_remote(local_path):
             local_path = _fetch_index(self._idx_path, idx_stamp, self.object_storage_config)
@@ -354,8 +380,8 @@ class IndexedDataset(torch.utils.data.Dataset):
         else:
             tokens_of_file = _MappedTokens if self.mmap else _FileTokens
             self._tokens = tokens_of_file(self._bin_path, self.dtype)
-            _check_unchanged(self._bin_path, bin_stamp, "opened")  # as one that is cut in place
-        # With the same .idx before and after, the pair was not replaced meanwhile (section 14).
+            _check_unchanged(self._bin_path, bin_stamp, "opened")  # e.g. truncated
+        # If the .idx is unchanged, nobody replaced the pair while it was being opened (section 14).
         _check_unchanged(self._idx_path, idx_stamp, "opened")
         self._stamps = {"idx": idx_stamp, "bin": bin_stamp}
         self._arrays_in_files = {
@@ -377,18 +403,17 @@ class IndexedDataset(torch.utils.data.Dataset):
     def __getitem__(self, idx: int | slice) -> typing.Any:
         if not isinstance(idx, slice):
             return self.get(idx)
-        if idx.step not in (None, 1):
-            raise ValueError(f"slices of a dataset are contiguous, got step {idx.step}")
+        _check_slice(idx)
         sequences = self.get_many((i, 0, None) for i in range(len(self))[idx])
         if self.multimodal:
             return sequences, self.sequence_modes[idx]
         return sequences
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> typing.Any:
-        """Return length tokens of sequence idx from offset on (default: to its end).
+        """Return length tokens of sequence idx, from offset on.  None: all tokens up to its end.
 
-        The result is a 1-D array of the dtype of the file; with modes it is (tokens, mode).
-        IndexError for a place outside of the sequence.
+        The result is a 1-D array of the file's dtype, or (tokens, mode) with multimodal=True.
+        Raises IndexError if these tokens are not all in the sequence.
         """
         first, count = self._span(idx, offset, length)
         tokens = self._tokens.read(first, count)
@@ -399,12 +424,12 @@ class IndexedDataset(torch.utils.data.Dataset):
     def get_many(self, pieces: typing.Iterable[tuple[int, int, int | None]]) -> list[np.ndarray]:
         """Return what get() returns for each (sequence, offset, length), without modes.
 
-        Pieces of a pair on object storage are fetched at the same time.
+        If the pair is on object storage, the pieces are fetched in parallel.
         """
         return self._tokens.read_many([self._span(*piece) for piece in pieces])
 
     def _span(self, idx, offset, length):
-        """Where a part of a sequence lies: (number of tokens before it in the .bin, its length)."""
+        """Return where a part of a sequence is in the .bin, in tokens: (first, length)."""
         i = _as_index(idx, len(self), self.path_prefix)  # -1 is the last sequence
         pointer = int(self.sequence_pointers[i])
         size = int(self.sequence_lengths[i])
@@ -414,10 +439,10 @@ class IndexedDataset(torch.utils.data.Dataset):
         return pointer // self._token_bytes + offset, length
 
     def verify(self) -> None:
-        """Check every entry of the .idx, once, in O(n); DatasetFormatError for a wrong one.
+        """Check every entry of the .idx, in O(n).  A second call does nothing.
 
-        No length is below 0, each sequence begins where the one before it ends, and no document
-        begins before the one before it.
+        Raises DatasetFormatError if a length is negative, if a sequence does not begin where the
+        sequence before it ends, or if a document begins before the preceding document.
         """
         if "verified" not in self._memo:
             _check_entries_of_idx(self)
@@ -425,63 +450,66 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     @staticmethod
     def exists(path_prefix: str | os.PathLike) -> bool:
-        """Return True if both files of the pair exist."""
+        """Return whether both files of the pair exist."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            _file_stamp(get_idx_path(path_prefix))  # only a file that is there has a stamp
+            _file_stamp(get_idx_path(path_prefix))  # raises FileNotFoundError if there is no file
             _file_stamp(get_bin_path(path_prefix))
             return True
         return False
 
     @property
     def index(self) -> "IndexedDataset":
-        """The object that has the arrays of the .idx, as in upstream: the dataset itself."""
+        """Return self.  (Upstream keeps the arrays of the .idx in a separate object.)"""
         return self
 
     @property
     def mapped_tokens(self) -> np.ndarray | None:
-        """All tokens of the .bin, as one array; None if it is not mapped."""
+        """Return all tokens of the .bin as one array, or None if the .bin is not mapped."""
         if isinstance(self._tokens, _MappedTokens):
             return self._tokens.tokens
         return None
 
     def get_document_indices(self) -> np.ndarray:
-        """Return document_indices, under upstream's name."""
+        """Return document_indices."""
         return self.document_indices
 
-    # ---- how caches, states and pickles know the pair again: section 15
+    # ---- how caches, states and pickles recognize the pair: section 15
 
     def fingerprint(self) -> dict:
-        """Return what tells these data from others, wherever the files lie and whenever they came.
+        """Return a fingerprint of the data.  Every copy of the pair has the same fingerprint.
 
-        A flat dict, as JSON has it: the sizes of both files, a CRC-32 of all lengths, and one of
-        the first and the last 4,096 bytes of the .bin.  Cost: 4 bytes of each sequence are read,
-        once.
+        It is a flat dict that json can write.  It holds the sizes of both files, a CRC-32 of all
+        sequence lengths, and a CRC-32 of the first and the last 4,096 bytes of the .bin.  An edit
+        in the middle of the .bin that keeps its size does not change the fingerprint.  The first
+        call reads 4 bytes for each sequence; later calls read nothing.
         """
         return _fingerprint_of_pair(self)
 
     def __getstate__(self):
-        """What a pickle has: all attributes, but nothing that is in the files; and their note."""
+        """Return the identity of the pair, and all attributes except the contents of the files."""
         return _picklable_state(self) | {"_note": _identity_of_pair(self)}
 
     def __setstate__(self, state):
-        """Open the pair again; DatasetFormatError if it is another than that of the pickle."""
+        """Open the pair again.  Raises DatasetFormatError if its data have changed."""
         _restore_pair(self, state)
 
 
 class IndexedDatasetBuilder(contextlib.AbstractContextManager):
-    """Write a .bin/.idx pair.  Upstream: IndexedDatasetBuilder; the files are equal byte for byte.
+    """Write a .bin/.idx pair.  The files have the same bytes as upstream's.
 
     bin_path     path of the token file, which has a temporary name until finalize()
-    dtype        dtype of the stored tokens; an id that does not fit an integer is refused, never
-                 wrapped
-    multimodal   store a mode (int8) for each sequence too
+    dtype        dtype of the stored tokens.  An id that does not fit an integer dtype is rejected,
+                 never wrapped
+    multimodal   True: store a mode (int8) for each sequence, too
 
-    Use a builder in a with block: the block ends in finalize(), with the .idx beside the .bin, or,
-    if an exception ends it, without any file.  Without a with block, call finalize() yourself: a
-    builder that is dropped before leaves no file.
-    Wrong input is a ValueError, or a TypeError where a length or a mode is no integer, before any
-    of it is written.  If a write fails, as on a full disk, or add_index() after it began to copy,
-    the builder takes nothing more, and finalize() raises ValueError.
+    Use a builder in a with block.  When the block ends, finalize() writes the .idx beside the .bin.
+    If the block raises an exception, the new files are removed.  Without a with block, call
+    finalize() yourself; a builder that is deleted before this call removes its file.
+
+    Raises ValueError for wrong input, and TypeError for a length or mode that is not an integer.
+    Nothing is written then.  After a failed write, for example on a full disk, the builder accepts
+    no more input, and finalize() raises ValueError.  The same holds after an add_index() that
+    failed while it was copying.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     prefix = os.path.join(folder, "pair")
@@ -500,13 +528,17 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self.sequence_lengths = array.array("i")  # int32
         self.sequence_modes = array.array("b")  # int8
         self.document_indices = array.array("q", [0])  # int64
-        self._bin = _NewFile(bin_path)  # appears under its name when it is whole (section 14)
-        self._is_final = False  # True once finalize() has made the pair
+        self._bin = _NewFile(bin_path)  # gets its name when it is complete (section 14)
+        self._is_final = False  # True once finalize() has written the pair
 
     def add_sequences(
         self, content: bytes, lengths: typing.Iterable[int], modes: typing.Any = None
     ) -> None:
-        """Append sequences, laid end to end in bytes as _encode_tokens() makes them."""
+        """Append sequences.  content holds their tokens, as _encode_tokens() returns them.
+
+        lengths has the number of tokens of each sequence, and modes its mode.  None: all modes
+        are 0.
+        """
         lengths, modes = _as_lengths_and_modes(self, content, lengths, modes)  # as arrays
         try:
             self._bin.write(content)
@@ -520,15 +552,16 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     def add_document(
         self, tensor: typing.Any, lengths: typing.Iterable[int], modes: typing.Any = None
     ) -> None:
-        """Append a document: its tokens, and the lengths of its sequences, which must add up.
+        """Append a document.  tensor holds its tokens, and lengths says how to cut them.
 
-        Sequences that add_item() added since the last end belong to the document too.
+        The sum of lengths must be the number of tokens.  Sequences that add_item() has added since
+        the last end_document() belong to this document, too.
         """
         self.add_sequences(_encode_tokens(tensor, self._token_dtype), lengths, modes)
         self.end_document()
 
     def add_item(self, tensor: typing.Any, mode: int = 0) -> None:
-        """Append one sequence of token ids (tensor, array or list; it is flattened).
+        """Append one sequence of token ids: a tensor, an array or a list, which is flattened.
 
         The sequence belongs to the document that the next end_document() ends.
         """
@@ -537,13 +570,14 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self.add_sequences(content, [num_tokens], [mode])
 
     def end_document(self) -> None:
-        """End the document of the sequences that were added since the last end."""
+        """End a document: the sequences that were added since the last end_document()."""
         self.document_indices.append(len(self.sequence_lengths))
 
     def add_index(self, path_prefix: str | os.PathLike) -> None:
-        """Append a whole pair of the same dtype: its bytes are copied, its documents renumbered.
+        """Append all sequences and documents of a pair.
 
-        ValueError where modes would be lost, and for the pair that is being written.
+        Raises ValueError if the pair has a different dtype, if its modes would be lost, or if it is
+        the pair that is being written.
         """
         other = IndexedDataset(path_prefix, multimodal=self.multimodal, check=True)
         _check_appended(self, other)
@@ -563,9 +597,9 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     def finalize(self, idx_path: str | os.PathLike) -> None:
         """Write the .idx file and give both files their names.
 
-        ValueError if sequences were added after the last document ended; OSError if the disk fails
-        (section 14 says what is there then).  While it runs, it needs 16 bytes more for each
-        sequence.
+        Raises ValueError if sequences were added after the last end_document().  Raises OSError if
+        the disk fails; section 14 says which files exist then.  While it runs, this method needs 16
+        bytes of memory for each sequence.
         """
         _check_finished(self)
         n = len(self.sequence_lengths)
@@ -575,7 +609,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         num_bytes = lengths.astype(np.int64) * self._token_dtype.itemsize
         sequence_pointers = np.cumsum(num_bytes)
         sequence_pointers -= num_bytes  # where each sequence begins
-        # Its temporary name has the digits of the .bin's (section 14): they belong together.
+        # The same random part in both temporary names marks the files as a pair (section 14).
         index = _NewFile(idx_path, digits=self._bin.digits)
         try:
             index.write(_HEADER.pack(_MAGIC, _VERSION, code, n, m))
@@ -586,29 +620,25 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
             _commit_pair(self._bin, index)
             self._is_final = True
         finally:
-            index.discard()  # does nothing once the pair gets its names
+            index.discard()  # removes nothing once the pair gets its names
 
     def __exit__(self, kind, error, traceback):
         try:
             if kind is None and not self._is_final:
                 self.finalize(get_idx_path(self._bin.path.removesuffix(".bin")))
         finally:
-            self._bin.discard()  # does nothing once the pair gets its names
+            self._bin.discard()  # removes nothing once the pair gets its names
 
 
 def _encode_tokens(values, dtype):
-    """Tensor, array or list -> bytes: these ids as a .bin file of this dtype has them.
+    """Return token ids (a tensor, array or list) as the bytes of a .bin file of this dtype.
 
-    ValueError at the first id that does not fit, where upstream may wrap it.  Tokens of a
-    floating-point dtype, which the format knows too, are rounded, beyond its range to infinity.
+    Raises ValueError for the first id that does not fit an integer dtype; upstream may wrap it.
+    The format also allows floating-point dtypes.  They round ids, and ids beyond their range become
+    infinity.
     """
     if isinstance(values, torch.Tensor):
         values = values.numpy(force=True)  # from any device
-    if isinstance(values, list):
-        try:  # for integers that fit, in half the time that numpy takes
-            return struct.pack(f"{len(values)}{dtype.char}", *values)
-        except (struct.error, TypeError, OverflowError):
-            pass
     ids = np.asarray(values).ravel()
     if dtype.kind == "f":
         return ids.astype(dtype).tobytes()
@@ -618,9 +648,11 @@ def _encode_tokens(values, dtype):
 
 
 def toy_corpus(folder: str | os.PathLike | None = None) -> str:
-    """Write the documents of every example, aaaa bbb cccccc, in ASCII, and return their prefix.
+    """Write the pair that all examples use, and return its prefix.
 
-    folder   where the pair is written; None: a new temporary folder, which is removed when the
+    Its documents are aaaa, bbb and cccccc.  Each token is the ASCII code of a letter.
+
+    folder   the folder for the pair.  None: a new temporary folder, which is removed when the
              program ends
 
     >>> [bytes(document).decode() for document in IndexedDataset(toy_corpus())]
@@ -639,7 +671,7 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 # ==============================================================================
 # 2. Text to tokens
 # ==============================================================================
-# Question answered here: how do lines of JSON become a pair?
+# Question: how do lines of JSON become a pair?
 #
 #   a line of corpus.jsonl        its tokens         what the pair gets      document_indices
 #                                 ($ is eod, which   tokens       length     so far: 0
@@ -649,32 +681,37 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #   {"text": ""}           ->     (no tokens)    ->                          0 1 1
 #   {"text": "bbb"}        ->     b b b $        ->  b b b $      4          0 1 1 2
 #
-# A line that is not blank is a document.  It becomes one sequence, or, if the text is a list of
-# sentences, one sequence for each sentence that has tokens.  A document without tokens becomes no
-# sequence, but document_indices repeats the number of sequences for it, as upstream's does.
+# Each line that is not blank is a document.  A document becomes one sequence.  If its text is a
+# list of sentences, each sentence that has tokens becomes a sequence.  A document without tokens
+# adds no sequence.  It still adds an entry to document_indices, equal to the entry before it, as in
+# upstream.
 #
-# The end-of-document token, eod, tells a model where one text stops and an unrelated one begins.
-# It is added only with append_eod=True, which is not the default.  Without it, reset_position_ids,
-# reset_attention_mask and eod_mask_loss of section 3 find none.
+# The end-of-document token, eod, shows a model where one text ends and an unrelated text begins.
+# It is appended only with append_eod=True, which is not the default.  Without eod tokens, three
+# settings of section 3 have no effect: reset_position_ids, reset_attention_mask and eod_mask_loss.
 #
 # A tokenizer is any object with these attributes; there is no class to inherit from:
 #
-#   vocab_size           one more than the highest id; below 65500 (upstream's number) ids are
-#                        stored as uint16, else as int32
+#   vocab_size           the highest id plus one.  Below 65500 (upstream's limit), ids are stored as
+#                        uint16, otherwise as int32
 #   eod                  the id that ends a document
-#   pad                  may be missing: the id that fills up a sample that is too short (section 5,
-#                        which also asks for eos and special_tokens_dict, where they are there)
-#   tokenize(text)       str -> ids, in a list, array or tensor
-#   detokenize(ids)      ids, in a list, array, tensor or iterator -> str
-#   unique_identifiers   a dict that can be written as JSON and says which tokenizer this is, so
-#                        that arrays cached with one tokenizer are not used again with another
-#   tokenize_batch       may be missing: (texts) -> the ids of each, for speed alone
+#   tokenize(text)       takes a str, returns ids in a list, array or tensor
+#   detokenize(ids)      takes ids in a list, array, tensor or iterator, returns a str
+#   unique_identifiers   a dict that identifies the tokenizer; json must be able to write it.  The
+#                        names of cache files depend on it (section 15), and records hold it
+#
+# These attributes are optional:
+#
+#   pad                  the id that pads a short sample
+#   eos                  the id of one more special token; section 5 compares pad with it
+#   special_tokens_dict  {name: id} of all special tokens; section 5 compares pad with them
+#   tokenize_batch       takes a list of str, returns the ids of each one.  It only saves time
 
 
 class ByteTokenizer:
-    """The UTF-8 bytes of a text are its tokens, 0 to 255; eod is 256.
+    """A tokenizer whose tokens are the UTF-8 bytes of a text, 0 to 255; eod is 256.
 
-    It needs no files, and makes about four times as many tokens as a trained tokenizer.
+    It needs no files.  It makes about four times as many tokens as a trained tokenizer.
 
     >>> tokenizer = ByteTokenizer()
     >>> tokenizer.tokenize("aaaa")
@@ -688,15 +725,15 @@ class ByteTokenizer:
     unique_identifiers = {"class": "ByteTokenizer"}
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the bytes of a text in UTF-8."""
+        """Return the UTF-8 bytes of a text."""
         return list(text.encode("utf-8"))
 
     def tokenize_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the bytes of each text as an array, which takes an eighth of a list's memory."""
+        """Return the UTF-8 bytes of each text, as an array: it needs 1/8 of a list's memory."""
         return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
-        """Return the text of some ids, without eods; broken UTF-8 becomes U+FFFD."""
+        """Return the text of ids, without eod tokens; invalid UTF-8 becomes U+FFFD."""
         text_bytes = bytes(token for token in ids if token < 256)
         return text_bytes.decode("utf-8", errors="replace")
 
@@ -706,8 +743,8 @@ def encode_document(
 ) -> list[list[int]]:
     """Return the sequences of one document, each a list of token ids; none is empty.
 
-    text         the text, which becomes one sequence, or a list of sentences, one for each
-    append_eod   put tokenizer.eod after the last token, if there is any token
+    text         a str, which becomes one sequence, or a list of str, each of which becomes one
+    append_eod   True: append tokenizer.eod to the last sequence, if there is one
 
     >>> encode_document("bbb", ByteTokenizer(), append_eod=True)
     [[98, 98, 98, 256]]
@@ -715,7 +752,7 @@ def encode_document(
     [[97, 97], [98, 256]]
     """
     sequences = []
-    for sentence in _as_sentences(text):  # section 13, and so _as_ids()
+    for sentence in _as_sentences(text):  # see section 13, also for _as_ids()
         tokens = _as_ids(tokenizer, tokenizer.tokenize(sentence)).tolist()
         if len(tokens) > 0:
             sequences.append(tokens)
@@ -732,15 +769,18 @@ def encode_jsonl(
     json_key: str = "text",
     append_eod: bool = False,
 ) -> None:
-    """Write the texts of a file of JSON lines as the pair output_prefix.bin and output_prefix.idx.
+    """Tokenize a file of JSON lines and write output_prefix.bin and output_prefix.idx.
 
-    input_path    a file with one JSON object a line, in UTF-8
-    tokenizer     an object as described above; default ByteTokenizer()
-    json_key      the text of a document is found in its object under this key
-    append_eod    put tokenizer.eod after each document that has tokens
-    Raises        ValueError, KeyError or TypeError at a line that has none; no pair appears then
+    input_path     a file in UTF-8 with one JSON object on each line; blank lines are skipped
+    output_prefix  path of the pair without .bin or .idx
+    tokenizer      an object as described above; None: ByteTokenizer()
+    json_key       the key of the text in each JSON object
+    append_eod     True: append tokenizer.eod to each document that has tokens
 
-    Section 20's preprocess() writes the same bytes, on all cores if asked, and names the bad line.
+    Raises ValueError, KeyError or TypeError if a line has no text.  Then no pair is written.
+
+    preprocess() in section 20 writes the same bytes.  It can use all cores, and its errors name the
+    bad line.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = pathlib.Path(folder, "corpus.jsonl")
@@ -771,9 +811,10 @@ def encode_jsonl(
 # ==============================================================================
 # 3. Split, blend, config
 # ==============================================================================
-# Question answered here: which part of each corpus is for training, and in which mix?
+# Question: how is each corpus split, and in which shares are corpora blended?
 #
-# A split cuts every corpus into parts that have no sequence in common.  A blend mixes corpora:
+# A split cuts every corpus into parts that have no sequence in common.  A blend combines corpora,
+# each with a weight:
 #
 #   split "98,1,1"    wiki, 100 documents    code, 1000 documents
 #   train             0 .. 97                0 .. 979
@@ -781,14 +822,15 @@ def encode_jsonl(
 #   test              99                     990 .. 999
 #   weights           30                     70
 #
-# So of 10 samples 3 are from wiki and 7 from code, in train, in valid and in test.  A config holds
-# split and blend, with everything else that decides what a sample looks like.
+# Each split is blended with these weights: in train, in valid and in test, 3 of 10 samples are from
+# wiki and 7 are from code.  A config holds the split, the blend, and all other settings that decide
+# what a sample looks like.
 #
-# From here on a document is a sequence of the .idx file: see the box at the top of this file.
+# From here on, a document is a sequence of the .idx file (see the box at the top of this file).
 
 
 class Split(enum.Enum):
-    """The three parts of a corpus.  Upstream: Split."""
+    """The three parts of a corpus."""
 
     train = 0
     valid = 1
@@ -796,7 +838,7 @@ class Split(enum.Enum):
 
 
 def normalize(weights: typing.Sequence[float]) -> list[float]:
-    """Divide weights by their sum, in float64.  Upstream: normalize.
+    """Return the weights divided by their sum, in float64.
 
     >>> normalize([30, 70])
     [0.3, 0.7]
@@ -806,18 +848,20 @@ def normalize(weights: typing.Sequence[float]) -> list[float]:
 
 
 def parse_and_normalize_split(split: str) -> list[float]:
-    """Read the shares of train, valid and test from a string, and normalize them.
+    """Parse a string with the shares of train, valid and test, and return them normalized.
 
-    One to three numbers stand between commas, semicolons, slashes or spaces, perhaps in brackets;
-    missing shares are 0.  Anything else is a ValueError (upstream drops signs, exponents and empty
-    fields).  Upstream: the same name.
+    The string has one to three numbers, separated by commas, semicolons, slashes or spaces,
+    optionally in brackets.  Missing shares are 0.  Raises ValueError for any other string, for a
+    number that is negative or not finite, and if all numbers are 0.
+
+    Upstream differs: it drops signs, exponents and empty fields.
 
     >>> parse_and_normalize_split("3,1")
     [0.75, 0.25, 0.0]
     """
     fields = re.split(r"\s*[,;/]\s*|\s+", str(split).strip("[]() "))
     names = [part.name for part in Split]
-    with _naming_action(f"split {split!r}", 'wanted shares such as "98,1,1"'):
+    with _naming_place(f'split {split!r} (write, for example, "98,1,1")'):
         shares = [float(field) for field in fields]
         shares += [0.0] * (len(names) - len(shares))
         _check_weights(shares, names)
@@ -827,15 +871,17 @@ def parse_and_normalize_split(split: str) -> list[float]:
 def convert_split_vector_to_split_matrix(
     vector_a: typing.Sequence[float], vector_b: typing.Sequence[float] | None = None
 ) -> list[tuple[float, float] | None]:
-    """Turn shares into the (begin, end) of each split, as fractions of a corpus; None where empty.
+    """Return (begin, end) of each split, as fractions of a corpus, or None if the split is empty.
 
-    Upstream: the same name.  Its vector_b, for a second cut of the same corpus, is refused.
+    vector_a   the shares of train, valid and test; their sum is 1
+    vector_b   must be None
+
+    Upstream differs: it accepts vector_b, the shares of a second split of the same corpus.
 
     >>> convert_split_vector_to_split_matrix([0.75, 0.25, 0.0])
     [(0, 0.75), (0.75, 1.0), None]
     """
-    if vector_b is not None:
-        raise ValueError("vector_b is not supported: cut a corpus by one vector")
+    _check_is_none(vector_b, "vector_b")
     matrix = []
     begin = 0
     for share in vector_a:
@@ -846,9 +892,9 @@ def convert_split_vector_to_split_matrix(
 
 
 def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, int]:
-    """Turn fractions of a corpus into (first sequence, end), where end is no part of the split.
+    """Turn fractions of a corpus into (first, end), a half-open range of its sequences.
 
-    Both are rounded to whole numbers, halves to even ones, as round() does.
+    Both are rounded as round() does: halves go to the even number.
 
     >>> split_range((0.98, 0.99), 100), split_range((0.98, 0.99), 1000)
     ((98, 99), (980, 990))
@@ -860,43 +906,60 @@ def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, i
 
 @dataclasses.dataclass
 class BlendedMegatronDatasetConfig:
-    """What to build.  Upstream: the same name, and the same names and defaults of fields.
+    """Settings that say which datasets to build.  Field names and defaults are upstream's.
 
-    With blend and split, each corpus of one blend is cut into train, valid and test.  With
-    blend_per_split, each of the three has a blend of whole corpora of its own.  With neither
-    blend nor blend_per_split the data are mock data, see MockGPTDataset.
+    There are three ways to name the data:
 
-    What is read.  A blend, its weights and its phases may be any sequences.
-    blend                       ([prefix, ...], [weight, ...] or None)
-    split                       shares of train, valid, test, such as "98,1,1"
-    blend_per_split             a list of three: for each split such a blend, or None
-    split_matrix                made from split: the (begin, end) of each, as fractions of a corpus
-    mock                        made from the blends: True if there is none; then split is 1,1,1
+      blend and split   one list of corpora; split cuts each corpus into train, valid and test
+      blend_per_split   a separate list of whole corpora for each of train, valid and test
+      neither           mock data (see MockGPTDataset)
 
-    How it is cut and shuffled.
-    sequence_length             S, in tokens
-    random_seed                 seed of the shuffles of section 4 (the sampler "cyclic" has its own)
+    Data
+      blend             (prefixes, weights).  weights is a list, or None: section 7 says what each
+                        does
+      split             shares of train, valid and test, such as "98,1,1"
+      blend_per_split   a list of three: for train, valid and test, a blend or None
+      blend_phases      [(samples, weights), ...]: weights that change during training, instead of
+                        the weights of train (section 6).  Keyword only.  Not in upstream
 
-    Other fields.
-    tokenizer                   an object as in section 2, of which section 5 uses eod and pad
-    allow_ambiguous_pad_tokens  True: no loss at labels that equal the pad id, even where it is also
-                                the id of another special token, such as eod (section 5)
-    blend_phases                not of upstream: weights that change during training (section 6).
-                                [(samples, weights), ...] instead of the weights of train's blend
-    mid_level_dataset_surplus   each corpus is built for this part of its share more (section 7)
-    multiple_validation_sets    for a loss of each corpus: where valid has several, it becomes a
-                                list of a dataset for each; needs blend_per_split (section 7)
-    full_validation             with multiple_validation_sets, if valid has several corpora: valid
-                                has all samples, and no size may be wanted of it; else without
-                                effect (section 7)
-    num_dataset_builder_threads how many corpora are built side by side (section 7)
-    path_to_cache               folder where arrays are kept for the next start; None:
-                                <prefix>/cache/<class>_indices, for a URL beside the copy of its
-                                .idx, and those of a blend are not kept (section 15)
-    mmap_bin_files              False: tokens are read with os.pread, not mapped (section 1)
+      Each of these lists, also weights, may be any Python sequence, such as a tuple or OmegaConf's
+      ListConfig.
 
-    Accepted, without effect: fast_cache_load, defer_npy_index_mmap.
-    ValueError for a field that is wrong, and for fields that do not go together.
+    Samples
+      sequence_length   S, in tokens
+      random_seed       seed of the shuffles of section 4.  (The sampler "cyclic" has its own seed.)
+      tokenizer         an object as described in section 2; section 5 uses its eod and pad
+      allow_ambiguous_pad_tokens
+                        True: no loss for labels that equal the pad id, even if another special
+                        token, such as eod, has the same id (section 5)
+
+    Validation
+      multiple_validation_sets
+                        True: if valid has several corpora, build a list with one dataset for each
+                        corpus, not a blend, so that each has its own loss (section 7).  Needs
+                        blend_per_split
+      full_validation   True: build one epoch of each corpus in this list.  The size of valid must
+                        then be None.  Without the list, this field has no effect
+
+    Building and reading
+      mid_level_dataset_surplus
+                        extra samples to build of each corpus in a blend with weights or phases, as
+                        a fraction of its share (section 7)
+      num_dataset_builder_threads
+                        how many corpora to build in parallel (section 7)
+      path_to_cache     folder for the cached index arrays (section 15).  None: a folder beside each
+                        corpus, <prefix>/cache/<class>_indices (for a URL, beside the local copy of
+                        its .idx); the arrays of a blend are then not cached
+      mmap_bin_files    False: read the .bin with os.pread instead of mapping it (section 1)
+
+    Computed, not arguments
+      split_matrix      (begin, end) of each split, as fractions of a corpus, or None if empty; with
+                        blend_per_split, None
+      mock              True if no blend is given; split is then "1,1,1"
+
+    fast_cache_load and defer_npy_index_mmap are accepted and ignored.
+
+    Raises ValueError for a wrong field, and for fields that contradict each other.
 
     >>> config = BlendedMegatronDatasetConfig(1234, 4, blend=(["p1", "p2"], [30, 70]), split="3,1")
     >>> config.split_matrix, config.mock
@@ -926,7 +989,7 @@ class BlendedMegatronDatasetConfig:
         if self.blend_per_split is not None and not any(self.blend_per_split):
             self.blend_per_split = None
         _check_config(self)
-        # JSON, of section 15, has no numbers of numpy
+        # json would write a numpy integer as a text, and so rename the cache (section 15)
         self.random_seed = _as_whole(self.random_seed, "random_seed", 0, 2**32 - 1)
         self.sequence_length = _as_whole(self.sequence_length, "sequence_length", 1, 2**32 - 1)
         if self.blend_per_split is not None:
@@ -940,29 +1003,45 @@ class BlendedMegatronDatasetConfig:
 
 @dataclasses.dataclass
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
-    """The config of GPTDataset.  Upstream: GPTDatasetConfig.
+    """Settings of GPTDataset, in addition to those in BlendedMegatronDatasetConfig.
 
-    It adds these fields.  A tokenizer is needed: an object, with unique_identifiers, and with eod
-    where one of the first three of these fields is used.
+    The tokenizer is required and must have unique_identifiers.  If one of the first three fields
+    below is set, it must have eod, too.
 
-    reset_position_ids       positions restart after every eod token (None is False)
-    reset_attention_mask     no token attends across an eod token
-    eod_mask_loss            no loss where the input token is eod
-    create_attention_mask    return the dense (1, S, S) mask, which says what may attend to what
-    drop_last_partial_validation_sequence   False: the last, short sample of valid is kept, padded
-    add_extra_token_to_sequence             x = 1: the last input token has a label too
-    object_storage_cache_path               local folder for copies of .idx files (section 16)
-    inter_document_masking   instead of a mask, return where the documents of a sample start, where
-                             positions restart too: of starts 0 and 3, with S = 4, cu_seqlens is
-                             0 3 4 4 4 and max_seqlen 3.  Keyword only: upstream 0.16.1 has it not
-    stable_order             not of upstream: shuffle each epoch by itself, so that a longer dataset
-                             begins with the shorter one, but for a short last sample (section 4)
-    context_parallel_size    for SFTDataset alone (section 21)
+    Documents that end with eod
+      reset_position_ids     True: positions restart after every eod token.  (None means False.)
+      reset_attention_mask   True: no token attends across an eod token.  Needs the dense mask
+      eod_mask_loss          True: no loss where the input token is eod
 
-    Accepted, without effect: data_parallel_size, sequence_parallel_size, sequences_per_dataset,
-    token_dtype_code (always None); hybrid_context_parallel, but True is refused.
+    Attention
+      create_attention_mask  True: return the dense (1, S, S) mask, which says for each token which
+                             tokens it may not attend to
+      inter_document_masking
+                             True: return document boundaries instead of a mask, and restart
+                             positions at each boundary.  Documents that start at 0 and 3, with
+                             S = 4, give cu_seqlens 0 3 4 4 4 and max_seqlen 3.  Keyword only.  Not
+                             in upstream 0.16.1
 
-    >>> config = GPTDatasetConfig(1234, 4, tokenizer=ByteTokenizer())     # of mock data
+    Samples
+      drop_last_partial_validation_sequence
+                             False: keep the last, short sample of valid, and pad it
+      add_extra_token_to_sequence
+                             True: x = 1, so the last input token has a label, too
+      stable_order           True: shuffle each epoch separately.  A longer dataset then begins with
+                             the samples of a shorter one, except a short last sample (section 4).
+                             Keyword only.  Not in upstream
+
+    Other
+      object_storage_cache_path
+                             local folder for copies of .idx files (section 16)
+      context_parallel_size  used only by SFTDataset (section 21)
+
+    data_parallel_size, sequence_parallel_size and sequences_per_dataset are accepted and ignored.
+    token_dtype_code is always None.  hybrid_context_parallel must be False.
+
+    Raises ValueError for a wrong tokenizer, and for fields that contradict each other.
+
+    >>> config = GPTDatasetConfig(1234, 4, tokenizer=ByteTokenizer())  # for mock data
     >>> config.has_dense_mask, config.add_extra_token_to_sequence
     (True, True)
     """
@@ -989,14 +1068,14 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
     @property
     def has_dense_mask(self) -> bool:
-        """Does a sample hold a (1, S, S) attention mask?"""
+        """Return whether a sample holds a (1, S, S) attention mask."""
         return bool(self.create_attention_mask and not self.inter_document_masking)
 
 
 # ==============================================================================
 # 4. Three orders
 # ==============================================================================
-# Question answered here: how are documents and samples ordered, where do samples start?
+# Question: in what order are samples read, and where does each one start?
 #
 # (1) document_index: the documents of the split, once for each epoch, shuffled.  Laid end to end in
 #     this order they are the stream.
@@ -1296,7 +1375,7 @@ def build_stable_orders(
 # ==============================================================================
 # 5. GPTDataset
 # ==============================================================================
-# Question answered here: what are the tokens, labels and masks of sample k?
+# Question: what are the tokens, labels and masks of sample k?
 #
 #   k --shuffle_index--> j --sample_index[j], [j + 1]--> (d, offset) .. (d', offset')
 #     --document_index[d .. d']--> pieces of sequences in the file pair --joined--> S + x tokens
@@ -1826,7 +1905,7 @@ class MockGPTDataset(GPTDataset):
 # ==============================================================================
 # 6. BlendedDataset
 # ==============================================================================
-# Question answered here: which dataset, and which of its samples, is sample i of the blend?
+# Question: which sample of which dataset is sample i of the blend?
 #
 # Each sample comes from the dataset that is furthest behind its share.
 #
@@ -2189,7 +2268,7 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 # ==============================================================================
 # 7. The builder
 # ==============================================================================
-# Question answered here: which datasets does a config mean, and who builds them first?
+# Question: which datasets does a config describe, and which rank builds first?
 #
 #   config: blend + split           each corpus is cut by the split, and each split is a blend
 #           blend_per_split         each split is a blend of whole corpora of its own
@@ -2429,7 +2508,7 @@ class BlendedMegatronDatasetBuilder:
 # ==============================================================================
 # 8. Samplers
 # ==============================================================================
-# Question answered here: which samples does rank r get at step t, and after a stop?
+# Question: which samples does rank r read at step t, and how does a run resume?
 #
 # A sampler runs on each data-parallel rank and yields the indices of the samples in that rank's
 # micro-batches; batches_of() makes the batches.
@@ -2678,7 +2757,7 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 # ==============================================================================
 # 9. Parallel batches
 # ==============================================================================
-# Question answered here: which part of a batch does each rank get, and how?
+# Question: which part of each batch does a rank get, and from where?
 #
 # A big model is trained by many ranks, which share the work along up to four axes.  A rank has a
 # coordinate along each of them:
@@ -3077,7 +3156,7 @@ def _select_positions(tensor, dim, places):
 # ==============================================================================
 # 10. The loader and its state
 # ==============================================================================
-# Question answered here: how is a batch ready early, and what does a checkpoint keep?
+# Question: how are batches prepared ahead, and what does a checkpoint save?
 #
 #   sampler       0 1 2 3 4 ...        indices of each batch
 #   threads           2 3              num_workers of them make batches ahead
@@ -3539,7 +3618,7 @@ def _read_at_once(dataset, indices):
 # ==============================================================================
 # 11. Gradients
 # ==============================================================================
-# Question answered here: how do the data-parallel ranks come to have the same gradients?
+# Question: how do all data-parallel ranks get the same gradients?
 #
 # All data-parallel ranks start with the same parameters.  Each computes the gradients of its own
 # batches, and then takes the average over all ranks as its own gradient.  So all take the same
@@ -4009,7 +4088,7 @@ def forward_backward_no_pipelining(
 # ==============================================================================
 # 12. Around the loop
 # ==============================================================================
-# Question answered here: how many samples and steps has a run, and can it read them again?
+# Question: how many samples does a run need, and how can a step be repeated?
 #
 #   get_train_valid_test_num_samples   samples that a run needs of each split
 #   NumMicroBatches                    micro-batches in a step, constant or growing
@@ -4211,9 +4290,9 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 # ==============================================================================
 #
 # ==============================================================================
-# 13. What is refused
+# 13. What is checked
 # ==============================================================================
-# Question answered here: what is looked at, when, and with which error?
+# Question: what is checked, when, and which error is raised?
 #
 #   input                    what is wrong with it                   looked at            error
 #   the name of a pair       nothing is there                        when it is opened    (b)
@@ -4247,7 +4326,7 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 #   (a) DatasetFormatError, a ValueError: file, field, what was wanted, what was found
 #   (b) FileNotFoundError   (c) TypeError, ValueError or IndexError   (d) RuntimeError
 #
-# What is refused in one plain line may stand where it is used.  What the tools of part IV, and
+# What is checked in one plain line may stand where it is used.  What the tools of part IV, and
 # object storage, refuse stands there.
 
 
@@ -4416,6 +4495,12 @@ def _stamp_or_hint(path):
 def _without_ending(path):
     """Return the prefix of a pair that a path means, with or without .idx or .bin."""
     return re.sub(r"\.(idx|bin)\Z", "", path)
+
+
+def _check_slice(idx):
+    """Check that a slice of a dataset has step 1.  Raises ValueError otherwise."""
+    if idx.step not in (None, 1):
+        raise ValueError(f"a slice of a dataset must have step 1, got step {idx.step}")
 
 
 def _check_unchanged(path, stamp, done):
@@ -4587,6 +4672,12 @@ def _check_weights(weights, names):
             raise ValueError(f"weight of {name}: wanted a finite number >= 0, got {weight!r}")
     if not 0 < sum(weights) < math.inf:
         raise ValueError(f"weights {weights}: wanted a finite sum > 0")
+
+
+def _check_is_none(value, name):
+    """Check that an argument that upstream accepts is None.  Raises ValueError otherwise."""
+    if value is not None:
+        raise ValueError(f"{name} is not supported: expected None, got {value!r:.60}")
 
 
 def _check_config(config):
@@ -5090,7 +5181,7 @@ def _check_rampup(sizes, global_batch_size, samples_per_round):
 # ==============================================================================
 # 14. Whole files
 # ==============================================================================
-# Question answered here: how does a file appear whole, or not at all?
+# Question: how does a file appear complete, or not at all?
 #
 #   write   corpus.bin.1f0c9e2ab47d6835.tmp      a new file beside the old one, with a random name
 #   sync    the same                             the operating system has written it to the disk
@@ -5240,7 +5331,7 @@ def _sync_folder(folder):
 # ==============================================================================
 # 15. The index cache
 # ==============================================================================
-# Question answered here: when may arrays made earlier be used again?
+# Question: when can index arrays from an earlier job be used again?
 #
 # When they are what is asked for, and the data are the same.  Three things say so:
 #
@@ -5597,7 +5688,7 @@ def _as_range(documents):
 # ==============================================================================
 # 16. Object storage
 # ==============================================================================
-# Question answered here: how are tokens read that are not mapped, as over a network?
+# Question: how are tokens read over a network, or without memory mapping?
 #
 # Object storage is everything with a name such as s3://bucket/corpus or https://host/corpus.  It is
 # read with the package fsspec, which comes with torch, and never written.
@@ -5841,7 +5932,7 @@ def _check_no_secrets(names, is_input=False):
 # ==============================================================================
 # 17. One error for every rank
 # ==============================================================================
-# Question answered here: what do the other ranks do when one of them fails?
+# Question: what do the other ranks do when one rank fails?
 #
 # Without this section they would wait for it in the next collective, until a timeout ends them, and
 # none of their logs would say why.
@@ -5923,7 +6014,7 @@ def _raise_on_every_rank(source, error, group):
 # ==============================================================================
 # 18. The C kernels
 # ==============================================================================
-# Question answered here: where is each loop made fast, and how is C switched on and off?
+# Question: which loops does C replace, and how is C switched on and off?
 #
 #   definition, above                   adapter, below                 loop, in _helpers.c
 #   _fill_rows                          _c_fill_rows                   build_sample_idx
@@ -6138,7 +6229,7 @@ if IMPLEMENTATION == "c":
 # ==============================================================================
 # 19. Tokenizers
 # ==============================================================================
-# Question answered here: which tokenizers can a command use?
+# Question: which tokenizers can a command use?
 #
 # A command names its tokenizer; build_tokenizer() turns the name into an object.
 #
@@ -6388,7 +6479,7 @@ def _check_tokenizer_of_corpus(tokenizer, append_eod):
 # ==============================================================================
 # 20. Preprocessing
 # ==============================================================================
-# Question answered here: how is a big corpus tokenized, on all cores and on many machines?
+# Question: how is a big corpus tokenized, on all cores and on many machines?
 #
 #   this process         worker processes, each with a pipe        this process
 #   reads the inputs     parse JSON, run the tokenizer             writes the pairs
@@ -7043,7 +7134,7 @@ def _check_tokenizers(opened, tokenizer):
 # ==============================================================================
 # 21. Fine-tuning data
 # ==============================================================================
-# Question answered here: how does a conversation become a sample, at access?
+# Question: how does a conversation become a sample when it is read?
 #
 #   a row       {"messages": [{"role": "user", "content": "2+2"},
 #                             {"role": "assistant", "content": "4"}]}
@@ -7383,7 +7474,7 @@ class _ParquetRows(_Rows):
 # ==============================================================================
 # 22. Audit
 # ==============================================================================
-# Question answered here: which documents made a sample, and which samples read a document?
+# Question: which documents are in a sample, and which samples read a document?
 #
 #   trace(dataset, k)         a sample      ->  its spans: which tokens of which documents
 #   find(dataset, pair, i)    a sequence    ->  the samples that hold tokens of it
@@ -7540,7 +7631,7 @@ def _samples_of_sequence(dataset, sequence):
 # ==============================================================================
 # 23. The command line
 # ==============================================================================
-# Question answered here: how is all this run from a shell?
+# Question: how is this module used from a shell?
 #
 #   megatron-min preprocess --input 'books/*.jsonl' --output-prefix books --append-eod --workers 8
 #   megatron-min merge      --input books_text_document wiki_text_document --output-prefix all
@@ -7780,10 +7871,13 @@ def _run_demo(options):
 def get_blend_from_list(
     blend: typing.Sequence[str] | None,
 ) -> tuple[list[str], list[float] | None] | None:
-    """Read weights and prefixes in turn, or prefixes alone; return (prefixes, weights or None).
+    """Parse a list of prefixes, or of weights and prefixes in turn: return (prefixes, weights).
 
-    None stays None.  A list that is neither is a ValueError (upstream guesses).  A prefix that is a
-    number would be a weight: write ./2023 for a folder 2023.  Upstream: the same name.
+    Without weights in the list, weights is None.  For None, return None.  A prefix that looks like
+    a number would be read as a weight, so write ./2023 for a folder 2023.  Raises ValueError for
+    any other list.
+
+    Upstream differs: it guesses what a list of another form means.
 
     >>> get_blend_from_list(["30", "p1", "70", "p2"]), get_blend_from_list(["2023_01", "wiki"])
     ((['p1', 'p2'], [30.0, 70.0]), (['2023_01', 'wiki'], None))
@@ -7793,14 +7887,16 @@ def get_blend_from_list(
     entries = [os.fsdecode(entry) if isinstance(entry, bytes) else str(entry) for entry in blend]
     entries = [entry.strip() for entry in entries]
     decimal = r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
-    # Not all that float() takes: 2023_01, inf and nan are prefixes.
+    # float() accepts more, but 2023_01, inf and nan are prefixes
     is_number = [re.fullmatch(decimal, entry) is not None for entry in entries]
     if len(entries) > 0 and not any(is_number):
         return entries, None
-    pairs = len(entries) // 2
-    if pairs == 0 or is_number != [True, False] * pairs:
-        words = "(write a prefix that is a number with its folder: ./2023)"
-        raise ValueError(f"blend: wanted prefixes, or weights and prefixes in turn {words}")
+    half = len(entries) // 2
+    if half == 0 or is_number != [True, False] * half:
+        raise ValueError(
+            "blend: expected only prefixes, or weight prefix weight prefix ...; numbers found: "
+            f"{sum(is_number)} of {len(entries)}.  (Write a prefix that is a number as ./2023)"
+        )
     return entries[1::2], [float(weight) for weight in entries[0::2]]
 
 

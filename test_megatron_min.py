@@ -373,14 +373,14 @@ def toy(mm, tmp_path):
 
 
 def test_contents_match_banners(one):
-    """The docstring lists the parts and the sections; each section opens with its question."""
+    """The docstring lists the parts, the sections and their questions, which open the sections."""
     source = inspect.getsource(one)
-    promised = re.findall(r"^ *(Part [IV]+, .+|\d+\. .+?)(?:  +.+)?$", one.__doc__, re.M)
+    promised = re.findall(r"^ *(Part [IV]+, .+|\d+\. .+?)(?:  +(.+\?))?$", one.__doc__, re.M)
     banners = re.findall(r"^# =+\n# (PART [IV]+: .+|\d+\. .+)\n# =+\n(.*)$", source, re.M)
-    for entry, (title, question) in zip(promised, banners, strict=True):
+    for (entry, question), (title, line) in zip(promised, banners, strict=True):
         assert re.findall(r"\w+", entry.upper()) == re.findall(r"\w+", title.upper())
         if not title.startswith("PART"):
-            assert re.fullmatch(r"# Question answered here: .+\?", question), title
+            assert line == f"# Question: {question}", title
     assert len(banners) == 4 + 23
 
 
@@ -6994,6 +6994,21 @@ def test_arguments_are_upstreams(one, up):
             differing.add(name)
     assert differing == OTHER_ARGUMENTS
     assert len(pairs) > 55
+
+
+def test_public_names_are_grouped_by_their_origin(one, up):
+    """__all__: what the package has; what its repository has, and the package not; ours."""
+    modules = ["distributed", "pipeline_parallel.schedules", "rerun_state_machine", "utils"]
+    modules.append("tokenizers.text.libraries.null_tokenizer")
+    theirs = set(vars(up))
+    for module in modules:
+        theirs |= set(vars(importlib.import_module(f"megatron.core.{module}")))
+    block = re.search(r"^__all__ = \[\n(.*?)^\]", inspect.getsource(one), re.M | re.S)[1]
+    _, *groups = re.split(r"^    # .+$", block, flags=re.M)
+    of_package, of_repository, ours = (re.findall(r'"(\w+)"', group) for group in groups)
+    assert of_package + of_repository + ours == one.__all__
+    assert set(of_package) == set(one.__all__) & theirs
+    assert set(ARGUMENTS_BY_HAND) < set(of_repository)
 
 
 def test_arguments_are_those_of_upstreams_repository(one):
