@@ -1077,41 +1077,47 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 # ==============================================================================
 # Question: in what order are samples read, and where does each one start?
 #
-# (1) document_index: the documents of the split, once for each epoch, shuffled.  Laid end to end in
-#     this order they are the stream.
-# (2) sample_index: the stream is cut into samples of S + x tokens, a new one every S; row j says
-#     where sample j starts.
-# (3) shuffle_index: the samples are shuffled too: sample k of the dataset is sample
-#     shuffle_index[k] of the stream.
+# Three index arrays hold the answer:
 #
-# The cut (2), for a stream of the documents as they are, unshuffled.  A row (d, offset) means:
-# offset tokens into document_index[d], the d-th document of the stream.  The rows are (0, 0) (1, 0)
-# (2, 1) (2, 5), of which the last says where sample 3 would start:
+# (1) document_index has the documents of the split, once for each epoch, and shuffled.
+#     Concatenated in this order, they are the stream.
+# (2) sample_index cuts the stream into samples of S + x tokens, which start S tokens apart.  Row j
+#     says where sample j starts.
+# (3) shuffle_index shuffles the samples, too.  Sample k of the dataset is sample shuffle_index[k]
+#     of the stream.
+#
+# The drawing shows the cut (2) for the toy corpus, with its documents in file order.  Document
+# document_index[d] is the d-th of the stream, counted from 0, and a row (d, offset) points to the
+# token at this offset in it.  Here the rows are (0, 0) (1, 0) (2, 1) (2, 5).  The last row says
+# where sample 3 would start.
 #
 #   token     0 1 2 3 4 5 6 7 8 9 ...      sample 0 = a a a a b    inputs a a a a   labels a a a b
 #   stream    a a a a b b b c c c c c c    sample 1 = b b b c c    inputs b b b c   labels b b c c
 #                                          sample 2 = c c c c c    inputs c c c c   labels c c c c
 #
-# With S = 4 and x = 1 a sample is five tokens: four inputs, and one token more, so that the last
-# input has a label too.  The next sample begins with that token, so no token is a label twice.
-# Of the tokens in samples, only the first one of the stream is never a label.
+# With S = 4 and x = 1, a sample has five tokens: four inputs, and an extra token, so that the last
+# input has a label, too.  The next sample begins with this extra token, so no token is a label
+# twice.  Only the first token of the stream is an input but never a label.
 #
-# The shuffles (1) and (3) exist in two kinds.  Upstream's kind shuffles all epochs as one pile;
-# where little of the last epoch is wanted (plan_epochs() says when), that epoch is a second pile.
-# So the order depends on the number of epochs, and on whether the last one is a pile of its own: a
-# run that is made longer, so that one of these changes, meets another order from its first sample
-# on.  With stable_order each epoch is a pile of its own, drawn with a seed of its own, so epochs
-# that are added change nothing before them:
+# The shuffles (1) and (3) can be done in two ways.
 #
-#   documents 0 1 2, seed 1234    upstream, one pile    stable_order
+# Upstream shuffles all epochs together.  If a run needs only few samples of the last epoch,
+# upstream shuffles that epoch separately; plan_epochs() has the rule.  So the order depends on the
+# number of epochs, and on whether the last epoch is separate.  If a longer run changes either, all
+# its samples may change, from the first one on.
+#
+# With stable_order, each epoch is shuffled separately and has its own seed.  So additional epochs
+# leave the order of the earlier ones unchanged:
+#
+#   documents 0 1 2, seed 1234    upstream, together    stable_order
 #   1 epoch                       0 1 2                 0 1 2
 #   2 epochs                      2 1 2 0 1 0           0 1 2 | 1 0 2
 #   3 epochs                      2 2 1 0 1 1 2 0 0     0 1 2 | 1 0 2 | 1 2 0
 #
-# (With this seed the first shuffle happens to leave the three documents in order.)
+# (With this seed, the shuffle of one epoch happens to leave the three documents in order.)
 #
-# The samples (3) are shuffled in the same piles.  A sample that begins in one epoch and ends in the
-# next belongs to the pile of the epoch in which it ends.
+# The samples (3) are shuffled together or separately in the same way.  A sample that begins in one
+# epoch and ends in the next is a sample of the epoch in which it ends.
 
 
 def count_samples(
@@ -1120,11 +1126,13 @@ def count_samples(
     drop_last_partial_sequence: bool = True,
     add_extra_token_to_sequence: bool = True,
 ) -> int:
-    """Count the samples in a stream of so many tokens, in exact integers.
+    """Count the samples in a stream with the given number of tokens, in exact integers.
 
-    sequence_length              S, inputs of a sample
-    drop_last_partial_sequence   False: tokens that fill no whole sample make a short one
-    add_extra_token_to_sequence  x: a sample is one token more than S, and the next begins with it
+    tokens                       number of tokens in the stream
+    sequence_length              S, the number of inputs in a sample
+    drop_last_partial_sequence   False: inputs left over at the end form a last, short sample
+    add_extra_token_to_sequence  x.  True: a sample has S + 1 tokens, and the next sample begins
+                                 with the last of them
 
     >>> count_samples(13, 4), count_samples(14, 4, drop_last_partial_sequence=False)
     (3, 4)
@@ -1137,11 +1145,11 @@ def count_samples(
 
 
 class EpochPlan(typing.NamedTuple):
-    """How often a dataset goes over its documents; see plan_epochs()."""
+    """The number of epochs of a dataset, and what follows from it; see plan_epochs()."""
 
     num_epochs: int  # E
-    num_samples: int  # N, all that these epochs hold: at least as many as were wanted
-    separate_final_epoch: bool  # is the last epoch shuffled by itself?
+    num_samples: int  # N: all samples of these epochs, at least as many as were requested
+    separate_final_epoch: bool  # whether the last epoch is shuffled separately
     samples_before_final_epoch: int  # samples that end before the last epoch begins; 0 if E is 1
 
 
@@ -1152,21 +1160,28 @@ def plan_epochs(
     drop_last_partial_sequence: bool = True,
     add_extra_token_to_sequence: bool = True,
 ) -> EpochPlan:
-    """Find how many epochs give the samples that are wanted, in O(1).
+    """Plan how many epochs give the requested samples, in O(1).
 
-    num_samples   how many are wanted (None: those of one epoch); the plan's num_samples is N, which
-                  may be more
+    tokens_per_epoch   T
+    num_samples        how many samples are requested.  None: as many as one epoch has
 
-    The number of epochs E is the least from 1 on with E*T >= num_samples*S + x.
+    count_samples() explains the other arguments.
+
+    The number of epochs E is the smallest integer >= 1 with E*T >= num_samples*S + x.  These epochs
+    may have more samples than requested: num_samples of the plan is N, all their samples.
 
     A run reads only the first num_samples of the shuffled samples.  If the last epoch were shuffled
-    together with the others, the run could read more samples of it than it needs, and leave out as
-    many of earlier epochs.  So where few samples of the last epoch are wanted, that epoch is
-    shuffled by itself and comes last.  Few: less than int(0.80 * whole samples of one epoch).
+    together with the earlier ones, the run could read too many samples of the last epoch, and miss
+    as many of the earlier ones.  So if few samples of the last epoch are needed, that epoch is
+    shuffled separately, and its samples come last.  Few means fewer than int(0.80 * n), where n is
+    the number of full samples in one epoch.
 
-    Upstream: GPTDataset._get_num_epochs, which loops for ever where a split has no tokens.
+    Raises ValueError if samples are requested and T is 0.
 
-    >>> # 4 are wanted.  One epoch of 13 tokens holds 3, so it takes two, and these hold 6.
+    Upstream: GPTDataset._get_num_epochs
+    Upstream differs: it never returns if T is 0.
+
+    >>> # One epoch of 13 tokens has 3 samples.  Two epochs have 6, enough for the 4 requested.
     >>> plan = plan_epochs(tokens_per_epoch=13, num_samples=4, sequence_length=4)
     >>> plan.num_epochs, plan.num_samples, plan.separate_final_epoch
     (2, 6, True)
@@ -1176,25 +1191,25 @@ def plan_epochs(
     tokens_per_epoch = operator.index(tokens_per_epoch)
     num_epochs = 1
     if num_samples:
-        num_samples = operator.index(num_samples)  # a number of numpy would wrap in the product
-        if tokens_per_epoch == 0:
-            raise ValueError(f"{num_samples} samples are wanted, but it has no tokens: enlarge it")
+        num_samples = operator.index(num_samples)  # a numpy integer would wrap in the product
+        _check_has_tokens(tokens_per_epoch, num_samples)
         num_epochs = max(1, _ceil_div(num_samples * S + x, tokens_per_epoch))
     all_tokens = num_epochs * tokens_per_epoch
     all_samples = count_samples(all_tokens, S, drop_last_partial_sequence, x)
     if num_epochs == 1:
         return EpochPlan(1, all_samples, False, 0)
     before_final = count_samples(all_tokens - tokens_per_epoch, S, True, x)
-    wanted_of_final = num_samples - before_final
+    needed_of_final = num_samples - before_final
     samples_per_epoch = count_samples(tokens_per_epoch, S, True, x)
-    separate = wanted_of_final < int(0.80 * samples_per_epoch)
+    separate = needed_of_final < int(0.80 * samples_per_epoch)
     return EpochPlan(num_epochs, all_samples, separate, before_final)
 
 
 def shuffle(items: np.ndarray, random_state: np.random.RandomState) -> None:
-    """Shuffle a 1-D array in place, as numpy does; section 18 puts a faster function here.
+    """Shuffle a 1-D array in place, as numpy does.
 
-    For i = n-1 down to 1, item i is exchanged with one that is drawn from items 0 .. i, uniformly.
+    For i = n-1 down to 1, swap item i with an item chosen uniformly from items 0 .. i.  Section 18
+    replaces this function with a faster one.
 
     >>> items = np.arange(6, dtype=np.int32)
     >>> shuffle(items, np.random.RandomState(1234)); items.tolist()
@@ -1209,11 +1224,16 @@ def build_document_index(
     random_state: np.random.RandomState,
     separate_final_epoch: bool,
 ) -> np.ndarray:
-    """Repeat the documents for each epoch and shuffle them, the last epoch by itself if asked.
+    """Repeat the documents once for each epoch, and shuffle them.
 
-    documents   ints (D,)    numbers of the split's documents; ValueError unless 0 to 2**31 - 1
-    Returns     int32 (E*D,)
-    Upstream    _build_document_index
+    documents             ints (D,): numbers of the split's documents
+    num_epochs            E
+    random_state          the generator that shuffles
+    separate_final_epoch  True: shuffle the last epoch separately, and after the earlier ones
+
+    Return int32 (E*D,).  Raises ValueError unless the numbers are integers from 0 to 2**31 - 1.
+
+    Upstream: _build_document_index
 
     >>> build_document_index([0, 1, 2], 2, np.random.RandomState(1234), False).tolist()
     [2, 1, 2, 0, 1, 0]
@@ -1229,7 +1249,7 @@ def build_document_index(
 
 
 def _repeat_documents(documents, num_epochs):
-    """The documents once for each epoch, int32 (E*D,)."""
+    """Repeat the documents once for each epoch: return int32 (E*D,)."""
     documents = np.asarray(documents)
     if len(documents):
         for number in np.array([documents.min(), documents.max()]).tolist():
@@ -1246,56 +1266,73 @@ def build_sample_idx(
     drop_last_partial_sequence: bool = True,
     add_extra_token_to_sequence: bool = True,
 ) -> np.ndarray:
-    """Find where every sample starts in the stream: the documents laid end to end.
+    """Build sample_index: where each sample starts in the stream.
 
-    Sample j is the tokens [j*S, j*S + S + x) of the stream.  With x = 1 its last token is in sample
-    j a label only, and the first input of sample j+1.
+    Sample j is the tokens [j*S, j*S + S + x) of the stream.  With x = 1, its last token is only a
+    label in sample j, and is the first input of sample j+1.
 
-    sizes             int32: sequence_lengths of the file, under the name that upstream has here
-    document_indices  int32 (E*D,): document_index, under the name that upstream has here.  Entry d
-                      is the sequence of the file that comes d-th in the stream
-    sequence_length   S, 1 or more, without the extra token
-    num_epochs, tokens_per_epoch   E and T: the stream has E*T tokens
-    drop_last_partial_sequence     False: the stream ends in a short sample if its tokens fill no
-                                   whole one
-    add_extra_token_to_sequence    x
-    Returns           int32 (N+1, 2); int64 from E*D = 2**31 on.  Row j is (d, offset): sample j
-                      starts at token offset of the d-th document.  Row N is x tokens before the
-                      end of the last sample: where the next one would start.
-    Cost              O(N log(E*D) + E*D) time; in C O(N + E*D), and 8 bytes for each row
-    Upstream          helpers.build_sample_idx
+    sizes             int32: the sequence_lengths of the .idx file (sizes is upstream's name)
+    document_indices  int32 (E*D,): the document_index (document_indices is upstream's name).  Entry
+                      d is the number of the sequence that is the d-th document of the stream
+    sequence_length   S, at least 1; the extra token is not counted
+    num_epochs        E
+    tokens_per_epoch  T
+    drop_last_partial_sequence   False: inputs left over at the end form a last, short sample
+    add_extra_token_to_sequence  x
+
+    Return int32 (N+1, 2), or int64 if E*D is 2**31 or more.  Row j is (d, offset): sample j starts
+    at the token with this offset in the d-th document of the stream.  Row N is the position x
+    tokens before the end of the last sample: where the next sample would start.
+
+    Raises TypeError if an array has a wrong dtype, and IndexError if sizes lacks a document.
+    Raises ValueError if an array is not 1-D, if S < 1, if a length is negative, or if the documents
+    have fewer tokens than the samples need.
+
+    Cost: O(N log(E*D) + E*D) time; in C, O(N + E*D) time and 8 bytes per row.
+
+    Upstream: helpers.build_sample_idx
 
     >>> sizes = np.array([4, 3, 6], np.int32)               # aaaa bbb cccccc
-    >>> build_sample_idx(sizes, np.arange(3, dtype=np.int32), 4, 1, 13).tolist()
+    >>> documents = np.arange(3, dtype=np.int32)
+    >>> build_sample_idx(sizes, documents, 4, 1, 13).tolist()
     [[0, 0], [1, 0], [2, 1], [2, 5]]
+
+    Without the extra token, sample 1 is bbbc.  Its row is (0, 4), the end of aaaa, instead of
+    (1, 0), the start of bbb.  Both point to the same token; _fill_rows() says why.
+
+    >>> build_sample_idx(sizes, documents, 4, 1, 13, add_extra_token_to_sequence=False).tolist()
+    [[0, 0], [0, 4], [2, 1], [2, 5]]
     """
     S = operator.index(sequence_length)
     x = int(add_extra_token_to_sequence)
     tokens = operator.index(num_epochs) * operator.index(tokens_per_epoch)
-    document_index = document_indices  # upstream's name means another array in section 1
+    document_index = document_indices  # section 1 has a different array under upstream's name
     _check_array(sizes, "sizes", np.int32)
     _check_array(document_index, "document_indices", np.int32)
-    if S < 1:
-        raise ValueError(f"sequence_length must be 1 or more, got {S}")
+    _check_sequence_length(S)
     N = count_samples(tokens, S, drop_last_partial_sequence, x)
     rows = np.empty((N + 1, 2), _sample_index_dtype(len(document_index)))
     end_of_last = min(N * S + x, tokens) if N else 0
     _fill_rows(rows, sizes, document_index, S, x, end_of_last)
-    # With x = 0 a last, short sample ends, as in upstream, with the last document.  (Upstream
-    # counts it in float32, and with x = 1 lets it end at offset -1 of an empty document.)
+    # A short last sample without the extra token ends in the last document, as in upstream.  This
+    # row differs from the one that _fill_rows() wrote only if the last documents are empty.
     if x == 0 and N * S > tokens:
         rows[-1] = len(document_index) - 1, sizes[document_index[-1]]
     return rows
 
 
 def _fill_rows(rows, sizes, document_index, S, x, end_of_last):
-    """Fill in the rows of a sample_index; section 18 puts a faster function here.
+    """Fill in the rows of a sample_index.  Section 18 replaces this function with a faster one.
 
-    Row 0 is (0, 0).  Row j is found from where sample j - 1 ends: j*S + x tokens into the stream,
-    or, if it is a last, short one, end_of_last.  (So, as in upstream, with x = 0 the row of a
-    sample that starts with a document is the end of the document before it.)
+    Row 0 is (0, 0).  For each later row j, find the document in which sample j - 1 ends.  That
+    sample ends j*S + x tokens into the stream, or at end_of_last if it is short.
+
+    Without the extra token, sample j starts where sample j - 1 ends.  If that is the border of two
+    documents, row j therefore points to the end of the first one, as in upstream.
     """
-    lengths = _check_documents(sizes, document_index, end_of_last)
+    _check_document_index(document_index, sizes)
+    lengths = sizes[document_index]
+    _check_lengths(lengths, end_of_last)
     tokens_read = np.minimum(np.arange(1, len(rows)) * S + x, end_of_last)
     ends = np.cumsum(lengths, dtype=np.int64)  # tokens of the stream up to the end of each document
     starts = ends - lengths
@@ -1306,20 +1343,23 @@ def _fill_rows(rows, sizes, document_index, S, x, end_of_last):
 
 
 def _sample_index_dtype(num_documents):
-    """int32, or int64 where d does not fit.  Sizes are int32, so the offsets always fit."""
+    """Return int32, or int64 if d may not fit int32.  Offsets fit, because sizes are int32."""
     return np.int32 if num_documents < 2**31 else np.int64
 
 
 def build_shuffle_index(
     num_samples: int, total_size: int, random_state: np.random.RandomState
 ) -> np.ndarray:
-    """Return 0 .. N - 1 in two piles: the first num_samples of these shuffled, then the rest.
+    """Shuffle 0 .. N - 1 in two parts: the first num_samples numbers, and the rest.
 
-    num_samples   samples of the first pile: all N, or those that end before a last epoch that is
-                  shuffled by itself.  (This name and the next are upstream's.)
+    num_samples   size of the first part: N, or, if the last epoch is shuffled separately, how many
+                  samples end before it begins
     total_size    N
-    Returns       uint32 (N,); int64 from N = 2**32 - 2 on
-    Upstream      _build_shuffle_index
+    random_state  the generator that shuffles
+
+    Return uint32 (N,), or int64 if N is 2**32 - 2 or more.
+
+    Upstream: _build_shuffle_index
 
     >>> build_shuffle_index(3, 6, np.random.RandomState(3)).tolist()     # 0 1 2 stay before 3 4 5
     [1, 0, 2, 3, 5, 4]
@@ -1332,23 +1372,25 @@ def build_shuffle_index(
 
 
 def _shuffle_index_dtype(num_samples):
-    """The dtype that upstream has for the numbers 0 .. N - 1."""
+    """Return upstream's dtype for the numbers 0 .. N - 1."""
     return np.uint32 if num_samples < 2**32 - 2 else np.int64
 
 
 def build_stable_orders(
     documents: typing.Any, sample_edges: typing.Sequence[int], random_seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Shuffle each epoch by itself: its documents, then the samples that end in it.
+    """Shuffle each epoch separately: its documents, then the samples that end in it.
 
-    Epoch 0 is drawn with random_seed, so a dataset of one epoch has upstream's order; epoch e > 0
-    is drawn with [random_seed, e].
+    The seed of epoch 0 is random_seed, so a dataset of one epoch has upstream's order.  The seed of
+    a later epoch e is [random_seed, e].
 
-    documents     int32 (D,)   numbers of the split's documents
-    sample_edges  E + 1 ints   epoch e has the samples sample_edges[e] .. sample_edges[e + 1] - 1 of
-                               the stream.  The last number is N
-    random_seed   int          0 to 2**32 - 1
-    Returns       document_index, int32 (E*D,), and shuffle_index, uint32 or int64 (N,)
+    documents     ints (D,): numbers of the split's documents
+    sample_edges  E + 1 ints: samples sample_edges[e] .. sample_edges[e + 1] - 1 of the stream end
+                  in epoch e.  The last entry is N
+    random_seed   an int from 0 to 2**32 - 1
+
+    Return document_index, int32 (E*D,), and shuffle_index, uint32 or int64 (N,).  Raises ValueError
+    if the number of a document does not fit int32.
 
     >>> for sample_edges in [0, 3], [0, 3, 6], [0, 3, 6, 9]:          # 1, 2 and 3 epochs
     ...     document_index, shuffle_index = build_stable_orders([0, 1, 2], sample_edges, 1234)
@@ -1380,8 +1422,8 @@ def build_stable_orders(
 #   k --shuffle_index--> j --sample_index[j], [j + 1]--> (d, offset) .. (d', offset')
 #     --document_index[d .. d']--> pieces of sequences in the file pair --joined--> S + x tokens
 #
-# With the toy corpus, its documents in file order, sample_index (0, 0) (1, 0) (2, 1) (2, 5), and
-# shuffle_index 1 2 0:
+# The example is sample 0 of the toy corpus, with its documents in file order.  sample_index has the
+# rows (0, 0) (1, 0) (2, 1) (2, 5), and shuffle_index is 1 2 0:
 #
 #   stream, counted        0 1 2 3 4 5 6 7 8 9 . . .       k = 0: j = 1, rows (1, 0) and (2, 1)
 #                          a a a a b b b c c c c c c
@@ -1390,48 +1432,59 @@ def build_stable_orders(
 #   tokens                         b b b c                 all but the last of the five
 #   labels                           b b c c               all but the first
 #
-# In code this is GPTDataset.__getitem__().
+# GPTDataset.__getitem__() does this in code.
 #
-# Where a document ends inside of a sample, the config may ask for positions that count from 0
-# again, for a mask that keeps the documents apart, or for the places where documents start.  Two
-# things can say where a document starts: reset_position_ids and reset_attention_mask look for eod
-# tokens, inter_document_masking goes by the sequences of the .idx file.
+# A sample may contain the end of one document and the start of the next.  Fields of the config say
+# how the two are kept apart, and what counts as the start of a document:
 #
-# document_index, sample_index and shuffle_index depend on the lengths of the documents, the split,
-# the number of samples, S, x, the seed, whether a last short sample is kept, and stable_order, and
-# on nothing else.  So they are built once and kept in files, which every rank reads, and every
-# later job.  (As upstream's, the names of these files depend on the path and the tokenizer,
-# too: section 15.)
+#   field                     a document starts        effect
+#   reset_position_ids        after an eod token       positions count from 0 again
+#   reset_attention_mask      after an eod token       no attention to earlier documents
+#   eod_mask_loss             after an eod token       no loss for its first token
+#   inter_document_masking    where a sequence of      positions count from 0 again; cu_seqlens
+#                             the .idx file starts     lists the starts, instead of a mask
+#
+# If a micro-batch has too few samples (section 8), padding samples complete it.  ds[None] returns a
+# padding sample: sample 0, but with a loss that does not count.
+#
+# The three index arrays depend only on
+#
+#   - the lengths of the sequences, and which of them are in the split
+#   - how many samples are requested
+#   - S, x, the seed, stable_order, and whether a short last sample is kept
+#
+# So they are built once and cached in files (section 15), which all ranks and all later jobs read.
 
 
 class _Identified(torch.utils.data.Dataset):
-    """A dataset whose unique_identifiers, a dict, name the files of its cache (section 15)."""
+    """Base class of datasets whose cache files are named after unique_identifiers, a dict."""
 
     @functools.cached_property
     def unique_description(self) -> str:
-        """The text that upstream writes for unique_identifiers."""
-        return json.dumps(self.unique_identifiers, indent=4, default=_as_json)
+        """Return unique_identifiers as the JSON text that upstream writes."""
+        return json.dumps(self.unique_identifiers, indent=4, default=_as_json)  # section 15
 
     @functools.cached_property
     def unique_description_hash(self) -> str:
-        """The md5 of unique_description."""
+        """Return the MD5 of unique_description, with which the names of its cache files begin."""
         return _md5(self.unique_description)
 
 
 class MegatronDataset(abc.ABC, _Identified):
-    """The base of datasets that the builder can build.  Upstream: MegatronDataset.
+    """Base class of the datasets that the builder (section 7) can build.
 
-    dataset        what build_low_level_dataset() returned
-    dataset_path   the path it was opened from; may be None
-    indices        ints (D,), which documents of dataset belong to this split; or a range
-    num_samples    how many samples are wanted; None: those of one epoch
+    dataset        the opened data, as build_low_level_dataset() returned them
+    dataset_path   the path that they were opened from, or None
+    indices        numbers of the documents in this split: ints (D,) or a range
+    num_samples    how many samples are requested.  None: as many as one epoch has
     index_split    Split
     config         BlendedMegatronDatasetConfig
 
     A subclass defines
-      __len__() and __getitem__(k)                    the samples
-      build_low_level_dataset(dataset_path, config)   opens the data, for the builder
-      numel_low_level_dataset(opened)                 how many documents there are to split
+
+      __len__(), __getitem__(k)                       number of samples, and sample k
+      build_low_level_dataset(dataset_path, config)   open the data
+      numel_low_level_dataset(low_level_dataset)      number of documents in the opened data
     """
 
     def __init__(
@@ -1445,11 +1498,11 @@ class MegatronDataset(abc.ABC, _Identified):
     ) -> None:
         self.dataset = dataset
         self.dataset_path = None if dataset_path is None else os.fsdecode(dataset_path)
-        self._documents = _as_range(indices)  # one where numbers follow each other (section 15)
+        self._documents = _as_range(indices)  # a range if they are consecutive (section 15)
         self.num_samples = _as_size(num_samples, "num_samples")
         self.index_split = index_split
         self.config = config
-        self.unique_identifiers = collections.OrderedDict()  # upstream's, in upstream's order
+        self.unique_identifiers = collections.OrderedDict()  # upstream's keys, in its order
         self.unique_identifiers["class"] = type(self).__name__
         self.unique_identifiers["dataset_path"] = self.dataset_path
         self.unique_identifiers["num_samples"] = self.num_samples
@@ -1463,7 +1516,7 @@ class MegatronDataset(abc.ABC, _Identified):
 
     @abc.abstractmethod
     def __getitem__(self, idx: int | None) -> dict:
-        """Return sample idx; None: one without loss, which fills up the last batch of a turn."""
+        """Return sample idx.  For None, return the padding sample, whose loss does not count."""
 
     def __repr__(self) -> str:
         with contextlib.suppress(Exception):  # an object that is half made has the plain repr()
@@ -1474,7 +1527,7 @@ class MegatronDataset(abc.ABC, _Identified):
 
     @functools.cached_property
     def indices(self) -> np.ndarray:
-        """Which documents of dataset belong to this split; of a range int32, else as given."""
+        """Return the numbers of the documents in this split, as int32 if they are consecutive."""
         if isinstance(self._documents, range):
             return np.arange(self._documents.start, self._documents.stop, dtype=np.int32)
         return self._documents
@@ -1483,56 +1536,67 @@ class MegatronDataset(abc.ABC, _Identified):
     def build_low_level_dataset(
         dataset_path: str | None, config: BlendedMegatronDatasetConfig
     ) -> typing.Any:
-        """Open the data at dataset_path.  A class that no builder builds can do without."""
-        raise NotImplementedError("the builder wants a class with build_low_level_dataset()")
+        """Open the data at dataset_path.  The builder calls this."""
+        raise NotImplementedError("the builder needs a class that has build_low_level_dataset()")
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: typing.Any) -> int:
-        """Return how many documents the opened data have for the split to cut."""
-        raise NotImplementedError("the builder wants a class with numel_low_level_dataset()")
+        """Return how many documents the opened data have.  The builder splits this number."""
+        raise NotImplementedError("the builder needs a class that has numel_low_level_dataset()")
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
-        """Return upstream's list of fields that name a cache; a subclass may add some."""
+        """Return the fields of the config that name the cache files.  A subclass may add fields."""
         return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
 
 
 class GPTDataset(MegatronDataset):
-    """Samples of S tokens, cut from the shuffled documents laid end to end.  Upstream: GPTDataset.
+    """Samples of S tokens, cut from the stream of shuffled documents.
 
     indexed_dataset   IndexedDataset, or any object with sequence_lengths and get(i, offset, length)
-    dataset_path      its path prefix, which is part of the name of the cache files
-    indexed_indices   ints (D,), or a range: the documents of this split
-    num_samples       at least so many; None: those of one epoch
+    dataset_path      path prefix of the corpus, or None.  The names of cache files depend on it
+    indexed_indices   numbers of the documents in this split: ints (D,) or a range
+    num_samples       how many samples are requested; the dataset may have more.  None: as many as
+                      one epoch has
+    index_split       Split
+    config            GPTDatasetConfig
 
     ds[k] is a dict of new tensors:
+
       tokens, labels           int64 (S,)
-      attention_mask           bool (1, S, S), True where a token may not attend; if the config
-                               wants a mask
-      loss_mask                float32 (S,), 0 where a label does not count
+      attention_mask           bool (1, S, S), True: may not attend.  Only with
+                               create_attention_mask, and not with inter_document_masking
+      loss_mask                float32 (S,), 0: the loss of this label does not count
       position_ids             int64 (S,)
-      cu_seqlens, max_seqlen   int32 (S+1,) and (), only with inter_document_masking
-    Its orders, of section 4, are attributes:
+      cu_seqlens, max_seqlen   int32 (S+1,) and ().  Only with inter_document_masking
+
+    ds[None] is the padding sample: sample 0 with a loss_mask of zeros.  Raises IndexError for a
+    sample that does not exist.
+
+    A sample costs one read for each document that it touches.  On object storage, the reads of a
+    batch are made in parallel.
+
+    The index arrays of section 4 are attributes:
+
       document_index           int32 (E*D,)
       sample_index             int32 or int64 (N+1, 2)
       shuffle_index            uint32 or int64 (N,)
-      epoch_plan               EpochPlan; None where a subclass has orders of its own
-    ds[None] is sample 0 without any loss: it fills up a batch.  A sample costs one read for each
-    document that it touches.  On object storage the reads of a batch are made at the same time.
-    IndexError for a sample that does not exist.
+      epoch_plan               EpochPlan, or None if a subclass builds the arrays by itself
 
     A subclass may override
-      __getitem__(k)                                returns a sample, whatever its keys are
-      _query_document_sample_shuffle_indices(k)     returns (tokens, sequences) of one, and perhaps
-                                                    the lengths of its documents
-      _build_document_sample_shuffle_indices()      returns the three arrays
+
+      __getitem__(k)                                return sample k, with any keys
+      _query_document_sample_shuffle_indices(k)     return (tokens, sequences) of sample k, and
+                                                    optionally, as a third value, the lengths of
+                                                    its documents
+      _build_document_sample_shuffle_indices()      return the three index arrays
 
     >>> prefix = toy_corpus()
     >>> config = GPTDatasetConfig(1234, 4, blend=([prefix], None), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
     >>> documents = np.arange(3, dtype=np.int32)
     >>> ds = GPTDataset(IndexedDataset(prefix), prefix, documents, 3, Split.train, config)
-    >>> ds.document_index.tolist()  # with this seed the documents happen to stay in order
+    >>> ds.document_index.tolist()
     [0, 1, 2]
     >>> ds.sample_index.tolist(), ds.shuffle_index.tolist()
     ([[0, 0], [1, 0], [2, 1], [2, 5]], [1, 2, 0])
@@ -1542,7 +1606,7 @@ class GPTDataset(MegatronDataset):
     ('bbbc', 'bbcc')
     """
 
-    index_names = ("document_index", "sample_index", "shuffle_index")  # of the files of the cache
+    index_names = ("document_index", "sample_index", "shuffle_index")  # attributes, cached in files
 
     def __init__(
         self,
@@ -1560,12 +1624,12 @@ class GPTDataset(MegatronDataset):
         self._keeps_short = (
             index_split.name == "valid" and not config.drop_last_partial_validation_sequence
         )
-        self._pad_token_id = _find_pad_token_id(config)  # upstream's name
-        self.eod_token_id = None  # unless a setting looks for it
+        self._pad_token_id = _pad_id_of_config(config)
+        self.eod_token_id = None  # only set if a field needs it
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
             self.eod_token_id = config.tokenizer.eod
 
-        # The arrays, and the files that keep them (section 15).
+        # The index arrays, and the files in which they are cached (section 15).
         self.unique_identifiers |= _identifiers_of_orders(self)
         self._cache_folder = _folder_of_cache(self)
         self._arrays_in_files = {}
@@ -1580,86 +1644,83 @@ class GPTDataset(MegatronDataset):
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         k = 0 if idx is None else idx
-        # a subclass may add lengths
-        text, _, *lengths = self._query_document_sample_shuffle_indices(k)
-        return self._make_sample(idx, text, *lengths)
+        # *lengths is empty, or holds the document lengths that a subclass returns
+        row, _, *lengths = self._query_document_sample_shuffle_indices(k)
+        return self._make_sample(idx, row, *lengths)
 
     def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
-        """Return several samples; torch's DataLoader calls this."""
+        """Return several samples.  torch's DataLoader calls this."""
         return _read_at_once(self, indices)  # section 10
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of sample idx, int64 (S + x,), and the sequences they are from.
+        """Return the tokens of sample idx, int64 (S + x,), and the sequence of each of its pieces.
 
-        Subclasses override it.  Theirs may return fewer tokens, which are padded, and, as a third
-        value, the lengths of the documents in the sample, for inter_document_masking.
+        A subclass may override this method.  It may return fewer tokens, which are then padded.  It
+        may also return a third value, the lengths of the documents in the sample;
+        inter_document_masking uses them.
         """
         pieces = self.pieces(idx)
-        text = np.concatenate(_read_pieces(self.dataset, pieces), dtype=np.int64)
+        row = np.concatenate(_read_pieces(self.dataset, pieces), dtype=np.int64)
         sequences = [i for i, _, _ in pieces]
-        return self._pad(text), np.array(sequences, np.int64)
+        return self._pad(row), np.array(sequences, np.int64)
 
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         """Return where the tokens of sample k are: [(sequence, offset, length), ...], in order.
 
-        A length may be 0: that of an empty document, or, with x = 0, of the first piece.
+        The piece of an empty document has the length 0.  So has the first piece if its row points
+        to the end of a document, which happens without the extra token (see _fill_rows()).
         """
         k = _as_index(k, len(self), f"the samples of {_label_of_dataset(self)}")
         j = operator.index(self.shuffle_index[k])
-        if not 0 <= j < len(self.sample_index) - 1:
-            found = f"sample_index has no rows {j} and {j + 1}"
-            raise IndexError(f"{_label_of_dataset(self)}: sample {k}: {found}: rebuild the indices")
-        rows = self.sample_index[j : j + 2].tolist()  # (d, offset) of this sample and the next
-        sequences = self.document_index[rows[0][0] : rows[1][0] + 1].tolist()
-        _check_rows_of_sample(self, k, rows, sequences)
-        (first_d, first_offset), (last_d, last_offset) = rows
+        rows = self.sample_index[j : j + 2].tolist()
+        _check_rows_of_sample(self, k, j, rows)
+        (first_d, first_offset), (last_d, last_offset) = rows  # where this and the next one start
+        sequences = self.document_index[first_d : last_d + 1].tolist()
         pieces = []
         for d, i in enumerate(sequences, first_d):
             begin = first_offset if d == first_d else 0
             if d < last_d:
                 end = int(self.dataset.sequence_lengths[i])
             else:
-                end = last_offset + self._x  # with x = 1 the next sample's first token too
+                end = last_offset + self._x  # with x = 1, the next sample's first token, too
             pieces.append((i, begin, end - begin))
         return pieces
 
-    def _pad(self, text):
-        """A text, with padding behind it where it has fewer than S + x tokens."""
-        missing = self.config.sequence_length + self._x - len(text)
+    def _pad(self, row):
+        """Return the tokens of a sample, padded to S + x."""
+        missing = self.config.sequence_length + self._x - len(row)
         if missing == 0:
-            return text
-        if missing < 0:
-            found = f"wanted {len(text) + missing} tokens in a sample, got {len(text)}"
-            raise IndexError(f"{_label_of_dataset(self)}: {found}: rebuild the indices")
+            return row
+        _check_row_fits(self, row)
         padding = np.full(missing, self._pad_token_id)
-        return np.concatenate([text, padding], dtype=np.int64)
+        return np.concatenate([row, padding], dtype=np.int64)
 
-    def _make_sample(self, idx, text, lengths=None):
-        """The dict of a sample.
+    def _make_sample(self, idx, row, lengths=None):
+        """Make the dict of a sample.
 
-        idx       its number; None: that of sample 0, which has no loss then
-        text      its tokens; fewer than S + x are padded
-        lengths   of the documents in it; None: those of its pieces
+        idx       number of the sample.  None: make the padding sample, from the row of sample 0
+        row       tokens of the sample, padded here if there are fewer than S + x
+        lengths   lengths of the documents in the sample.  None: the lengths of its pieces
         """
         k = 0 if idx is None else idx
         config = self.config
         S = config.sequence_length
         pad = self._pad_token_id
-        text = self._pad(text)  # that of a subclass may be short
-        text = np.asarray(text).astype(np.int64, casting="same_kind", copy=False)  # no floats
-        tokens = text[:S].copy()
-        labels = text[1:].copy()
+        row = self._pad(row)  # section 10, or a subclass, may pass fewer tokens
+        row = np.asarray(row).astype(np.int64, casting="same_kind", copy=False)  # rejects floats
+        tokens = row[:S].copy()
+        labels = row[1:].copy()
         if not self._x:
             labels = np.append(labels, pad)
         is_padding = labels == pad
         loss_mask = np.ones(S, np.float32)
         loss_mask[is_padding] = 0
-        if config.eod_mask_loss:  # what follows an eod is the beginning of another document
+        if config.eod_mask_loss:  # the label of an eod is the first token of the next document
             loss_mask[tokens == self.eod_token_id] = 0
         if idx is None:
             loss_mask[:] = 0
 
-        # the places among the inputs where documents start, as eods say
+        # positions at which documents start, according to the eods
         after_eod = [0]
         if self.eod_token_id is not None:
             eods = np.flatnonzero(tokens[:-1] == self.eod_token_id)
@@ -1671,7 +1732,7 @@ class GPTDataset(MegatronDataset):
                 lengths = [length for _, _, length in self.pieces(k)]
             position_starts = _starts_of_documents(lengths, S)
 
-        # Padding becomes 0, and so, as in upstream, do real tokens that equal the pad id.
+        # Padding becomes 0.  As in upstream, so do real tokens that equal the pad id.
         tokens[tokens == pad] = 0
         labels[is_padding] = 0
         sample = {"tokens": tokens, "labels": labels}
@@ -1685,43 +1746,41 @@ class GPTDataset(MegatronDataset):
             sample["max_seqlen"] = np.array(np.diff([*position_starts, S]).max(), np.int32)
         return {key: torch.from_numpy(values) for key, values in sample.items()}
 
-    # ---- how the three arrays are built
+    # ---- how the index arrays are built
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the three arrays, and set epoch_plan.  A subclass may override this method.
+        """Return the three index arrays, and set epoch_plan.  A subclass may override this method.
 
-        They are those of _build_arrays(), or what it returned in an earlier job: section 15.
+        Section 15 loads the arrays from the cache, or calls _build_arrays() and saves them.
         """
         plan, arrays = _load_or_build_orders(self)
         self.epoch_plan = EpochPlan(*plan)
         return arrays
 
     def _build_arrays(self):
-        """Build the arrays of section 4: return the plan of the epochs, and the three of them."""
+        """Build the index arrays of section 4: return the epoch plan and a list of the arrays."""
         _check_corpus(self)
         config = self.config
         S = config.sequence_length
         lengths = self.dataset.sequence_lengths
         documents = self._documents
-        if isinstance(documents, range):  # of these no lengths are copied
+        if isinstance(documents, range):  # a slice copies no lengths
             documents = slice(documents.start, documents.stop)
         tokens_per_epoch = int(lengths[documents].sum(dtype=np.int64))
         drop_last = not self._keeps_short
-        with _naming_action(
-            _label_of_dataset(self), f"{self.index_split.name} of split {config.split!r}"
-        ):
+        with _naming_place(f"{_label_of_dataset(self)}, {self.index_split.name}"):
             plan = plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._x)
         if config.stable_order:
-            edges = []  # the samples that end before epoch 0, 1, ... begins, and all
-            for epoch in range(plan.num_epochs):
-                edges.append(count_samples(epoch * tokens_per_epoch, S, True, self._x))
+            # edges[e] is the number of samples that end before epoch e begins
+            epochs = range(plan.num_epochs)
+            edges = [count_samples(e * tokens_per_epoch, S, True, self._x) for e in epochs]
             edges.append(plan.num_samples)
             document_index, shuffle_index = build_stable_orders(
                 self.indices, edges, config.random_seed
             )
         else:
-            # one generator draws the order of the documents first, then that of the samples
-            random_state = _random_state(config.random_seed)  # np.random.RandomState(): section 18
+            # one generator shuffles the documents first, and then the samples
+            random_state = _random_state(config.random_seed)  # a RandomState; see section 18
             document_index = build_document_index(
                 self.indices, plan.num_epochs, random_state, plan.separate_final_epoch
             )
@@ -1736,13 +1795,14 @@ class GPTDataset(MegatronDataset):
 
     def __getstate__(self):
         state = _picklable_state(self)
-        state.pop("indices", None)  # made from _documents
+        state.pop("indices", None)  # computed from _documents
         return state
 
     def __setstate__(self, state):
+        # GPTDataset's method, not a subclass's: the pickle lacks only arrays that this one cached.
         _restore_arrays(self, state, GPTDataset._build_document_sample_shuffle_indices)
 
-    # ---- what the builder asks
+    # ---- what the builder calls
 
     @staticmethod
     def build_low_level_dataset(
@@ -1750,26 +1810,33 @@ class GPTDataset(MegatronDataset):
     ) -> IndexedDataset:
         """Open the pair at dataset_path."""
         if dataset_path is None:
-            raise ValueError("no blend is given: give one, or build MockGPTDataset")
+            raise ValueError("config: no blend is given; give one, or build MockGPTDataset")
         storage = ObjectStorageConfig(config.object_storage_cache_path)
-        return IndexedDataset(dataset_path, False, config.mmap_bin_files, storage)
+        mmap = config.mmap_bin_files
+        return IndexedDataset(dataset_path, mmap=mmap, object_storage_config=storage)
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
-        """Return the number of sequences of the file."""
+        """Return the number of sequences in the pair."""
         return len(low_level_dataset)
 
 
-def _find_pad_token_id(config):
-    """The id that fills short samples: the tokenizer's pad, or -1.
+def _pad_id_of_config(config):
+    """Return the id that pads short samples.
 
-    It is -1 if there is no pad.  It is -1 too if another special token has the same id, unless the
-    config says allow_ambiguous_pad_tokens: padding has no loss, so real tokens of that id would
-    have no loss either.  The special tokens are those of special_tokens_dict, {name: id}, which a
-    tokenizer may have as well; if it has none, they are eos and eod.
+      the tokenizer has                              the id is
+      no pad                                         -1
+      a pad that differs from all special tokens     the pad
+      a pad that is also a special token's id        -1, with a warning.  The pad, if
+                                                     allow_ambiguous_pad_tokens is set
+
+    The special tokens here are the entries of special_tokens_dict, {name: id}, except "pad_token".
+    If the tokenizer has no such entries, they are eos and eod.
+
+    Padding has no loss.  If it shared an id with real tokens, these would have no loss, either.
     """
     tokenizer = config.tokenizer
-    pad = _attribute_of(tokenizer, "pad")  # None if there is none: section 19
+    pad = _attribute_of(tokenizer, "pad")  # None if the tokenizer has no pad (section 19)
     if pad is None:
         return -1
     special = dict(_attribute_of(tokenizer, "special_tokens_dict") or {})
@@ -1778,18 +1845,18 @@ def _find_pad_token_id(config):
         special = {name: _attribute_of(tokenizer, name) for name in ("eos", "eod")}
     same = [name for name, token in special.items() if token == pad]
     if same and not config.allow_ambiguous_pad_tokens:
-        warnings.warn(
-            f"the pad id {pad} is also the tokenizer's {' and '.join(same)}: padding is -1, so "
-            "that real tokens keep their loss (see allow_ambiguous_pad_tokens)",
-            stacklevel=2,
+        _warn(
+            f"tokenizer: the pad id {pad} is also the id of {' and '.join(same)}; padding gets the "
+            "id -1, so that real tokens keep their loss.  To pad with the pad id all the same, set "
+            "allow_ambiguous_pad_tokens=True"
         )
         return -1
     return int(pad)
 
 
 def _read_pieces(reader: typing.Any, pieces: list[tuple[int, int, int]]) -> list[np.ndarray]:
-    """Return the tokens of pieces; those of a pair on object storage are read at once."""
-    if type(reader) is IndexedDataset:  # a subclass may have a get() of its own
+    """Return the tokens of each piece.  On object storage, the pieces are read in parallel."""
+    if type(reader) is IndexedDataset:  # a subclass may override get()
         return reader.get_many(pieces)
     return [reader.get(*piece) for piece in pieces]
 
@@ -1797,8 +1864,10 @@ def _read_pieces(reader: typing.Any, pieces: list[tuple[int, int, int]]) -> list
 def causal_mask(starts: typing.Sequence[int], sequence_length: int) -> np.ndarray:
     """Return the mask of one sample, bool (1, S, S): True where row i may not attend to column j.
 
-    A token attends to itself and to what comes before it in its own document; starts are the places
-    where documents begin.  Cost: S * S bytes.  Upstream: part of _get_ltor_masks_and_position_ids.
+    A token attends to itself and to the earlier tokens of its document.  starts are the positions
+    at which documents start.  The mask has S * S bytes.
+
+    Upstream: a part of _get_ltor_masks_and_position_ids
 
     >>> causal_mask([0, 2], 4)[0].astype(int)          # two documents of two tokens
     array([[0, 1, 1, 1],
@@ -1808,15 +1877,15 @@ def causal_mask(starts: typing.Sequence[int], sequence_length: int) -> np.ndarra
     """
     mask = np.triu(np.ones((sequence_length, sequence_length), bool), 1)  # the future
     for begin, end in itertools.pairwise(starts):
-        mask[end:, begin:end] = True  # a document, for all tokens behind it
+        mask[end:, begin:end] = True  # no later token may attend to this document
     return mask[None]
 
 
 def _starts_of_documents(lengths: typing.Iterable[int], sequence_length: int) -> list[int]:
-    """Return the places among the inputs of a sample where documents of these lengths start.
+    """Return the positions in a sample at which documents of these lengths start.
 
-    Empty documents have no place, nor has one that begins behind the inputs, at the extra token.
-    Padding belongs to the last document.
+    Empty documents are left out.  So is a document that starts at the extra token, which is not an
+    input.  Padding belongs to the last document.
 
     >>> _starts_of_documents([3, 0, 2], 4), _starts_of_documents([4, 1], 4)
     ([0, 3], [0])
@@ -1833,8 +1902,9 @@ def _starts_of_documents(lengths: typing.Iterable[int], sequence_length: int) ->
 def _positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.ndarray:
     """Return the position of each token in its document, int64 (S,).
 
-    starts are the places where documents begin.  Upstream: part of
-    _get_ltor_masks_and_position_ids.
+    starts are the positions in the sample at which documents start.
+
+    Upstream: a part of _get_ltor_masks_and_position_ids
 
     >>> _positions_from([0, 2], 5).tolist()
     [0, 1, 0, 1, 2]
@@ -1847,7 +1917,9 @@ def _positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.nd
 
 
 class MockGPTLowLevelDataset:
-    """Sequence i is 1, 2, ..., length - 1 (mod vocabulary), then eod.  Upstream: the same name.
+    """100,000 sequences of 1 to 4,095 tokens, computed at each access.
+
+    A sequence is 1, 2, ..., length - 1, each modulo vocab_size, and then eod.
 
     >>> sequence = MockGPTLowLevelDataset(ByteTokenizer())[0]
     >>> sequence[:3].tolist(), sequence[-1].item()
@@ -1863,7 +1935,7 @@ class MockGPTLowLevelDataset:
         return len(self.sequence_lengths)
 
     def fingerprint(self) -> dict:
-        """Return what tells these data from others, as IndexedDataset.fingerprint() does."""
+        """Return a fingerprint: the two values that decide the tokens."""
         return {"vocab_size": self.tokenizer.vocab_size, "eod": self.tokenizer.eod}
 
     def __getitem__(self, idx: int) -> np.ndarray:
@@ -1871,16 +1943,16 @@ class MockGPTLowLevelDataset:
         return np.append(numbers_up % self.tokenizer.vocab_size, self.tokenizer.eod)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return a part of sequence idx, as IndexedDataset.get() does."""
+        """Return length tokens of sequence idx, from offset on; if length is None, all of them."""
         end = None if length is None else offset + length
         return self[idx][offset:end]
 
 
 class MockGPTDataset(GPTDataset):
-    """Samples of numbers that count up, for speed runs without data.  Upstream: MockGPTDataset.
+    """Samples of ascending numbers, for speed tests without data.
 
-    dataset and indices are indexed_dataset and indexed_indices of GPTDataset, under the names that
-    they have in upstream's class.
+    dataset and indices are the arguments that GPTDataset calls indexed_dataset and indexed_indices.
+    (All four names are upstream's.)
     """
 
     def __init__(
@@ -1898,7 +1970,7 @@ class MockGPTDataset(GPTDataset):
     def build_low_level_dataset(
         dataset_path: str | None, config: GPTDatasetConfig
     ) -> MockGPTLowLevelDataset:
-        """Return 100,000 sequences of 1 to 4,095 tokens; dataset_path is not used."""
+        """Return the mock data; dataset_path is ignored."""
         return MockGPTLowLevelDataset(config.tokenizer)
 
 
@@ -1907,28 +1979,30 @@ class MockGPTDataset(GPTDataset):
 # ==============================================================================
 # Question: which sample of which dataset is sample i of the blend?
 #
-# Each sample comes from the dataset that is furthest behind its share.
+# Each sample comes from the dataset with the largest lag: the dataset whose number of samples so
+# far is furthest below its share.
 #
 #   weights 0.25, 0.75    sample i of the blend    0     1     2     3
 #                         lag of dataset 0         .25   .25  -.5   -.25
 #                         lag of dataset 1         .75  -.25   .5    .25
 #                         dataset_index            1     0     1     1       the largest lag
-#                         dataset_sample_index     0     0     1     2       the next of its samples
+#                         dataset_sample_index     0     0     1     2       its next sample
 #
-# The lag of a dataset is weight * max(i, 1), minus the samples that it has given before sample i.
-# (max lets sample 0 come from the dataset of the largest weight.)  So at any point of the run, each
-# dataset has given nearly its share.
+# The lag of a dataset is weight * max(i, 1), minus the number of samples that it gave before sample
+# i.  (Because of max, sample 0 comes from the dataset with the largest weight.)  So at any point of
+# the run, each dataset has given nearly its share of the samples.
 #
-# A blend may have phases, each with weights of its own.  In a phase the rule counts from 0 again,
-# and each dataset goes on behind its last sample:
+# A blend may have phases with different weights.  In each phase the rule counts from 0 again, and
+# each dataset continues after its last sample:
 #
 #   phases                (4, [1, 3])       (4, [1, 1])
 #   sample i              0  1  2  3        4  5  6  7
 #   dataset_index         1  0  1  1        0  1  0  1
 #   dataset_sample_index  0  0  1  2        1  3  2  4
 #
-# So phases that are added, or changed, leave the places before them as they are.  (But each corpus
-# gives more samples then, and without stable_order they come in another order.)
+# So adding or changing a phase leaves the entries of the earlier phases unchanged.  But a corpus
+# may then have to give more samples, and without stable_order this may change the order in which it
+# gives them (section 4).
 
 
 def build_blending_indices(
@@ -1941,15 +2015,21 @@ def build_blending_indices(
 ) -> None:
     """Fill in, for each sample of a blend, its dataset and its number in that dataset.
 
-    Sample i comes from the dataset with the largest lag, weights[d] * max(i, 1) - taken[d], in IEEE
-    doubles, where taken[d] is how many of the samples before i came from d.  Of equals the lowest d
-    is taken.
+    Sample i comes from the dataset d with the largest lag, weights[d] * max(i, 1) - taken[d].  Here
+    taken[d] is how many samples before sample i came from d.  Lags are computed in IEEE doubles.
+    Ties go to the lowest d.
 
-    dataset_index         int16 (size,)             filled in: which dataset
-    dataset_sample_index  int64 (size,)             filled in: which of its samples
-    weights               float64 (num_datasets,)   shares, whose sum is 1
-    verbose               accepted as upstream's; nothing is printed
-    Upstream              helpers.build_blending_indices
+    dataset_index         int16 (size,), filled in: the dataset of each sample
+    dataset_sample_index  int64 (size,), filled in: the number of the sample in its dataset
+    weights               float64 (num_datasets,), at least 0: the shares; their sum is 1
+    num_datasets          1 to 32,766
+    size                  number of samples in the blend
+    verbose               accepted and ignored
+
+    Raises TypeError if an array has a wrong dtype, and ValueError if an array is not 1-D, or if
+    weights or num_datasets are out of range.
+
+    Upstream: helpers.build_blending_indices
 
     >>> which, sample = np.zeros(4, np.int16), np.zeros(4, np.int64)
     >>> build_blending_indices(which, sample, [0.25, 0.75], 2, 4)
@@ -1968,29 +2048,38 @@ def build_exhaustive_blending_indices(
     sizes: typing.Sequence[int],
     num_datasets: int,
 ) -> None:
-    """Fill in a blend that takes sizes[d] samples of each dataset d, mixed evenly.
+    """Fill in a blend that takes exactly sizes[d] samples of each dataset d, evenly spread.
 
-    The rule is that of build_blending_indices() with the weights sizes[d] / sum(sizes); a dataset
-    that has given all its samples does not compete any more.
+    The rule is the one of build_blending_indices(), with the weights sizes[d] / sum(sizes).  A
+    dataset that has given all its samples is no longer considered.
 
-    dataset_index, dataset_sample_index   int16 and int64, (sum(sizes),): filled in
-    sizes                                 int64 (num_datasets,)
-    Upstream                              helpers.build_exhaustive_blending_indices
+    dataset_index         int16 (sum(sizes),), filled in: the dataset of each sample
+    dataset_sample_index  int64 (sum(sizes),), filled in: the number of the sample in its dataset
+    sizes                 int64 (num_datasets,), at least 0
+    num_datasets          1 to 32,766
+
+    Raises TypeError if an array has a wrong dtype.  Raises ValueError if an array is not 1-D, if
+    sizes are negative or not whole, or if num_datasets is out of range.
+
+    Upstream: helpers.build_exhaustive_blending_indices
 
     >>> which, sample = np.zeros(4, np.int16), np.zeros(4, np.int64)
     >>> build_exhaustive_blending_indices(which, sample, [1, 3], 2); which.tolist()
     [1, 0, 1, 1]
     """
     counts = _as_counts(sizes[:num_datasets])
-    size = sum(counts.tolist())  # of Python's integers: a sum in int64 might overflow
+    size = sum(counts.tolist())  # in Python's integers: a sum in int64 might overflow
     _check_blending(dataset_index, dataset_sample_index, counts, num_datasets)
     shares = counts / np.float64(max(size, 1))
     _fill_blend(dataset_index, dataset_sample_index, shares, counts.astype(np.float64), size)
 
 
 def _fill_blend(dataset_index, dataset_sample_index, shares, limits, size):
-    """Fill in a blend of datasets of limits[d] samples; section 18 puts a faster function here."""
-    taken = np.where(limits > 0, 0.0, np.inf)  # infinity: it does not compete
+    """Fill in a blend in which dataset d gives at most limits[d] samples.
+
+    Section 18 replaces this function with a faster one.
+    """
+    taken = np.where(limits > 0, 0.0, np.inf)  # infinity: this dataset is not considered
     for i in range(size):
         d = np.argmax(shares * max(i, 1) - taken)
         k = taken[d]
@@ -2000,10 +2089,9 @@ def _fill_blend(dataset_index, dataset_sample_index, shares, limits, size):
 
 
 def _as_counts(sizes):
-    """Numbers of samples -> int64 array; ValueError if one is not a whole number."""
+    """Return numbers of samples as an int64 array.  Raises ValueError if one is not whole."""
     counts = np.array(sizes, np.int64)
-    if not np.array_equal(counts, sizes):
-        raise ValueError(f"numbers of samples must be whole, got {sizes}")
+    _check_whole(sizes, counts)
     return counts
 
 
@@ -2014,12 +2102,17 @@ def build_phase_indices(
 ) -> None:
     """Fill in a blend of several phases.
 
-    In each phase the rule is that of build_blending_indices(), among the datasets whose weight in
-    this phase is not 0.  The samples of a dataset go on counting over all phases.
+    In each phase the rule is the one of build_blending_indices(), and only datasets whose weight in
+    this phase is not 0 are considered.  Each dataset continues after its last sample of the earlier
+    phases.
 
-    dataset_index, dataset_sample_index   int16 and int64, (samples of all phases,): filled in
-    phases                                [(samples, weights), ...]; the sum of the weights of a
-                                          phase is 1, and each dataset has one
+    dataset_index         int16 (size,), filled in: the dataset of each sample
+    dataset_sample_index  int64 (size,), filled in: the number of the sample in its dataset
+    phases                [(samples, weights), ...].  The sum of all samples is size.  weights has
+                          one entry for each dataset; its sum is 1
+
+    Raises TypeError if an array has a wrong dtype.  Raises ValueError if an array is not 1-D, if a
+    weight is negative, infinite or nan, or if all weights of a phase are 0.
 
     >>> which, sample = np.zeros(8, np.int16), np.zeros(8, np.int64)
     >>> build_phase_indices(which, sample, [(4, [0.25, 0.75]), (4, [0.5, 0.5])])
@@ -2027,7 +2120,7 @@ def build_phase_indices(
     ([1, 0, 1, 1, 0, 1, 0, 1], [0, 0, 1, 2, 1, 3, 2, 4])
     """
     _, weights = phases[0]
-    taken = np.zeros(len(weights), np.int64)  # of each dataset, in the phases so far
+    taken = np.zeros(len(weights), np.int64)  # samples of each dataset in the earlier phases
     begin = 0
     for samples, weights in phases:
         samples = operator.index(samples)
@@ -2036,8 +2129,7 @@ def build_phase_indices(
         which = dataset_index[begin : begin + samples]
         sample = dataset_sample_index[begin : begin + samples]
         _check_blending(which, sample, shares, len(taken))
-        if samples and not shares.any():
-            raise ValueError(f"weights of a phase: wanted a sum > 0, got {weights}")
+        _check_phase_has_weight(samples, weights)
         _fill_blend(which, sample, shares, limits, samples)
         sample += taken[which]
         taken += np.bincount(which, minlength=len(taken))
@@ -2045,9 +2137,11 @@ def build_phase_indices(
 
 
 def _as_phases(phases, names):
-    """Phases of a blend of these names as [(samples, normalized weights), ...].
+    """Return the phases of a blend as [(samples, normalized weights), ...].
 
-    Weights of 0 are left out of the sum, as in a plain blend: numpy would add in another order.
+    names are what messages call the datasets.  The sum of the weights leaves out weights of 0, as a
+    plain blend does.  With them, numpy would add in a different order, and the result could differ
+    in the last bit.
     """
     _check_phases(phases, names)
     normalized = []
@@ -2060,7 +2154,7 @@ def _as_phases(phases, names):
 
 
 def _drop_zero_weights(items, weights, names):
-    """The items whose weights are not 0, and these weights; the log names the others."""
+    """Return the items whose weights are not 0, and these weights.  Log the names of the rest."""
     used = [d for d, weight in enumerate(weights) if weight]
     dropped = [str(name) for d, name in enumerate(names) if not weights[d]]
     if dropped:
@@ -2069,37 +2163,45 @@ def _drop_zero_weights(items, weights, names):
 
 
 class BlendedDataset(_Identified):
-    """Several datasets as one, mixed by weights.  Upstream: BlendedDataset.
+    """A blend of several datasets, in which each of them gives its share of the samples.
 
-    datasets   MegatronDatasets of one split, fewer than 32767
-    weights    finite numbers >= 0; a dataset of weight 0 is dropped, with a note in the log
-    size       number of samples; None: weights are counts, and dataset d gives exactly weights[d]
+    datasets   MegatronDatasets of one split, at most 32,766
+    weights    finite numbers >= 0.  A dataset of weight 0 is dropped, and the log names it
+    size       number of samples.  None: weights are counts, and dataset d gives exactly weights[d]
+               samples
     config     BlendedMegatronDatasetConfig
-    phases     [(samples, weights), ...] instead of weights and size, which must be None.  A dataset
-               whose weights are all 0 keeps its number: a later phase may use it.  A single phase
-               without a weight of 0 is the same as weights and size
+    phases     [(samples, weights), ...] instead of weights and size, which must then be None.  A
+               dataset whose weights are all 0 keeps its number, because a later phase may use it.
+               A single phase without a weight of 0 is the same as weights and size.  Keyword only.
+               Not in upstream
 
       made with           .size     .weights     .phases                   built by
       weights and size    size      normalized   None                      build_blending_indices
       weights alone       None      counts       None                      build_exhaustive_...
-      phases              the sum   None         their weights normalized  build_phase_indices
+      phases              the sum   None         with normalized weights   build_phase_indices
 
-    ds[i] is {"dataset_id": int64 (), **the sample}; ds[None] fills up a batch, without loss: it is
-    the padding sample of the dataset that sample 0 comes from.  Two attributes say what sample i
-    is: dataset_index, int16 (size,), which dataset it comes from, and dataset_sample_index, int64
-    (size,), which of its samples it is.  A dataset that has fewer samples than the blend takes of
-    it is a ValueError (in upstream an IndexError in the run).
+    ds[i] is {"dataset_id": int64 (), **sample}.  Two attributes say which sample this is:
 
-    >>> config = GPTDatasetConfig(1234, 4, tokenizer=ByteTokenizer())
-    >>> corpus = IndexedDataset(toy_corpus())
+      dataset_index          int16 (size,)   the number of its dataset, which dataset_id repeats
+      dataset_sample_index   int64 (size,)   the number of the sample in that dataset
+
+    ds[None] is the padding sample of the dataset that sample 0 comes from.
+
+    Raises ValueError if a dataset has fewer samples than the blend takes of it.
+
+    Upstream differs: it raises IndexError instead, and only during the run.
+
+    >>> prefix = toy_corpus()
+    >>> config = GPTDatasetConfig(1234, 4, blend=([prefix], None), split="1",
+    ...                           tokenizer=ByteTokenizer())
     >>> documents = np.arange(3, dtype=np.int32)
-    >>> part = GPTDataset(corpus, corpus.path_prefix, documents, 3, Split.train, config)
+    >>> part = GPTDataset(IndexedDataset(prefix), prefix, documents, 3, Split.train, config)
     >>> blend = BlendedDataset([part, part], [1, 3], 4, config)
     >>> blend.dataset_index.tolist(), blend.dataset_sample_index.tolist()
     ([1, 0, 1, 1], [0, 0, 1, 2])
     """
 
-    index_names = ("dataset_index", "dataset_sample_index")  # of the files of the cache
+    index_names = ("dataset_index", "dataset_sample_index")  # attributes, cached in files
 
     def __init__(
         self,
@@ -2115,7 +2217,7 @@ class BlendedDataset(_Identified):
         self._set_shares(weights, size, phases)
         self.split = self.datasets[0].index_split
 
-        self.unique_identifiers = collections.OrderedDict()  # upstream's, in upstream's order
+        self.unique_identifiers = collections.OrderedDict()  # upstream's keys, in its order
         self.unique_identifiers["class"] = type(self).__name__
         self.unique_identifiers["datasets"] = [part.unique_identifiers for part in self.datasets]
         self.unique_identifiers["split"] = self.split.name
@@ -2126,25 +2228,22 @@ class BlendedDataset(_Identified):
 
         self._cache_folder = _folder_of_cache(self)
         self._arrays_in_files = {}
-        self._taken = None
+        self._taken = None  # see samples_taken()
         self.dataset_index, self.dataset_sample_index = self._build_indices()
-        _check_taken(self)  # _BlendTooLarge, a ValueError
+        _check_taken(self)  # raises _BlendTooLarge, a ValueError (section 13)
 
     def _set_shares(self, weights, size, phases):
-        """Set size, weights and phases as in the table above; datasets of weight 0 are dropped."""
+        """Set size, weights and phases as in the table above, and drop datasets of weight 0."""
         names = [_label_of_dataset(dataset) for dataset in self.datasets]
-        splits = {dataset.index_split.name for dataset in self.datasets}
-        if len(splits) > 1:
-            raise ValueError(f"wanted datasets of one split, got {sorted(splits)}")
+        _check_same_split(self.datasets)
         self.phases = None
         self.size = None
         if phases is not None:
-            if weights is not None or size is not None:
-                raise ValueError("phases stand for weights and size: these must be None")
+            _check_only_phases(weights, size)
             phases = _as_phases(phases, names)
             self.size = sum(samples for samples, _ in phases)
             _, self.weights = phases[0]
-            if len(phases) > 1 or not all(self.weights):  # else the same as weights and size
+            if len(phases) > 1 or not all(self.weights):  # otherwise the same as weights and size
                 self.phases = phases
                 self.weights = None
             return
@@ -2160,7 +2259,7 @@ class BlendedDataset(_Identified):
         return sum(self.weights) if self.size is None else self.size
 
     def __repr__(self) -> str:
-        """Name what the blend takes of each of its first 20 datasets, a line for each."""
+        """Describe the blend, and on a line each its first 20 datasets."""
         with contextlib.suppress(Exception):  # an object that is half made has the plain repr()
             lines = [f"{type(self).__name__}({self.split.name}, samples={len(self)})"]
             for d, dataset in enumerate(self.datasets[:20]):
@@ -2171,16 +2270,17 @@ class BlendedDataset(_Identified):
             return "\n".join(lines)
         return super().__repr__()
 
-    # ---- the two arrays, as in GPTDataset
+    # ---- the two index arrays, cached as in GPTDataset
 
     def _build_indices(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the two arrays, and keep how many samples each dataset gives.  Upstream's name."""
-        # the description says all that they are made from; section 15
+        """Return the two index arrays, and set _taken.  A subclass may override this method."""
+        # Section 15 loads them, or calls _build_arrays() and saves them.  unique_description has
+        # everything that they are made from.
         self._taken, arrays = _load_or_build(self, self.split, made_from={}, pair=None)
         return arrays
 
     def _build_arrays(self):
-        """Build the arrays: return how many samples each dataset gives, and the two of them."""
+        """Build the index arrays: return how many samples each dataset gives, and both arrays."""
         arrays = [np.zeros(len(self), np.int16), np.zeros(len(self), np.int64)]
         if self.size is None:
             build_exhaustive_blending_indices(*arrays, self.weights, len(self.datasets))
@@ -2192,12 +2292,12 @@ class BlendedDataset(_Identified):
 
     def samples_taken(self) -> np.ndarray:
         """Return how many samples the blend takes of each dataset, int64 (datasets,)."""
-        if self._taken is None:  # a subclass has arrays of its own
+        if self._taken is None:  # a subclass has overridden _build_indices()
             self._taken = _count_datasets(self.dataset_index, len(self.datasets))
         return np.array(self._taken, np.int64)
 
     def __getstate__(self):
-        """Leave out of a pickle what another process finds in files: section 15."""
+        """Return the state without arrays that another process finds in files (section 15)."""
         return _picklable_state(self)
 
     def __setstate__(self, state):
@@ -2211,8 +2311,8 @@ class BlendedDataset(_Identified):
         return {"dataset_id": dataset_id, **self.datasets[d][k]}
 
     def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
-        """Return several samples, for which each dataset is asked once."""
-        if type(self) is not BlendedDataset:  # a subclass may say itself what a sample is
+        """Return several samples, with one call of each dataset that gives any of them."""
+        if type(self) is not BlendedDataset:  # a subclass may override __getitem__()
             return [self[idx] for idx in indices]
         samples = [None] * len(indices)
         for d, (rows, ks) in self.places(indices).items():
@@ -2225,17 +2325,18 @@ class BlendedDataset(_Identified):
     def _locate(self, idx):
         """Return (d, k): sample idx is sample k of dataset d.
 
-        None, the padding sample, is None of the dataset that sample 0 comes from: dataset 0 may
-        have no sample.
+        For None, the padding sample, k is None, and d the dataset that sample 0 comes from.
+        (Dataset 0 may have no sample.)
         """
         i = _as_index(0 if idx is None else idx, len(self), "the samples of a blend")
         k = None if idx is None else int(self.dataset_sample_index[i])
         return int(self.dataset_index[i]), k
 
     def places(self, indices: typing.Sequence[int | None]) -> dict[int, tuple[list, list]]:
-        """Return where several samples are: {d: (rows, ks)}, a row and a k for each of them.
+        """Group several samples by dataset: return {d: (rows, ks)}.
 
-        Sample indices[row] is sample k of dataset d.
+        For each row of rows and the k at the same index of ks, sample indices[row] of the blend is
+        sample k of dataset d.
         """
         places = {}
         for row, idx in enumerate(indices):
@@ -2247,9 +2348,9 @@ class BlendedDataset(_Identified):
 
 
 def _getitems(dataset: typing.Any, indices: typing.Sequence[int | None]) -> list[dict]:
-    """Return several samples of any dataset; they are read at once if it has a method for that."""
-    while type(dataset) in (torch.utils.data.Subset, _PaddedSubset):
-        # its sample None is that of its dataset
+    """Return several samples of any dataset, in one call if it has a method for that."""
+    while type(dataset) in (torch.utils.data.Subset, _PaddedSubset):  # the latter: section 10
+        # None, the padding sample, is passed on as it is
         indices = [k if k is None else dataset.indices[k] for k in indices]
         dataset = dataset.dataset
     if hasattr(dataset, "__getitems__"):
@@ -2258,7 +2359,10 @@ def _getitems(dataset: typing.Any, indices: typing.Sequence[int | None]) -> list
 
 
 def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
-    """Count how often each dataset is in dataset_index; in parts, as bincount() copies to int64."""
+    """Count how often each dataset occurs in dataset_index.
+
+    bincount() copies its input to int64, so dataset_index is counted in parts.
+    """
     taken = np.zeros(num_datasets, np.int64)
     for low in range(0, len(dataset_index), 1 << 14):
         taken += np.bincount(dataset_index[low : low + (1 << 14)], minlength=num_datasets)
@@ -4874,18 +4978,64 @@ def _check_array(values, name, dtype):
         raise ValueError(f"{name} must be 1-D, got shape {values.shape}")
 
 
-def _check_documents(sizes, document_index, num_tokens):
-    """Return the lengths of documents, which are sequences, and hold so many tokens together."""
+def _check_has_tokens(tokens_per_epoch, num_samples):
+    """Check that the requested samples can have tokens.  Raises ValueError if an epoch has none."""
+    if tokens_per_epoch == 0:
+        advice = "choose a larger share of the split or a larger corpus, or request no samples"
+        raise ValueError(f"num_samples is {num_samples}, but there are no tokens; {advice}")
+
+
+def _check_sequence_length(sequence_length):
+    """Check that a sample has inputs.  Raises ValueError if it has none."""
+    if sequence_length < 1:
+        raise ValueError(f"sequence_length must be 1 or more, got {sequence_length}")
+
+
+def _check_document_index(document_index, sizes):
+    """Check that each document is a sequence with a size.  Raises IndexError if one is not."""
     wrong = np.flatnonzero((document_index < 0) | (document_index >= len(sizes)))
     if len(wrong):
         d = wrong[0]
-        raise IndexError(f"document_indices[{d}] is {document_index[d]} of {len(sizes)} sequences")
-    lengths = sizes[document_index]
-    held = lengths.sum(dtype=np.int64)
-    if num_tokens > held or lengths.min(initial=0) < 0:
-        reason = f"the samples need {num_tokens} tokens, the documents hold {held}"
-        raise ValueError(f"sizes: none may be negative, and {reason}")
-    return lengths
+        limit = f"there are only {len(sizes)} sequences, counted from 0"
+        raise IndexError(f"document_indices[{d}] is {document_index[d]}, but {limit}")
+
+
+def _check_lengths(lengths, num_tokens):
+    """Check that documents of these lengths have num_tokens tokens.
+
+    Raises ValueError if they have fewer, or if a length is negative.
+    """
+    if lengths.min(initial=0) < 0:
+        d = lengths.argmin()
+        raise ValueError(f"sizes: document {d} of the stream has the negative length {lengths[d]}")
+    total = lengths.sum(dtype=np.int64)
+    if num_tokens > total:
+        raise ValueError(f"the samples need {num_tokens} tokens, but the documents have {total}")
+
+
+def _check_whole(sizes, counts):
+    """Check that no size was rounded when counts was made of sizes.  Raises ValueError."""
+    if not np.array_equal(counts, sizes):
+        raise ValueError(f"numbers of samples must be whole numbers, got {sizes}")
+
+
+def _check_phase_has_weight(samples, weights):
+    """Check that some dataset can give the samples of a phase.  Raises ValueError if none can."""
+    if samples and not any(weights):
+        raise ValueError(f"weights of a phase: expected a sum above 0, got {weights}")
+
+
+def _check_same_split(datasets):
+    """Check that the datasets of a blend are of one split.  Raises ValueError if they are not."""
+    splits = {dataset.index_split.name for dataset in datasets}
+    if len(splits) > 1:
+        raise ValueError(f"the datasets of a blend must be of one split, got {sorted(splits)}")
+
+
+def _check_only_phases(weights, size):
+    """Check that weights and size are None, for a blend of phases.  Raises ValueError if not."""
+    if weights is not None or size is not None:
+        raise ValueError("with phases, weights and size must be None")
 
 
 def _check_blending(dataset_index, dataset_sample_index, shares, num_datasets):
@@ -4919,18 +5069,39 @@ def _check_corpus(dataset):
         )
 
 
-def _check_rows_of_sample(dataset, k, rows, sequences):
-    """IndexError unless two rows of sample_index lead sample k to sequences of the corpus.
+def _check_rows_of_sample(dataset, k, j, rows):
+    """Check that rows j and j + 1 of sample_index lead sample k to sequences of the corpus.
 
-    Those of other data may lead elsewhere, or to a number below 0, which numpy counts from the end.
-    What is then read of a sequence, its reader checks.
+    Index arrays of different data may lead elsewhere, or to a number below 0, which numpy would
+    count from the end.  Whether the offsets are in the sequences is checked when these are read.
+    Raises IndexError.
     """
-    is_whole = 0 < len(sequences) == rows[1][0] - rows[0][0] + 1
-    numbers = [*rows[0], *rows[1], *sequences]
+    sequences = []
+    if j >= 0 and len(rows) == 2:
+        sequences = dataset.document_index[rows[0][0] : rows[1][0] + 1].tolist()
+    is_complete = 0 < len(sequences) == rows[1][0] - rows[0][0] + 1
     num_sequences = len(dataset.dataset.sequence_lengths)
-    if not is_whole or min(numbers) < 0 or max(sequences) >= num_sequences:
-        found = f"its rows of sample_index are {rows}, in sequences {sequences}"
-        raise IndexError(f"{_label_of_dataset(dataset)}: sample {k}: {found}: rebuild the indices")
+    if (
+        not is_complete
+        or min(*rows[0], *rows[1], *sequences) < 0
+        or max(sequences) >= num_sequences
+    ):
+        raise IndexError(
+            f"{_label_of_dataset(dataset)}, sample {k}: the index arrays do not match the corpus "
+            f"(rows {j} and {j + 1} of sample_index are {rows}); delete the cache folder and build "
+            "the dataset again"
+        )
+
+
+def _check_row_fits(dataset, row):
+    """Check that a sample has at most S + x tokens.  Raises IndexError if it has more."""
+    most = dataset.config.sequence_length + dataset._x
+    if len(row) > most:
+        raise IndexError(
+            f"{_label_of_dataset(dataset)}: a sample has {len(row)} tokens, expected at most "
+            f"{most}; correct the subclass that made it, or delete the cache folder and build the "
+            "dataset again"
+        )
 
 
 # -- Samplers, batches and gradients (sections 8 to 12) --------------------------------------------
