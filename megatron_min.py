@@ -2151,8 +2151,8 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 #
 # In a blend with weights, each corpus has a target of n samples and is built with a surplus:
 #
-#   w               the weight of the corpus, divided by the sum of all weights
 #   size            the number of samples requested of the blend
+#   w               the weight of the corpus, divided by the sum of all weights
 #   n               ceil(size * w)
 #   n plus surplus  ceil(n * (1 + surplus)), where surplus is mid_level_dataset_surplus
 #
@@ -2269,8 +2269,8 @@ class BlendedMegatronDatasetBuilder:
     build() there would wait for ever.
 
     In this example both corpora are the toy corpus, but their samples differ.  With the surplus,
-    2 samples are requested of corpus 0 and 4 of corpus 1.  Only the 4 need two epochs, so corpus 1
-    is shuffled differently.
+    2 samples are requested of corpus 0 and 4 of corpus 1.  An epoch has 3, so corpus 1 needs two
+    epochs, and is shuffled differently.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus(), toy_corpus()], [1, 3]), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
@@ -2296,8 +2296,8 @@ class BlendedMegatronDatasetBuilder:
     def build(self) -> list:
         """Return [train, valid, test]: each is a dataset, None, or a list of validation datasets.
 
-        If the build fails on one rank, every rank raises an error.  Raises ValueError on every rank
-        if the ranks have different data.
+        If the build fails on one rank, every rank raises an error.  If the ranks have different
+        data, every rank raises ValueError.
         """
         if not _is_distributed():
             return self._build_splits()
@@ -2444,11 +2444,12 @@ class BlendedMegatronDatasetBuilder:
 #
 #   single                    dropped; they are always the last samples of the dataset
 #   single, drop_last=False   read in a short, last round.  The ranks share these samples evenly,
-#   full_validation           and None pads each micro-batch.  None stands for a padding sample,
+#   full_validation           and None pads each micro-batch.  None asks for a padding sample,
 #                             whose loss does not count (section 5)
 #   cyclic, sharded           dropped before the shuffle, so never read
-#   cyclic, unsharded         dropped after the shuffle, so different ones in each pass.  (Samples
-#                             that do not fill a micro-batch are dropped before it.)
+#   cyclic, unsharded         dropped after the shuffle, so different ones in each pass.  Samples
+#                             that do not fill a micro-batch are dropped before it.  (Of 23 samples,
+#                             on 3 ranks with micro_batch_size 2, 22 are shuffled and 18 are read.)
 #
 # Section 10 saves consumed_samples, and whether the pass has ended.  When a job loads them, section
 # 10 checks that the data and the settings still give the same samples.
@@ -2504,7 +2505,7 @@ class MegatronPretrainingSampler(_Sampler):
     It yields lists of micro_batch_size sample numbers; rank r gets block r of each round.  All
     ranks yield the same number of lists.  Every later iteration starts at sample 0.
 
-    drop_last  True: drop samples that do not fill a round.  False: pad their round with None
+    drop_last  True: drop samples that do not fill a round.  False: pad this round with None
 
     >>> list(MegatronPretrainingSampler(6, 0, 1, data_parallel_rank=1, data_parallel_size=2))
     [[1], [3], [5]]
@@ -2707,7 +2708,7 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 #   byte   0        8                         72                        136
 #          | flag   | tokens, 2 x 4 int64     | position_ids, 2 x 4     |
 #
-# The receivers know the layout in advance: it follows from their stage and from the arguments of
+# The receivers know this layout in advance: it follows from their stage and from the arguments of
 # get_batch().  They cannot know whether the read failed, so the buffer begins with a flag, 0 or 1.
 # If the flag is 1, a second broadcast carries the error message, and every rank of the group raises
 # the error.
@@ -2727,8 +2728,9 @@ class ParallelGroups:
     Every rank must create its ParallelGroups at the same point of the program, after
     torch.distributed is initialized.  A job of one process does not need torch.distributed.
 
-    Raises ValueError if the number of ranks is not a multiple of tensor * context * pipeline, and
-    if torch.distributed is not initialized, but the environment variable WORLD_SIZE is above 1.
+    Raises ValueError if a size is below 1, or if the number of ranks is not a multiple of
+    tensor * context * pipeline.  Also raises ValueError if the environment variable WORLD_SIZE is
+    above 1, but torch.distributed is not initialized.
 
     Upstream: parallel_state and its RankGenerator, with the order tp-cp-ep-dp-pp.  (The size of ep,
     for experts, is 1 here.)
@@ -2965,7 +2967,7 @@ def _share_batch(data_iterator, layout, create_attention_mask, groups, device):
         views["error_flag"].fill_(error is not None)
     torch.distributed.broadcast(buffer, group=groups.batch_group, group_src=0)
     if views["error_flag"]:
-        _raise_on_every_rank(0, error, groups.batch_group)  # in a second broadcast
+        _raise_on_every_rank(0, error, groups.batch_group)  # in a second broadcast (section 17)
     batch = _views_of_buffer(buffer.to(device, non_blocking=True), sent)
     del batch["error_flag"]
     return batch
@@ -3032,7 +3034,7 @@ def get_batch_on_this_cp_rank(
         [places] = _positions_of_cp_rank(bounds, cp_rank, cp_size)  # the same in every row
     else:
         # With 0 in front and S at the end, the lengths of the documents add up to S, even if a
-        # cu_seqlens from elsewhere lacks one of them.
+        # cu_seqlens from elsewhere lacks 0 or S.
         bounds = torch.nn.functional.pad(cu_seqlens.to("cpu", torch.int64), (1, 0))
         bounds = torch.nn.functional.pad(bounds, (0, 1), value=length)
         places = _positions_of_cp_rank(bounds, cp_rank, cp_size)
@@ -3062,7 +3064,8 @@ def _length_of_rows(batch):
 def _positions_of_cp_rank(bounds, cp_rank, cp_size):
     """Return the positions in each row that a cp rank keeps: int64 (rows, S / cp_size).
 
-    bounds   int64 (rows, n).  Each row has 0, the beginnings of all documents but the first, and S
+    bounds   int64 (rows, n).  Each row goes from 0 to S.  Two successive bounds enclose a document,
+             or no tokens if they are equal
 
     Each document is cut into 2 * cp_size chunks.  The rank keeps chunk cp_rank, counted from the
     front, and chunk cp_rank, counted from the back.
