@@ -2374,51 +2374,61 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 # ==============================================================================
 # Question: which datasets does a config describe, and which rank builds first?
 #
-#   config: blend + split           each corpus is cut by the split, and each split is a blend
-#           blend_per_split         each split is a blend of whole corpora of its own
-#           neither                 mock data
+#   the config has        the builder makes
+#   blend and split       for each split, a blend of one part of every corpus
+#   blend_per_split       for each split, a blend of its own list of whole corpora
+#   neither               mock data
 #
-# Of a blend with weights each corpus is to give n = ceil(size * w) samples: size is the number of
-# samples that are wanted, and w the weight of the corpus divided by the sum of all weights.  It is
-# built for ceil(n * (1 + surplus)) samples, as the rule of section 6 keeps to the shares only
-# nearly, and may take more than n.  Where that is not enough (there upstream fails), this corpus
-# alone is built again, larger.
+# In a blend with weights, each corpus has a target of n samples and is built with a surplus:
 #
-# The config is read once, into a list of what is built; the first row that fits a split says it:
+#   size            the number of samples requested of the blend
+#   w               the weight of the corpus, divided by the sum of all weights
+#   n               ceil(size * w)
+#   n plus surplus  ceil(n * (1 + surplus)), where surplus is mid_level_dataset_surplus
 #
-#   the split has                         is built as                each corpus is built for
-#   blend_phases (train)                  a blend of all phases      the sum of the n of each phase,
-#                                                                    and the surplus
-#   multiple_validation_sets (valid)      a dataset for each corpus  size samples
-#   one corpus, without a weight or in    that corpus, unmixed       size samples
-#     blend_per_split
-#   no weights                            a blend of size samples,   one epoch
-#                                         or of all, if fewer
-#   weights, and size is None             ValueError
-#   weights, and a size                   a blend of the sum of n    n, and the surplus
+# The rule of section 6 keeps to the weights only approximately, and may take more than n samples.
+# Hence the surplus.  If the rule takes more samples than a corpus has, the builder rebuilds this
+# corpus alone, larger.  (Upstream fails.)
 #
-# A size of None stands for one epoch.  The phases must have at least as many samples as size,
-# if there is one; all of them are built.  Without weights corpora are mixed in proportion to their
-# numbers of samples.  If no corpus gives a sample, a split is None: a corpus gives none in one
-# epoch if its part has fewer than S + x tokens, and the builder warns of that.
+# The builder turns the config into a list of datasets to build.  For each split, the first row that
+# applies decides:
 #
-# In a job of several ranks one goes first:
+#   the split has                          becomes                    samples requested per corpus
+#   no corpora, or an empty share          None
+#   blend_phases (train only)              a blend of all phases      sum of the n of each phase,
+#                                                                     plus surplus
+#   multiple_validation_sets (valid only)  one dataset per corpus     size
+#   one corpus, without a weight           the dataset of the corpus  size
+#   one corpus, in blend_per_split         the dataset of the corpus  size
+#   no weights                             a blend of size samples,   one epoch
+#                                          or of all, if fewer
+#   weights, but no size                   ValueError
+#   weights and a size                     a blend of sum(n) samples  n plus surplus
 #
-#   rank 0: build and write the cache  ->  other ranks: load the cache, or build where they see none
+# A size of None requests one epoch of each corpus.  All phases are built, and size may not exceed
+# the sum of their samples.  Without weights, the corpora are blended in proportion to their numbers
+# of samples.  If samples of a split are requested, but its corpora have none, the split is None,
+# and a warning says so.
 #
-# At last the ranks compare what they have built: a node may have a copy of the corpora of its own,
-# and that may be an old one.
+# In a job of several ranks, rank 0 builds first:
+#
+#   rank 0: build and write the cache  ->  other ranks: load the cache, or build if they find none
+#
+# Finally the ranks compare what they built.  A node may have its own copy of the corpora, and this
+# copy may be out of date.
 
 
 class _Entry(typing.NamedTuple):
-    """What a split is made from: a row of the table above."""
+    """What to build for a split, as a row of the table above describes it."""
 
     split: Split
-    prefixes: list  # of the corpora; [None] for mock data
+    prefixes: list  # path prefix of each corpus; [None] for mock data
     bounds: tuple[float, float]  # the part of each corpus that belongs to the split
-    built_for: list  # so many samples each corpus; None: one epoch
-    is_blend: bool = False  # True: a BlendedDataset with these three; False: a dataset each corpus
-    weights: list | None = None  # None, and no phases: the corpora's numbers of samples
+    built_for: list  # samples requested of each corpus; None: one epoch
+    is_blend: bool = False  # True: a BlendedDataset.  False: a dataset for each corpus
+    # These three are arguments of the BlendedDataset.  If both weights and phases are None, the
+    # weights are the corpora's numbers of samples.
+    weights: list | None = None
     size: int | None = None
     phases: list | None = None
 
@@ -2426,7 +2436,7 @@ class _Entry(typing.NamedTuple):
 def _entries_of_config(
     config: BlendedMegatronDatasetConfig, sizes: typing.Sequence[int | None]
 ) -> list[_Entry]:
-    """What a config means: an entry for each split that has a share, in their order."""
+    """Return an entry for each split that has a share, in the order of the splits."""
     _check_sizes(config, sizes)
     surplus = config.mid_level_dataset_surplus
     entries = []
@@ -2453,9 +2463,8 @@ def _entries_of_config(
         elif weights is None:
             built_for = [None] * len(prefixes)
             entries.append(_Entry(split, prefixes, bounds, built_for, True, size=size))
-        elif size is None:
-            raise ValueError(f"{split.name} is a blend with weights, which needs a size")
         else:
+            _check_has_size(split, size)
             prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
             weights = normalize(weights)
             wanted = _targets_of_corpora([(size, weights)])
@@ -2466,32 +2475,32 @@ def _entries_of_config(
 
 
 def _targets_of_corpora(phases):
-    """How many samples phases, [(samples, weights), ...], want of each corpus: n."""
+    """Return the target n of each corpus, summed over phases: [(samples, weights), ...]."""
     _, weights = phases[0]
-    wanted = [0] * len(weights)
+    targets = [0] * len(weights)
     for samples, weights in phases:
         for i, weight in enumerate(weights):
-            wanted[i] += math.ceil(samples * weight)
-    return wanted
+            targets[i] += math.ceil(samples * weight)
+    return targets
 
 
 class BlendedMegatronDatasetBuilder:
-    """Build train, valid and test from a config.  Upstream: BlendedMegatronDatasetBuilder.
+    """Builder of the datasets train, valid and test that a config describes.
 
     cls               a MegatronDataset class, such as GPTDataset
-    sizes             samples wanted of train, valid and test; None as in the table above
-    is_built_on_rank  () -> bool, asked only with torch.distributed: ranks where it is False get
-                      None three times.  (Rank 0 builds in any case, for the cache.)
-    config            the config of cls.  The builder copies it, once, and its datasets and blends
-                      share the copy
+    sizes             number of samples of train, valid and test; the table above explains None
+    is_built_on_rank  function without arguments that returns whether this rank needs the datasets.
+                      It is called only with torch.distributed.  If it returns False, build()
+                      returns [None, None, None].  (Rank 0 builds in any case, to write the cache.)
+    config            settings for cls.  The builder copies it, so later changes have no effect
 
-    A build is collective: with torch.distributed every rank calls build(), also where nothing is
-    built for it.  In Lightning the place for it is setup(), never prepare_data(), which one rank
-    calls: that rank would wait for ever.
+    With torch.distributed, every rank must call build(), even if it needs no datasets.  In
+    Lightning, call it in setup().  Lightning does not run prepare_data() on every rank, so a
+    build() there would wait for ever.
 
-    In this example both corpora are the toy corpus, and yet their samples differ: with the surplus,
-    corpus 0 is built for 2 samples, corpus 1 for 4.  The 4 take two epochs, which are shuffled in
-    another way.
+    In this example both corpora are the toy corpus, but their samples differ.  With the surplus,
+    2 samples are requested of corpus 0 and 4 of corpus 1.  An epoch has 3, so corpus 1 needs two
+    epochs, and is shuffled differently.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus(), toy_corpus()], [1, 3]), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
@@ -2515,27 +2524,32 @@ class BlendedMegatronDatasetBuilder:
         self._entries = _entries_of_config(self.config, self.sizes)
 
     def build(self) -> list:
-        """Return [train, valid, test]: each None, a dataset, or a list of validation datasets.
+        """Return [train, valid, test]: each is a dataset, None, or a list of validation datasets.
 
-        A failure on any rank is raised on every rank, as is a ValueError where their data differ.
+        If the build fails on one rank, every rank raises an error.  If the ranks have different
+        data, every rank raises ValueError.
         """
         if not _is_distributed():
             return self._build_splits()
-        # _on_every_rank() runs a function here, waits for the other ranks, and raises an error that
-        # one of them met on all of them (section 17).  Rank 0 builds, while the others wait; then
-        # they build, while it waits.
-        is_wanted = _on_every_rank(self.is_built_on_rank)
+        # _on_every_rank() calls a function and waits for the other ranks.  If the call fails on one
+        # rank, every rank raises an error (section 17).  None calls nothing, and so only waits.
+        #
+        #   rank 0                other ranks
+        #   is_built_on_rank()    is_built_on_rank()
+        #   build                 wait
+        #   wait                  build, if is_built_on_rank() returned True
+        is_built_here = _on_every_rank(self.is_built_on_rank)
         if _rank() == 0:
             datasets = _on_every_rank(self._build_splits)
-            _on_every_rank(_do_nothing)
+            _on_every_rank(None)
         else:
-            _on_every_rank(_do_nothing)
-            datasets = _on_every_rank(self._build_splits if is_wanted else _do_nothing)
+            _on_every_rank(None)
+            datasets = _on_every_rank(self._build_splits if is_built_here else None)
         _check_same_builds(datasets)  # section 13
-        return datasets if is_wanted else [None] * len(Split)
+        return datasets if is_built_here else [None] * len(Split)
 
     def _build_splits(self):
-        """All splits, on this rank."""
+        """Build the datasets of all splits on this rank."""
         opened = self._open_all()
         datasets = dict.fromkeys(Split)
         for entry in self._entries:
@@ -2552,37 +2566,42 @@ class BlendedMegatronDatasetBuilder:
         return list(datasets.values())
 
     def _open_all(self):
-        """Open each corpus once, though several splits use it: {prefix: opened corpus}."""
-        prefixes = {}  # as keys, so each once
+        """Return {prefix: opened corpus}; a corpus that several splits use is opened once."""
+        prefixes = {}  # a dict keeps the order and drops duplicates
         for entry in self._entries:
             prefixes |= dict.fromkeys(entry.prefixes)
-        _allow_open_files()  # a start opens hundreds, where many corpora are mixed
+        _allow_open_files()  # a blend of hundreds of corpora opens hundreds of files
         corpora = self._map(self._open, prefixes)
         opened = dict(zip(prefixes, corpora, strict=True))
         _check_corpora(opened, self.cls, self.config.tokenizer)
         return opened
 
     def _open(self, prefix):
+        """Open one corpus with the method of the dataset class."""
         return self.cls.build_low_level_dataset(prefix, self.config)
 
-    def _map(self, function, *items):
-        """What function makes of each of these items, so many at a time as the config says."""
+    def _map(self, function, *columns):
+        """Return [function(*row) for each row of zip(*columns)].
+
+        Up to num_dataset_builder_threads calls run at the same time.
+        """
         threads = self.config.num_dataset_builder_threads
-        if threads == 1:  # list(map()) would take a StopIteration for the end of the items
-            return [function(*each) for each in zip(*items, strict=True)]
+        if threads == 1:
+            return [function(*row) for row in zip(*columns, strict=True)]
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(function, *items))  # an error cancels those that have not begun
+            # If a call raises, the calls that have not begun are cancelled.
+            return list(pool.map(function, *columns))
 
     def _build_part(self, entry, corpus, prefix, size):
-        """The dataset of a corpus, of the part of it that belongs to the split."""
+        """Build the dataset of one corpus, from the documents that belong to the split."""
         first, end = split_range(entry.bounds, self.cls.numel_low_level_dataset(corpus))
         documents = range(first, end)
-        if self.cls is not GPTDataset:  # another class gets what upstream gives, an array
+        if self.cls is not GPTDataset:  # a different class gets an array, as from upstream
             documents = np.arange(first, end, dtype=np.int32)
         return self.cls(corpus, prefix, documents, size, entry.split, self.config)
 
     def _make_blend(self, entry, corpora, parts):
-        """The blend of these datasets; None if no weights are given, and no sample is there."""
+        """Return the blend of parts.  Without weights, it is None if no part has a sample."""
         weights = entry.weights
         size = entry.size
         prefixes = entry.prefixes
@@ -2601,8 +2620,8 @@ class BlendedMegatronDatasetBuilder:
             return BlendedDataset(parts, weights, size, self.config, phases=entry.phases)
         except _BlendTooLarge as error:
             needed = error.needed  # {part that is too short: samples that the blend takes of it}
-        # Only these corpora are built again: a corpus that is built for another number of samples
-        # can come in another order, and the others must keep upstream's order.
+        # Rebuild only these corpora.  If a corpus is built with more samples, its order of samples
+        # may change, and the corpora that are large enough must keep upstream's order.
         for i, part in enumerate(parts):
             if part in needed:
                 parts[i] = self._build_part(entry, corpora[i], prefixes[i], needed[part])
@@ -2614,66 +2633,74 @@ class BlendedMegatronDatasetBuilder:
 # ==============================================================================
 # Question: which samples does rank r read at step t, and how does a run resume?
 #
-# A sampler runs on each data-parallel rank and yields the indices of the samples in that rank's
-# micro-batches; batches_of() makes the batches.
+# Each data-parallel rank has a sampler.  The sampler yields one list of sample numbers for each
+# micro-batch of its rank; batches_of() reads these samples and stacks them.
 #
-#   round   a micro-batch of each rank: micro_batch_size * data_parallel_size samples
-#   step    what changes the model once: M rounds, where M = global batch size / samples of a round.
-#           (Section 11 calls it num_microbatches.)  Where M is constant, step t reads the rounds
-#           t*M .. t*M + M - 1
-#   turn    once through all samples of the dataset
+#   round   one micro-batch on every rank: micro_batch_size * data_parallel_size samples
+#   step    one update of the model.  It reads M rounds, where M is the global batch size divided by
+#           the samples in a round.  (Section 11 calls M num_microbatches.)  If M is constant, step
+#           t reads rounds t*M .. t*M + M - 1
+#   pass    one time through all samples of the dataset
 #
-# All ranks have one order of samples (but for data_sharding), and it is dealt to them round by
-# round: "single" deals it in runs, "cyclic" sample by sample.  With micro_batch_size 2,
-# data_parallel_size 2 and 8 samples:
+# The two samplers differ in the order of the samples and in how they deal them to the ranks.
+# "single" keeps the samples in order and deals each rank a block of them.  "cyclic" shuffles them
+# anew in each pass and deals them one by one.  With micro_batch_size 2, data_parallel_size 2 and
+# 8 samples:
 #
-#   round                   0              1
-#   order of "single"       0  1  2  3     4  5  6  7       the same in each turn
-#   rank                    0  0  1  1     0  0  1  1
+#   round                0              1
+#   single   sample      0  1  2  3     4  5  6  7
+#            to rank     0  0  1  1     0  0  1  1
 #
-#   order of "cyclic"       4  0  7  3     2  5  1  6       a new one in each turn
-#   rank                    0  1  0  1     0  1  0  1
+#   cyclic   sample      4  0  7  3     2  5  1  6
+#            to rank     0  1  0  1     0  1  0  1
 #
-# And after a stop?  One number, consumed_samples, says how many samples all ranks together have
-# used (None is no sample): of "single" in this turn, of "cyclic" in all turns.  A sampler that is
-# made with this number yields the whole rounds that are left of the turn.  These may be others than
-# before the stop:
+# With data_sharding (the default in section 10), "cyclic" has no common order.  Each rank owns a
+# part of the samples and shuffles only that part: of these 8 samples, rank 1 owns 4 .. 7.
 #
-#   sampler             order of a turn                    what may be another after a stop
-#   single,             0, 1, 2, ...                       ranks, micro-batch size: always
-#   full_validation
-#   cyclic, unsharded   one shuffle for all ranks          ranks, micro-batch size: if (a) and (b)
-#   cyclic, sharded     each rank shuffles a part of       micro-batch size: if (a) and (b)
-#   (data_sharding)     its own: of 8, rank 1 has 4 .. 7
+# "full_validation" is "single" with micro_batch_size 1 and drop_last=False: it reads each sample.
 #
-#   (a) consumed_samples is a whole number of the new rounds
-#   (b) the turn, the samples done in it, and samples_shuffled() are as before
+# To resume, a sampler needs one number: consumed_samples, the samples that all ranks together have
+# used.  Padding (None) does not count.  "single" counts from the start of the pass, "cyclic" from
+# the start of the run.  A sampler created with this number yields the rest of the pass.
 #
-# Samples that are left over, as they fill no whole round:
+# A job that resumes may change some settings, and still continues at the same sample:
 #
-#   single              left out of each turn
-#   single with         a last, short round: it is shared out among the ranks, and None, which
-#   drop_last=False,    stands for a sample that does not count (section 5), fills up their
-#   full_validation     micro-batches
-#   cyclic, sharded     left out before the shuffle, so in no turn
-#   cyclic, unsharded   before the shuffle what fills no micro-batch is left out, and after it what
-#                       then fills no round, so others in each turn
+#   sampler                   may change                   if
+#   single, full_validation   ranks, micro_batch_size      always
+#   cyclic, unsharded         ranks, micro_batch_size      (a) and (b)
+#   cyclic, sharded           micro_batch_size             (a) and (b)
 #
-# Section 10 saves consumed_samples, and checks that the samples are those of before.
+#   (a) consumed_samples is a multiple of the new number of samples in a round
+#   (b) the pass, the samples consumed in it, and samples_shuffled() stay the same
+#
+# What happens to the samples at the end of a pass that do not fill a round:
+#
+#   single                    dropped; they are always the last samples of the dataset
+#   single, drop_last=False   read in a short, last round.  The ranks share these samples evenly,
+#   full_validation           and None pads each micro-batch.  None asks for a padding sample,
+#                             whose loss does not count (section 5)
+#   cyclic, sharded           dropped before the shuffle, so never read
+#   cyclic, unsharded         dropped after the shuffle, so different ones in each pass.  Samples
+#                             that do not fill a micro-batch are dropped before it.  (Of 23 samples,
+#                             on 3 ranks with micro_batch_size 2, 22 are shuffled and 18 are read.)
+#
+# Section 10 saves consumed_samples, and whether the pass has ended.  When a job loads them, section
+# 10 checks that the data and the settings still give the same samples.
 
 
 class _Sampler:
-    """What the samplers share.
+    """Base class of the samplers.
 
-    kind                  the sampler's name in a saved state
-    consumed_samples      as given
-    next_start            where the next iteration begins, counted as consumed_samples.  (How many
-                          samples a run has used is counted by the loader, section 10)
+    kind                  name of the sampler in a saved state
+    consumed_samples      the argument; iterating does not change it
+    next_start            where the next iteration starts, counted like consumed_samples.  (The
+                          loader of section 10 counts the samples that a run has consumed)
     samples_per_round     micro_batch_size * data_parallel_size
-    active_total_samples  the samples of whole rounds
+    active_total_samples  number of samples in full rounds
 
-    len() counts the batches of a whole turn, wherever the next iteration begins (upstream:
-    samples).
+    len() is the number of batches in a full pass, wherever the next iteration starts.
+
+    Upstream differs: len() is the number of samples.
     """
 
     kind: str
@@ -2706,10 +2733,12 @@ class _Sampler:
 
 
 class MegatronPretrainingSampler(_Sampler):
-    """Samples in order, from consumed_samples on.  Upstream: MegatronPretrainingSampler.
+    """Sampler that yields the samples in order, from consumed_samples on.
 
-    Yields lists of micro_batch_size indices; rank r gets the r-th part of each round.  Every rank
-    yields the same number of batches.  A second iteration starts at 0.
+    It yields lists of micro_batch_size sample numbers; rank r gets block r of each round.  All
+    ranks yield the same number of lists.  Every later iteration starts at sample 0.
+
+    drop_last  True: drop samples that do not fill a round.  False: pad this round with None
 
     >>> list(MegatronPretrainingSampler(6, 0, 1, data_parallel_rank=1, data_parallel_size=2))
     [[1], [3], [5]]
@@ -2726,14 +2755,15 @@ class MegatronPretrainingSampler(_Sampler):
             count = min(self.samples_per_round, self.total_samples - first)
             if self.drop_last and count < self.samples_per_round:
                 return
-            # As evenly as can be: of a short round two ranks differ by one sample at most.
+            # In a full round, each rank gets micro_batch_size samples.  In a short round, the
+            # numbers of samples of two ranks differ by at most 1.
             own_first = first + _ceil_div(rank * count, ranks)
             own_end = first + _ceil_div((rank + 1) * count, ranks)
             padding = [None] * (self.micro_batch_size - (own_end - own_first))
             yield [*range(own_first, own_end), *padding]
 
     def get_start_end_idx(self) -> tuple[int, int]:
-        """Return which samples of a whole round are this rank's: (first, end).  Upstream's name.
+        """Return (first, end): this rank's block in a full round, as positions in the round.
 
         >>> MegatronPretrainingSampler(8, 0, 2, 1, 2).get_start_end_idx()
         (2, 4)
@@ -2743,11 +2773,13 @@ class MegatronPretrainingSampler(_Sampler):
 
 
 class MegatronFullValidationSampler(MegatronPretrainingSampler):
-    """One sample for each rank in each round, to the last sample, then None.
+    """Sampler that yields every sample once, in order, and gives each rank one sample per round.
 
-    Upstream: MegatronFullValidationSampler, without consumed_samples.
+    In the last round, ranks without a sample get None.  Every later iteration starts at sample 0.
 
-    >>> list(MegatronFullValidationSampler(3, 1, 2))
+    Upstream differs: it has no consumed_samples.
+
+    >>> list(MegatronFullValidationSampler(3, data_parallel_rank=1, data_parallel_size=2))
     [[1], [None]]
     """
 
@@ -2767,15 +2799,18 @@ class MegatronFullValidationSampler(MegatronPretrainingSampler):
 
 
 class MegatronPretrainingRandomSampler(_Sampler):
-    """Samples in a new random order every turn.  Upstream: MegatronPretrainingRandomSampler.
+    """Sampler that yields the samples in a new random order in each pass.
 
-    dataset        not used; upstream has this argument
-    data_sharding  True: each rank shuffles a part of its own; False: one order, dealt to the ranks
-    seed           0 to 2**63 - 1: the order of turn t is drawn with seed + t (seed 0 is upstream's
-                   order)
+    dataset        ignored; upstream has this argument
+    data_sharding  True: each rank owns a part of the samples and shuffles only that part.  False:
+                   the samples are shuffled together and dealt to the ranks one by one
+    seed           0 to 2**63 - 1; pass p is shuffled with seed + p.  0 gives upstream's order
 
-    Every rank yields the same number of batches.  (Upstream's do not where it is unsharded, and
-    then get into different turns.)  An iteration goes on where the last one was left.
+    All ranks yield the same number of lists.  An iteration ends with its pass; the next iteration
+    continues after the last list that was yielded.
+
+    Upstream differs: without data_sharding, ranks may yield different numbers of lists, and so
+    drift into different passes.
 
     >>> list(MegatronPretrainingRandomSampler(None, 8, 0, 1, 0, 1, data_sharding=True))
     [[4], [0], [7], [3], [2], [5], [1], [6]]
@@ -2802,22 +2837,22 @@ class MegatronPretrainingRandomSampler(_Sampler):
             data_parallel_size,
         )
         self.dataset = dataset
-        self.data_sharding = bool(data_sharding)  # not numpy's: a state in JSON has it
+        self.data_sharding = bool(data_sharding)  # a state is JSON, which has no np.bool_
         self.seed = _as_whole(seed, "seed", 0, 2**63 - 1)
 
     def __iter__(self) -> typing.Iterator[list[int]]:
-        turn, done = divmod(self.next_start, self.active_total_samples)
-        order = self._order_of_rank(turn)
-        # the samples done are of all ranks, the order is of one
-        for first in range(done // self.data_parallel_size, len(order), self.micro_batch_size):
+        pass_number, done = divmod(self.next_start, self.active_total_samples)
+        order = self._order_of_rank(pass_number)
+        done_by_rank = done // self.data_parallel_size
+        for first in range(done_by_rank, len(order), self.micro_batch_size):
             self.next_start += self.samples_per_round
             yield order[first : first + self.micro_batch_size].tolist()
 
-    def _order_of_rank(self, turn):
-        """The samples that this rank reads in a turn, in order."""
+    def _order_of_rank(self, pass_number):
+        """Return the samples that this rank reads in a pass, in order."""
         rank = self.data_parallel_rank
         ranks = self.data_parallel_size
-        generator = torch.Generator().manual_seed(self.seed + turn)
+        generator = torch.Generator().manual_seed(self.seed + pass_number)
         if self.data_sharding:
             own_samples = self.samples_shuffled() // ranks
             own_order = torch.randperm(own_samples, generator=generator, device="cpu")
@@ -2826,17 +2861,17 @@ class MegatronPretrainingRandomSampler(_Sampler):
         return order[rank : self.active_total_samples : ranks]
 
     def samples_shuffled(self) -> int:
-        """Return how many samples enter the shuffle of a turn, of all ranks."""
+        """Return how many samples of the dataset are shuffled in a pass."""
         if self.data_sharding:
             return self.active_total_samples
         return self.total_samples - self.total_samples % self.micro_batch_size
 
 
 def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
-    """Yield the micro-batches of this rank: for the indices of the sampler, the samples stacked.
+    """Yield the micro-batches of this rank: the samples of each list of the sampler, stacked.
 
-    This is the definition of a loader.  PretrainingDataLoader (section 10) yields the same batches;
-    it can make them ahead, and its state can be saved.
+    This function defines what a loader yields.  PretrainingDataLoader (section 10) yields the same
+    batches.  It can also prepare them in advance and save its position.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
@@ -2847,7 +2882,7 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
     ...     print({key: tuple(tensor.shape) for key, tensor in batch.items()})
     {'tokens': (2, 4), 'labels': (2, 4), 'loss_mask': (2, 4), 'position_ids': (2, 4)}
 
-    Of the three samples two make a batch; the third fills no whole round.
+    Two of the three samples make a batch.  The third does not fill a round, so it is dropped.
 
     >>> batch["tokens"]                                              # b b b c, and c c c c
     tensor([[98, 98, 98, 99],
@@ -2863,82 +2898,97 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 # ==============================================================================
 # Question: which part of each batch does a rank get, and from where?
 #
-# A big model is trained by many ranks, which share the work along up to four axes.  A rank has a
-# coordinate along each of them:
+# A big model is trained by many ranks, which divide the work along up to four axes.  A rank has a
+# coordinate on each axis:
 #
 #   tp  tensor parallel     each rank holds a part of every layer; all of them need the same batch
 #   cp  context parallel    each rank has a part of every row of the batch
-#   dp  data parallel       each coordinate is a copy of the whole model, with batches of its own
+#   dp  data parallel       each coordinate is a copy of the whole model, and reads its own batches
 #   pp  pipeline parallel   each coordinate is a stage, which holds some of the layers: the first
 #                           stage needs the tokens, the last stage the labels
 #
-# Ranks that work together are a process group of torch.  It sends tensors by one of two carriers:
-# gloo, between CPUs, or NCCL, between GPUs.
+# Ranks that work together form a process group of torch.distributed.  A group sends tensors with
+# one of two backends: gloo between CPUs, or NCCL between GPUs.
 #
-# Section 8 makes the batches of a data-parallel rank.  All ranks with the same coordinate along dp
-# share them.  In the first and in the last stage, tp 0 of each cp rank has a loader of its own, and
-# sends its batches to the other tp ranks.  These loaders have equal samplers, so they read the same
-# batches.  As in upstream, a stage between reads where rows are packed, as attention keeps several
-# documents apart (inter_document_masking, section 3) and needs cu_seqlens and max_seqlen in each
-# stage, or where it predicts tokens (mtp).  Else it reads nothing, and is sent what it needs.
+# Section 8 deals batches to each dp coordinate, and all ranks with this coordinate use the same
+# batches.  In the first and in the last stage, for each cp coordinate, the rank with tp 0 has a
+# loader, and sends its batches to the other tp ranks.  The samplers of these loaders are equal, so
+# the loaders read the same batches.
 #
-# With 2 ranks along each axis, a rank's number is tp + 2 cp + 4 dp + 8 pp:
+# An intermediate stage usually reads nothing: it gets its input from the stage before it.  As in
+# upstream, its tp 0 reads batches in two cases:
+#
+#   packed   Attention keeps the documents of a row apart (inter_document_masking of section 3, or
+#            the conversations of section 21).  Then every stage needs cu_seqlens and max_seqlen.
+#   mtp      The stage predicts several tokens ahead (multi-token prediction).  Then it needs
+#            tokens, positions, labels and loss mask.
+#
+# With 2 ranks on each axis, the number of a rank is tp + 2 cp + 4 dp + 8 pp.  (Batches are cut, not
+# split: a split is a part of a corpus.)
 #
 #   a round (section 8)  --sampler-->    dp 0: ranks 0-3, 8-11          dp 1: ranks 4-7, 12-15
 #   batch of a dp rank   --stage---->    pp 0: tokens, positions        pp 1: labels, loss mask
 #   batch of a stage     --one buffer->  tp 0: reads and sends it       tp 1: receives it
 #   batch of a tp rank   --cut------>    cp 0: chunks 0 and 3 of 4      cp 1: chunks 1 and 2
 #
-# Why chunks 0 and 3?  Under a causal mask the last token attends to all others, the first only to
-# itself.  So the last chunk costs most and the first least, and each pair of chunks costs the same.
+# Why chunks 0 and 3?  Under a causal mask, the last token attends to all tokens, and the first
+# token only to itself.  So the first chunk costs least and the last chunk costs most.  Together
+# they cost as much as the two chunks between them.
 #
-# The buffer of a first stage, 2 rows of 4 tokens.  The widest items come first, so that each tensor
-# begins at a multiple of its item size, and a receiver can use it where it lies:
+# This is the buffer of a first stage, for 2 rows of 4 tokens.  The tensors with the widest items
+# come first.  So each tensor begins at a multiple of its item size, and is a view of the buffer:
 #
 #   byte   0        8                         72                        136
-#          | failed | tokens, 2 x 4 int64     | position_ids, 2 x 4     |
+#          | flag   | tokens, 2 x 4 int64     | position_ids, 2 x 4     |
 #
-# The receivers know the layout beforehand, from their stage, the shape of a batch and whether it is
-# packed.  They cannot know whether the reader failed, so that stands in front, as 0 or 1.  After 1
-# the sentence of its error follows in a second broadcast, and every rank of the group raises it.
+# The receivers know this layout in advance: it follows from their stage and from the arguments of
+# get_batch().  They cannot know whether the read failed, so the buffer begins with a flag, 0 or 1.
+# If the flag is 1, a second broadcast carries the error message, and every rank of the group raises
+# the error.
 
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
 class ParallelGroups:
-    """The layout of a job: which ranks work together, and in which groups.
+    """The ranks of a job, arranged in groups along the axes tp, cp, dp and pp.
 
-    tensor, context, pipeline   ranks along these axes; the data axis is what is left of the world
+    tensor, context, pipeline   number of ranks along the axes tp, cp and pp.  The number along dp
+                                is the number of all ranks, divided by the product of these three
 
-    A kind of group is an axis (tp, cp, dp or pp) or several axes joined by "-".  The ranks of a
-    group differ in their coordinates along these axes and in nothing else.  Every rank must make
-    its ParallelGroups at the same point, after torch.distributed is initialized; a job of one
-    process needs no torch.distributed.  ValueError where the ranks cannot be cut so.
+    The argument kind is an axis, such as "tp", or several axes joined by "-", such as "dp-cp".  The
+    ranks of a group differ only in their coordinates on these axes.
 
-    Upstream: parallel_state and its RankGenerator, with the order tp-cp-ep-dp-pp (ep, for experts,
-    is 1 here).
+    Every rank must create its ParallelGroups at the same point of the program, after
+    torch.distributed is initialized.  A job of one process does not need torch.distributed.
+
+    Raises ValueError if a size is below 1, or if the number of ranks is not a multiple of
+    tensor * context * pipeline.  Also raises ValueError if the environment variable WORLD_SIZE is
+    above 1, but torch.distributed is not initialized.
+
+    Upstream: parallel_state and its RankGenerator, with the order tp-cp-ep-dp-pp.  (The size of ep,
+    for experts, is 1 here.)
 
     >>> ParallelGroups.rank_lists("cp", tensor=2, context=2)
     [[0, 2], [1, 3]]
-    >>> ParallelGroups().size("dp-cp")
-    1
+    >>> ParallelGroups.rank_lists("tp-pp", tensor=2, data=2, pipeline=2)
+    [[0, 1, 4, 5], [2, 3, 6, 7]]
     """
 
-    # The kinds with a process group; no code of this file sends over those with pp.  ranks(),
-    # rank(), size() and rank_lists() take any other too.
+    # The kinds that have a process group.  This module itself uses only dp-cp; the other kinds are
+    # for the trainer.  ranks(), rank(), size() and rank_lists() accept every kind.
     _KINDS = ("tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "tp-cp-pp")
 
     @staticmethod
     def rank_lists(
         kind: str, *, tensor: int = 1, context: int = 1, data: int = 1, pipeline: int = 1
     ) -> list[list[int]]:
-        """Return all groups of a kind in a job of tensor * context * data * pipeline ranks.
+        """Return the groups along the axes of kind, each as a list of ranks.
 
-        Each rank is in one of these lists.  ValueError for an unknown axis.
+        The job has tensor * context * data * pipeline ranks, and each of them is in one list.
+        Raises ValueError for an unknown axis.
         """
         axes = kind.split("-")
-        if not {"tp", "cp", "dp", "pp"}.issuperset(axes):
-            raise ValueError(f"kind {kind!r}: wanted tp, cp, dp or pp, or several joined by '-'")
+        _check_axes(kind, axes)
         tensor, context, data, pipeline = map(operator.index, (tensor, context, data, pipeline))
         groups = {}
         for rank in range(tensor * context * data * pipeline):
@@ -2946,34 +2996,34 @@ class ParallelGroups:
             rest, cp = divmod(rest, context)
             pp, dp = divmod(rest, data)
             coordinates = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
-            others = tuple(coordinates[axis] for axis in coordinates if axis not in axes)
-            groups.setdefault(others, []).append(rank)
+            shared = tuple(coordinates[axis] for axis in coordinates if axis not in axes)
+            groups.setdefault(shared, []).append(rank)
         return list(groups.values())
 
     def __init__(self, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> None:
         tensor, context, pipeline = map(operator.index, (tensor, context, pipeline))
-        world = _num_processes()
-        _check_parallel_sizes(world, tensor, context, pipeline)
-        data = world // (tensor * context * pipeline)
+        world_size = _num_processes()
+        _check_parallel_sizes(world_size, tensor, context, pipeline)
+        data = world_size // (tensor * context * pipeline)
         self.sizes = {"tensor": tensor, "context": context, "data": data, "pipeline": pipeline}
         self._ranks = {}  # {kind: the ranks of this rank's group}
-        self._groups = dict.fromkeys(self._KINDS)  # {kind: the process group of this rank}
-        self.batch_group = None  # the tensor-parallel group over which batches travel
+        self._groups = dict.fromkeys(self._KINDS)  # {kind: this rank's process group}
+        self.batch_group = None  # the tensor-parallel group that sends batches
         if _is_distributed():
             for kind in self._KINDS:
                 self._groups[kind] = self._new_group(kind)
-            # Batches travel by gloo.  Over NCCL a receiver would have to read from its GPU whether
-            # the reader failed, and so wait for all the work that is queued there.
+            # Batches are sent with gloo.  With NCCL, the flag would arrive on the GPU, and a
+            # receiver that reads it would wait for all work that is queued there.
             self.batch_group = self._new_group("tp", backend="gloo")
 
     def _new_group(self, kind, backend=None):
-        """Make all process groups of a kind, on every rank; return this rank's."""
+        """Create all process groups of a kind, on every rank, and return this rank's group."""
         lists = self.rank_lists(kind, **self.sizes)
         mine, _ = torch.distributed.new_subgroups_by_enumeration(lists, backend=backend)
         return mine
 
     def ranks(self, kind: str) -> list[int]:
-        """The ranks of this rank's group of a kind."""
+        """Return the ranks in this rank's group, for example along the axes "dp-cp"."""
         if kind not in self._ranks:
             lists = self.rank_lists(kind, **self.sizes)
             [mine] = [ranks for ranks in lists if _rank() in ranks]
@@ -2981,25 +3031,29 @@ class ParallelGroups:
         return self._ranks[kind]
 
     def rank(self, kind: str) -> int:
-        """This rank's number in its group of a kind, from 0: along one axis, its coordinate."""
+        """Return this rank's position in its group; on a single axis, this is its coordinate."""
         return self.ranks(kind).index(_rank())
 
     def size(self, kind: str) -> int:
-        """The number of ranks in a group of a kind."""
+        """Return the number of ranks in this rank's group."""
         return len(self.ranks(kind))
 
     def group(self, kind: str) -> "torch.distributed.ProcessGroup | None":
-        """This rank's process group of a kind; None without torch.distributed."""
+        """Return this rank's process group, or None without torch.distributed.
+
+        kind is "tp", "cp", "dp", "pp", "dp-cp", "tp-pp" or "tp-cp-pp".  Raises KeyError for any
+        other kind.
+        """
         return self._groups[kind]
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank is in the first pipeline stage, which has the embedding."""
+        """Return whether this rank is in the first pipeline stage, which has the embedding."""
         return self.rank("pp") == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank is in the last pipeline stage, which computes the loss."""
+        """Return whether this rank is in the last pipeline stage, which computes the loss."""
         return self.rank("pp") == self.size("pp") - 1
 
 
@@ -3010,16 +3064,18 @@ def get_batch(
     use_per_sequence_balancing: bool = False,
     **options: typing.Any,
 ) -> dict[str, typing.Any]:
-    """Return the next micro-batch of this rank: that of its tp rank, cut for its cp rank.
+    """Read the next micro-batch, share it among the tp ranks, and return this cp rank's part.
 
-    options  those of get_batch_on_this_tp_rank(); use_per_sequence_balancing is that of
-             get_batch_on_this_cp_rank().  A batch that cannot be cut is a ValueError on every tp
-             rank, because they all cut the same batch; if packed, in every stage.
+    options                     keyword arguments of get_batch_on_this_tp_rank()
+    use_per_sequence_balancing  passed to get_batch_on_this_cp_rank()
+
+    Raises what these two functions raise.  If a batch cannot be cut, all tp ranks of a stage raise
+    ValueError, because they cut the same batch.  If packed, all stages raise it.
 
     Upstream: get_batch, in pretrain_gpt.py.
 
-    >>> text = torch.tensor([list(b"aaaab")])
-    >>> batch = {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": torch.ones(1, 4)}
+    >>> row = torch.tensor([list(b"aaaab")])
+    >>> batch = {"tokens": row[:, :-1], "labels": row[:, 1:], "loss_mask": torch.ones(1, 4)}
     >>> batch["position_ids"] = torch.arange(4)[None]
     >>> mine = get_batch(iter([batch]), ParallelGroups(), micro_batch_size=1, sequence_length=4)
     >>> bytes(mine["labels"][0].tolist()), mine["attention_mask"]
@@ -3045,29 +3101,36 @@ def get_batch_on_this_tp_rank(
     packed: bool = False,
     device: torch.device | str | None = None,
 ) -> dict[str, torch.Tensor | None]:
-    """Return the next micro-batch on every tensor-parallel rank; only tp rank 0 reads it.
+    """Read the next micro-batch on tp rank 0, and return it on every tensor-parallel rank.
 
-    data_iterator          iterator over a loader's batches.  It may be None where nothing is read:
-                           tp rank 0 of the first and of the last stage reads, of the stages between
-                           only if packed or with mtp
-    micro_batch_size       B, rows of a batch
-    sequence_length        S, tokens of a row
-    create_attention_mask  the first and the last stage need the dense mask too: give it
-                           config.has_dense_mask.  False: a mask that the batch has is left out
-    mtp                    this stage, whichever it is, predicts several tokens ahead (multi-token
-                           prediction): it needs tokens, position_ids, labels and loss_mask
-    packed                 the batches have cu_seqlens and max_seqlen, and every stage needs them
-    device                 where the tensors are put; None: the GPU of this rank in an NCCL job,
-                           else the CPU
-    Returns                a dict of five keys: tokens, labels, position_ids, int64 (B, S);
-                           loss_mask, float32 (B, S); attention_mask, bool (B, 1, S, S), True =
-                           may not attend; None for what this pipeline stage does not need.  If
-                           packed also cu_seqlens, int32 (B, S+1), and max_seqlen, int32 (B,)
-    Raises                 what the reader met, on every rank of its tp group: StopIteration at the
-                           end of the data, ValueError for a batch that does not fit (section 13)
+    data_iterator          iterator over the batches of a loader.  It is read on tp rank 0 of the
+                           first and of the last stage, and of an intermediate stage if packed or
+                           mtp is True.  On all other ranks it may be None
+    micro_batch_size       B, the rows of a batch
+    sequence_length        S, the tokens of a row
+    create_attention_mask  True: the first and the last stage get the dense mask, too.  False: a
+                           mask in the batch is left out.  Pass config.has_dense_mask
+    mtp                    True: this stage predicts several tokens ahead (multi-token prediction).
+                           It gets tokens, position_ids, labels and loss_mask, whichever stage it is
+    packed                 True: the batches have cu_seqlens and max_seqlen.  Every stage gets them
+    device                 the device of the returned tensors.  None: this rank's GPU in a job with
+                           NCCL, otherwise the CPU
 
-    With several tp ranks the tensors are views of one buffer, which is broadcast at once.
-    Upstream: get_batch_on_this_tp_rank, which broadcasts one tensor at a time.
+    Return a dict with five keys, or seven if packed.  The value of a key that this stage does not
+    need is None.
+
+      tokens, labels, position_ids   int64 (B, S)
+      loss_mask                      float32 (B, S)
+      attention_mask                 bool (B, 1, S, S), True: may not attend
+      cu_seqlens                     int32 (B, S+1), only if packed
+      max_seqlen                     int32 (B,), only if packed
+
+    If the read fails, every rank of the tp group raises an error: StopIteration at the end of the
+    data, ValueError for a batch that does not match the arguments (section 13).
+
+    With several tp ranks, the tensors are views of one buffer, which is sent in one broadcast.
+
+    Upstream differs: it broadcasts each tensor separately.
     """
     batch = dict.fromkeys(_BATCH_KEYS)
     shape = (operator.index(micro_batch_size), operator.index(sequence_length))
@@ -3086,7 +3149,10 @@ def get_batch_on_this_tp_rank(
 
 
 def _layout_of_stage(groups, shape, create_attention_mask, mtp, packed):
-    """{key: (shape, dtype)} of the tensors that this rank's stage needs, the widest items first."""
+    """Return the layout of this rank's stage: {key: (shape, dtype)} of the tensors it needs.
+
+    The tensors with the widest items come first.
+    """
     first = groups.is_first_stage
     last = groups.is_last_stage
     rows, tokens = shape
@@ -3105,43 +3171,45 @@ def _layout_of_stage(groups, shape, create_attention_mask, mtp, packed):
     return layout
 
 
-def _read_batch(data_iterator, layout, create_attention_mask, views=None):
-    """Return the tensors of the next batch that a layout has; they are copied into views, too."""
+def _read_batch(data_iterator, layout, create_attention_mask):
+    """Read the next batch and return {key: tensor} for the layout, on the CPU and in its dtypes."""
     batch = next(data_iterator)
     _check_batch(batch, layout, create_attention_mask)
-    tensors = {key: batch[key].to("cpu", dtype) for key, (_, dtype) in layout.items()}
-    if views is not None:
-        for key, tensor in tensors.items():
-            views[key].copy_(tensor)
-    return tensors
+    return {key: batch[key].to("cpu", dtype) for key, (_, dtype) in layout.items()}
+
+
+def _read_into(views, data_iterator, layout, create_attention_mask):
+    """Read the next batch and copy its tensors into views of a buffer."""
+    for key, tensor in _read_batch(data_iterator, layout, create_attention_mask).items():
+        views[key].copy_(tensor)
 
 
 def _share_batch(data_iterator, layout, create_attention_mask, groups, device):
-    """What tp rank 0 reads, or its error, on every rank of its tensor-parallel group.
+    """Read a batch on tp rank 0, send it to its tp group, and return it on every rank.
 
-    The tensors travel end to end in one buffer.  Its memory is pinned where it goes on to a GPU, so
-    that the CPU need not wait for that copy.
+    If the read fails, every rank of the group raises an error.  The tensors are sent as one buffer.
+    If the buffer is then copied to a GPU, it is pinned: the CPU need not wait for the copy.
     """
-    sent = {"failed": ((), torch.int64)} | layout
+    sent = {"error_flag": ((), torch.int64)} | layout
     size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sent.values())
     is_pinned = device.type == "cuda"
     buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
     views = _views_of_buffer(buffer, sent)
     error = None
     if groups.rank("tp") == 0:
-        # Section 17: every error but KeyboardInterrupt, SystemExit and GeneratorExit.
-        _, error = _call_catching(_read_batch, data_iterator, layout, create_attention_mask, views)
-        views["failed"].fill_(error is not None)
+        # Section 17: errors are caught, except KeyboardInterrupt, SystemExit and GeneratorExit.
+        _, error = _call_catching(_read_into, views, data_iterator, layout, create_attention_mask)
+        views["error_flag"].fill_(error is not None)
     torch.distributed.broadcast(buffer, group=groups.batch_group, group_src=0)
-    if views["failed"]:
-        _raise_on_every_rank(0, error, groups.batch_group)  # in a second broadcast: tp 0 tells it
+    if views["error_flag"]:
+        _raise_on_every_rank(0, error, groups.batch_group)  # in a second broadcast (section 17)
     batch = _views_of_buffer(buffer.to(device, non_blocking=True), sent)
-    del batch["failed"]
+    del batch["error_flag"]
     return batch
 
 
 def _views_of_buffer(buffer, layout):
-    """{key: the tensor of the layout that lies in the buffer}, without a copy."""
+    """Return {key: tensor}: views of a buffer that holds the tensors of a layout end to end."""
     views = {}
     start = 0
     for key, (shape, dtype) in layout.items():
@@ -3158,24 +3226,30 @@ def get_batch_on_this_cp_rank(
     *,
     use_per_sequence_balancing: bool = False,
 ) -> dict[str, typing.Any]:
-    """Return this context-parallel rank's part of a batch: two of 2 * cp_size chunks.
+    """Return this context-parallel rank's part of a batch: two of 2 * cp_size chunks of each row.
 
-    Rank r of cp ranks gets chunk r and chunk 2*cp-1-r, in that order.
+    Rank r gets chunks r and 2 * cp_size - 1 - r, in this order.
 
-    batch      dict; a tensor with the axis of the tokens is cut along it: dim 1, of attention_mask
-               dim 2, so that queries are cut and keys stay whole.  With cu_seqlens every document
-               is cut by itself.  Everything else (None, dataset_id, cu_seqlens, max_seqlen) is
-               passed on: the last two stay those of the whole row.
+    batch      a dict.  Tensors are cut along their axis of S tokens.  This is dim 2 in
+               attention_mask (the queries; all keys stay) and dim 1 in all other tensors.  With
+               cu_seqlens, each document is cut separately.  Values without this axis are passed on
+               as they are, such as None, dataset_id, cu_seqlens and max_seqlen.  So cu_seqlens
+               still describes the full row
     use_per_sequence_balancing
-               upstream's name: cut the whole row, and not every document, with cu_seqlens too
-    Returns    a new dict, with rows of S / cp_size tokens; the batch is not changed
-    Raises     ValueError where S, or the length of a document, is no multiple of 2*cp_size, or
-               below 0.  SFTDataset fills its documents up to such lengths, by its config's
-               context_parallel_size; those of GPTDataset have any, so with inter_document_masking
-               set use_per_sequence_balancing.  If cp_size > 1, also for a batch that has values
-               under other names only, such as input_ids, and for tokens, labels, loss_mask,
-               attention_mask or position_ids that are no tensor
-    Upstream   get_batch_on_this_cp_rank, which changes the batch
+               True: cut the full row, even with cu_seqlens.  (The name is upstream's.)
+
+    Return a new dict, whose rows have S / cp_size tokens.  The batch is not changed.
+
+    Raises ValueError if cp_rank is not in 0 .. cp_size - 1, and with cp_size above 1 also
+
+      - if the length that is cut, of the row or of a document, is negative or not a multiple of
+        2 * cp_size.  SFTDataset pads its documents to such lengths (context_parallel_size).
+        GPTDataset does not: with inter_document_masking, set use_per_sequence_balancing;
+      - if tokens, labels, loss_mask, attention_mask and position_ids have rows of different
+        lengths, or one of them is not a tensor;
+      - if none of these five has a value, but a different key has one, such as input_ids.
+
+    Upstream differs: it changes the batch.
 
     >>> batch = {"tokens": torch.arange(8)[None]}
     >>> [get_batch_on_this_cp_rank(batch, rank, 2)["tokens"].tolist() for rank in (0, 1)]
@@ -3186,8 +3260,7 @@ def get_batch_on_this_cp_rank(
     """
     cp_rank = operator.index(cp_rank)
     cp_size = operator.index(cp_size)
-    if not 0 <= cp_rank < cp_size:
-        raise ValueError(f"wanted a cp_rank from 0 to cp_size - 1, got {cp_rank} of {cp_size}")
+    _check_cp_rank(cp_rank, cp_size)
     part = dict(batch)
     if cp_size == 1:
         return part
@@ -3198,8 +3271,10 @@ def get_batch_on_this_cp_rank(
     cu_seqlens = batch.get("cu_seqlens")
     if cu_seqlens is None or use_per_sequence_balancing:
         bounds = torch.tensor([[0, length]], device="cpu")
-        [places] = _positions_of_cp_rank(bounds, cp_rank, cp_size)  # of all rows
+        [places] = _positions_of_cp_rank(bounds, cp_rank, cp_size)  # the same in every row
     else:
+        # With 0 in front and S at the end, the lengths of the documents add up to S, even if a
+        # cu_seqlens from elsewhere lacks 0 or S.
         bounds = torch.nn.functional.pad(cu_seqlens.to("cpu", torch.int64), (1, 0))
         bounds = torch.nn.functional.pad(bounds, (0, 1), value=length)
         places = _positions_of_cp_rank(bounds, cp_rank, cp_size)
@@ -3208,16 +3283,16 @@ def get_batch_on_this_cp_rank(
         if key != "cu_seqlens" and isinstance(value, torch.Tensor):
             if value.shape[dim : dim + 1] == (length,):
                 part[key] = _select_positions(value, dim, places.to(value.device))
-            elif key in _BATCH_KEYS and value.shape[dim : dim + 1] != (1,):
-                raise ValueError(
-                    f"batch[{key!r}]: wanted {length} tokens along dim {dim}, "
-                    f"got shape {tuple(value.shape)}"
-                )
+            elif key in _BATCH_KEYS:
+                _check_axis_to_cut(key, value, dim, length)
     return part
 
 
 def _length_of_rows(batch):
-    """S of a batch: of its tensors, or of cu_seqlens in a stage between; None without both."""
+    """Return S, the tokens of a row, or None if the batch has no rows.
+
+    An intermediate stage may have only cu_seqlens, with S + 1 entries per row.
+    """
     for key in _BATCH_KEYS:
         if batch.get(key) is not None:
             return batch[key].shape[-1]
@@ -3227,17 +3302,19 @@ def _length_of_rows(batch):
 
 
 def _positions_of_cp_rank(bounds, cp_rank, cp_size):
-    """Where in its row each token lies that a cp rank keeps: int64 (rows, S / cp_size).
+    """Return the positions in each row that a cp rank keeps: int64 (rows, S / cp_size).
 
-    bounds   int64 (rows, n): of each row 0, where each next document begins, and S
+    bounds   int64 (rows, n).  Each row goes from 0 to S.  Two successive bounds enclose a document,
+             or no tokens if they are equal
 
-    Of each document, cut into 2 * cp_size chunks, the rank keeps number cp_rank from the front and
-    number cp_rank from the back.
+    Each document is cut into 2 * cp_size chunks.  The rank keeps chunk cp_rank, counted from the
+    front, and chunk cp_rank, counted from the back.
     """
     _check_divisible_documents(bounds, cp_size)
     rows = len(bounds)
     lengths = bounds.diff(dim=1).flatten()
-    length_of_document = lengths.repeat_interleave(lengths)  # of each token's
+    # The next three tensors have one entry for each token of each row.
+    length_of_document = lengths.repeat_interleave(lengths)
     start_of_document = bounds[:, :-1].flatten().repeat_interleave(lengths)
     places = torch.arange(len(length_of_document) // rows, device="cpu").repeat(rows)
     chunks = (places - start_of_document) * (2 * cp_size) // length_of_document
@@ -3246,7 +3323,10 @@ def _positions_of_cp_rank(bounds, cp_rank, cp_size):
 
 
 def _select_positions(tensor, dim, places):
-    """The places along an axis of a tensor: of all rows the same (1-D), or of each its own."""
+    """Return the part of a tensor at the given positions of axis dim.
+
+    places   1-D: the same positions in every row; 2-D: one list of positions per row
+    """
     if places.ndim == 1:
         return tensor.index_select(dim, places)
     rows = zip(tensor, places, strict=True)
@@ -4879,6 +4959,15 @@ def _check_enough_samples(split, total, size):
         warnings.warn(f"{words}: give it a share, or weights", stacklevel=4)
 
 
+def _check_has_size(split, size):
+    """Raise ValueError if a blend with weights has no number of samples."""
+    if size is None:
+        raise ValueError(
+            f"{split.name}: a blend with weights needs a number of samples, but its size is None; "
+            "give a number, or leave out the weights to read each corpus once"
+        )
+
+
 def _has_samples(split, size, parts):
     """Return whether a split of which samples are wanted has one; warn of corpora that have none.
 
@@ -4951,10 +5040,6 @@ def _provenance_of_build(datasets):
         elif found is not None:
             decided[split.name] = _provenance_of(found, None, {})
     return json.dumps(decided, default=_as_json)
-
-
-def _do_nothing():
-    """What a rank does while another one builds."""
 
 
 def _allow_open_files():
@@ -5153,6 +5238,12 @@ def _check_parallel_sizes(world, tensor, context, pipeline):
         )
 
 
+def _check_axes(kind, axes):
+    """Raise ValueError if one of the axes, the parts of kind, is unknown."""
+    if not {"tp", "cp", "dp", "pp"}.issuperset(axes):
+        raise ValueError(f"kind {kind!r}: expected tp, cp, dp or pp, or several joined by '-'")
+
+
 def _check_batch(batch, layout, create_attention_mask):
     """ValueError for a batch that is not what a layout, {key: (shape, dtype)}, says.
 
@@ -5184,6 +5275,24 @@ def _check_batch(batch, layout, create_attention_mask):
             )
         if batch[key].is_floating_point() and not dtype.is_floating_point:
             raise ValueError(f"batch[{key!r}]: wanted {dtype}, got {batch[key].dtype}")
+
+
+def _check_cp_rank(cp_rank, cp_size):
+    """Raise ValueError unless 0 <= cp_rank < cp_size."""
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"cp_rank: expected 0 to cp_size - 1, got {cp_rank} of {cp_size}")
+
+
+def _check_axis_to_cut(key, value, dim, length):
+    """Raise ValueError for a tensor of a batch whose dim does not have length entries.
+
+    A size of 1 is accepted, e.g. in a mask that is the same for all queries: nothing is cut there.
+    """
+    if value.shape[dim : dim + 1] != (1,):
+        raise ValueError(
+            f"batch[{key!r}]: expected {length} tokens along dim {dim}, got shape "
+            f"{tuple(value.shape)}; give all tensors of a batch rows of the same length"
+        )
 
 
 def _check_batch_to_cut(batch):
@@ -6139,16 +6248,20 @@ def _device_of_group(group=None) -> torch.device:
     return torch.device("cpu")
 
 
-def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = None) -> typing.Any:
+def _on_every_rank(
+    step: typing.Callable[[], typing.Any] | None, group: typing.Any = None
+) -> typing.Any:
     """Call step() on every rank of a group; if it fails on one rank, it fails on every rank.
+
+    A rank whose step is None calls nothing: it waits for the other ranks.
 
     It returns what step() returns on this rank.  A rank that failed raises its own error, the
     others that of the lowest rank that failed.  step() may use collectives that all ranks reach.
     """
     world = torch.distributed.get_world_size(group) if _is_distributed() else 1
     if world == 1:
-        return step()
-    result, error = _call_catching(step)
+        return None if step is None else step()
+    result, error = (None, None) if step is None else _call_catching(step)
     mine = world if error is None else _rank(group)
     first_failed = torch.tensor(mine, device=_device_of_group(group))
     torch.distributed.all_reduce(first_failed, torch.distributed.ReduceOp.MIN, group=group)

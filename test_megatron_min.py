@@ -1970,7 +1970,7 @@ def test_what_a_builder_refuses(one, corpora):
     other_tokenizer = f"{B} was made with .*BPE.* that of {A} is .*bytes"
     for sizes, fields, words in (
         ([0, -1, 0], {"blend": two}, "sizes: .*-1"),
-        ([0, None, None], sets, "test .*needs a size"),  # valid is two datasets, and test a blend
+        ([0, None, None], sets, "test: .*size is None; give"),  # valid: two datasets, test: a blend
         ([0, 5, 9], sets | {"full_validation": True}, "must be None"),
         ([20, 0, 0], {"blend": two, "blend_phases": [(16, [1, 1])]}, "16 samples, but 20"),
         ([9, 0, 0], {}, "no blend is given"),
@@ -2425,8 +2425,8 @@ def test_what_cannot_be_cut_is_refused(one):
     for batch, rank, words in (
         ({"tokens": torch.zeros(2, 8)}, 2, "cp_rank"),
         ({"tokens": torch.zeros(2, 10)}, 1, "10 tokens"),
-        ({"tokens": torch.zeros(8)}, 1, r"tokens'\]: wanted 8 tokens along dim 1.*\(8,\)"),
-        ({"tokens": torch.zeros(1, 8), "labels": torch.zeros(1, 9)}, 1, "labels.*wanted 8"),
+        ({"tokens": torch.zeros(8)}, 1, r"tokens'\]: expected 8 tokens along dim 1.*\(8,\)"),
+        ({"tokens": torch.zeros(1, 8), "labels": torch.zeros(1, 9)}, 1, "labels.*ed 8 .*same len"),
         ({"tokens": torch.zeros(2, 8), "cu_seqlens": torch.tensor([[0, 8]])}, 1, "shorter|longer"),
         (names, 1, r"keys tokens, labels, .*position_ids, got \['input_ids'\]: rename"),
         (dict.fromkeys(FIVE) | names, 0, r"got \['input_ids'\]"),
