@@ -3433,52 +3433,60 @@ def _read_at_once(dataset, indices):
 # ==============================================================================
 # Question answered here: how do the data-parallel ranks come to have the same gradients?
 #
-# All data-parallel ranks start with the same parameters.  Each computes the gradients of its own
-# batches, and then takes the average over all ranks as its own gradient.  So all take the same
-# step, and stay equal.  If the loss of a rank is a mean, and all ranks count equally many tokens,
-# the average is the gradient of the global batch.  If not, each rank gives the sum of its losses,
-# and finalize_model_grads() makes the sum over all ranks, divided by the tokens of all.
+# All data-parallel ranks start with the same parameters.  In each step, every rank computes the
+# gradients of its own micro-batches, and then all ranks replace their gradients by the average over
+# the ranks.  So they make the same update, and their parameters stay equal.
 #
-# The average is made by a collective, which is a call that all ranks of a group make together:
+# If the loss of each rank is a mean over its tokens, and all ranks count equally many tokens, the
+# average is the gradient of the global batch.  If the counts differ, the loss of each rank is a sum
+# over its tokens.  finalize_model_grads() then divides the sum of the gradients over all ranks by
+# the number of tokens on all ranks.
 #
-#   all-reduce       every rank ends with the sum (or average) of the buffers of all ranks
-#   reduce-scatter   the sum is cut into as many shards as there are ranks, and each rank ends with
-#                    its own shard: enough for an optimizer that shares its work in the same way,
-#                    and then sends the new parameters of its shard to the others itself
+# The average is computed by a collective, a call that all ranks of a group make together:
 #
-#   parameters, as the module has them   embed  w1  w2  w3  head
-#   buffer of a dtype, in reverse, the   | head     | w3  w2   | w1  embed |   p.main_grad is a view
-#   order in which backward goes         | bucket 0 | bucket 1 | bucket 2  |
+#   all-reduce       Every rank receives the sum (or the average) of the buffers of all ranks.
+#   reduce-scatter   The sum (or the average) is cut into one shard for each rank, and each rank
+#                    receives its own shard.  This is enough for an optimizer that updates only the
+#                    parameters of its shard, and then sends them to the other ranks itself.
 #
-# Backward adds each gradient to p.grad, which is that view, too.  But in bfloat16 256 + 1 is 256:
-# so with grad_reduce_in_fp32 p.main_grad is float32, and p.grad, which backward then makes anew for
-# each micro-batch, is added to it and dropped.
+# All gradients of one dtype and device are in one buffer.  They are in reverse order, because
+# backward reaches the last parameters first, and p.main_grad is a view of this buffer:
 #
-# A step with overlap_grad_reduce.  Time runs to the right, and each line of = is a bucket on its
-# way to all ranks (without, finish_grad_sync() sends all buckets, and then waits):
+#   parameters of the module             embed  w1  w2  w3  head
+#   their gradients in the buffer        | head     | w3  w2   | w1  embed |
+#   sent together                        | bucket 0 | bucket 1 | bucket 2  |
 #
-#   a gradient comes     head     w3     w2     w1     embed
+# Backward adds each gradient to p.grad, which is the same view.  In bfloat16, however, 256 + 1 is
+# 256.  With grad_reduce_in_fp32, p.main_grad is therefore float32, and backward makes a new p.grad
+# for each micro-batch, which is added to p.main_grad and then dropped.
+#
+# This is a step with overlap_grad_reduce.  Time runs to the right, and each bar is a bucket that is
+# being sent.  Without overlap_grad_reduce, finish_grad_sync() sends all buckets and then waits.
+#
+#   gradient arrives     head     w3     w2     w1     embed
 #   bucket 0                 =============
 #   bucket 1                                =============
 #   bucket 2                                                =============
 #   finish_grad_sync()                                        waits for all   |
 #
-# A bucket is sent when its last gradient is there and all buckets before it are sent.  So all ranks
-# send in the same order, whatever parameters their batches use.  A parameter without a gradient
-# counts as zero; its bucket, and those behind it, are sent at the end.  A parameter that the model
-# has under two names stands where the first of them does.
+# A bucket is sent when all its gradients have arrived and all buckets before it have been sent.  So
+# all ranks send the buckets in the same order, even if their batches use different parameters.  A
+# parameter that gets no gradient counts as zero, and delays its bucket and all later buckets until
+# finish_grad_sync().  A parameter with two names in the model is in the buffer once, at the
+# position of its first name.
 
 
 @dataclasses.dataclass
 class _Bucket:
     """Parameters whose gradients are sent together, by one collective.
 
-    Upstream: _ParamAndGradBucket.
-
     params   the parameters
     data     their gradients: a slice of the buffer, in the order of params
-    waiting  with overlap: the parameters whose last gradient of this step has not come yet
-    handle   the collective that is on its way, or None
+    waiting  with overlap_grad_reduce, the parameters whose last gradient of this step has not
+             arrived yet
+    handle   the collective that is still running, or None
+
+    Upstream: _ParamAndGradBucket.
     """
 
     params: list[torch.nn.Parameter]
@@ -3488,35 +3496,37 @@ class _Bucket:
 
 
 class DistributedDataParallel(torch.nn.Module):
-    """A model whose gradients are averaged over a group.  Upstream: DistributedDataParallel.
+    """A model whose gradients are averaged over a group of ranks.
 
-    module                     each of its parameters that requires a gradient gets main_grad, a
+    module                     the model.  Each parameter that requires a gradient gets main_grad, a
                                view of the buffer of its dtype and device, and its grad becomes the
-                               same view.  (grad is torch's name, main_grad upstream's, which its
-                               optimizers read.  Others may set grad to None; main_grad stays.)
-                               Whatever converts, replaces or unfreezes parameters, such as
-                               module.to(), comes before the wrapping
-    group                      the process group to average over: that of "dp-cp", as cp ranks have
-                               the same weights and different tokens.  None: all ranks, right only
-                               without tp and pp
-    bucket_size                elements that are sent at once, at least (the last bucket has the
-                               rest)
-    overlap_grad_reduce        send each bucket during backward; False: all buckets at the end
-    use_distributed_optimizer  reduce-scatter: only this rank's piece of each bucket, in
-                               grad_shards, becomes the average; False: all-reduce
-    average_in_collective      the collective divides by the number of ranks, where NCCL is the
-                               backend; else gradients are divided by it before they are sent
-    check_for_nan_in_grad      where a gradient is nan or inf, finish_grad_sync() raises ValueError
-                               on every rank, naming the parameter
-    grad_reduce_in_fp32        sums and averages in float32, whatever the parameters are: grad is
-                               None until finish_grad_sync() sets it to main_grad in the parameter's
-                               dtype.  Only zero_grad_buffer() begins a step
+                               same view.  (torch's optimizers read grad and may set it to None.
+                               Upstream's optimizers read main_grad, which stays a view.)  Convert,
+                               replace, freeze or unfreeze parameters before the wrapping, for
+                               example by module.to()
+    group                      the process group to average over, usually the group "dp-cp" of
+                               section 9: cp ranks have the same weights and different tokens.
+                               None: all ranks, which is right only without tp and pp
+    bucket_size                minimum number of elements in a bucket (the last bucket of a buffer
+                               may be smaller)
+    overlap_grad_reduce        True: send each bucket during backward.  False: send all buckets in
+                               finish_grad_sync()
+    use_distributed_optimizer  True: reduce-scatter, so that only this rank's slice of each bucket,
+                               in grad_shards, becomes the average.  False: all-reduce
+    average_in_collective      True: the collective divides by the number of ranks, if the backend
+                               is NCCL.  Otherwise the gradients are divided before they are sent
+    check_for_nan_in_grad      True: if a gradient is nan or inf, finish_grad_sync() raises
+                               ValueError on every rank, with the name of the parameter
+    grad_reduce_in_fp32        True: add and average in float32, whatever the dtype of a parameter.
+                               grad is None until finish_grad_sync() sets it to main_grad, converted
+                               to the dtype of the parameter.  Only zero_grad_buffer() begins a step
 
-    grad_buffers   list of tensors: the buffer of each dtype and device
+    grad_buffers   list of tensors: one buffer for each dtype and device
     grad_shards    list of tensors: this rank's slice of each bucket
 
-    In a step call zero_grad_buffer(); then forward and backward of each micro-batch, all but the
-    last under no_sync(); then finish_grad_sync(), and the optimizer.
+    In each step, call zero_grad_buffer(), then run forward and backward of each micro-batch, and
+    then call finish_grad_sync() and the optimizer.  Run all micro-batches but the last under
+    no_sync().
 
     >>> model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
     >>> model.zero_grad_buffer()
@@ -3524,6 +3534,8 @@ class DistributedDataParallel(torch.nn.Module):
     >>> model.finish_grad_sync()
     >>> model.grad_buffers[0].tolist(), model.module.weight.grad.tolist()
     ([3.0, 4.0], [[3.0, 4.0]])
+
+    Upstream differs: most of these options are fields of DistributedDataParallelConfig.
     """
 
     def __init__(
@@ -3541,11 +3553,9 @@ class DistributedDataParallel(torch.nn.Module):
         super().__init__()
         self.module = module
         self.group = group
-        self.size = 1
-        if _is_distributed():
-            self.size = torch.distributed.get_world_size(group)
+        self.size = _world_size(group)
         if self.size > 1 and torch.distributed.get_backend(group) != "nccl":
-            average_in_collective = False  # gloo, asked to average, only adds
+            average_in_collective = False  # not every backend can average; gloo may only add
         self.bucket_size = bucket_size
         self.overlap_grad_reduce = overlap_grad_reduce
         self.use_distributed_optimizer = use_distributed_optimizer
@@ -3556,20 +3566,31 @@ class DistributedDataParallel(torch.nn.Module):
         self._make_buffers()
 
     def _make_buffers(self):
-        """Make all buffers, and hook each parameter."""
+        """Make all buffers, and register a hook on each parameter.
+
+        This and zero_grad_buffer() set these attributes:
+
+        _names               {parameter: its name}
+        _buckets             list of all buckets, in the order in which they are sent
+        _bucket_of           {parameter: index of its bucket in _buckets}
+        _slices              {parameter: its slice of the buffer, 1-D}
+        _num_sent            how many buckets have been sent in this step
+        _grads_are_averaged  True: finish_grad_sync() has run, and no gradient has arrived since
+        _not_finite          names of parameters for which this rank has sent nan or inf
+        """
         self.grad_buffers = []
         self.grad_shards = []
         self._names = {param: name for name, param in self.module.named_parameters()}
         self._buckets = []
-        self._bucket_of = {}  # {parameter: number of its bucket}
-        self._slices = {}  # {parameter: its elements of the buffer, flat}
+        self._bucket_of = {}
+        self._slices = {}
         params_of = {}  # {(dtype of the gradient, device): its parameters, in reverse order}
         for param in reversed(self._names):
             if param.requires_grad:
                 dtype = torch.float32 if self.grad_reduce_in_fp32 else param.dtype
                 params_of.setdefault((dtype, param.device), []).append(param)
-                # Weak, as a parameter keeps its hooks: a wrapper that was dropped is freed, and
-                # hears of no gradient when the module is wrapped anew.
+                # A parameter keeps its hooks.  The reference to self is weak, so that an unused
+                # wrapper is freed, and gets no more gradients if the module is wrapped again.
                 hook = functools.partial(_call_on_gradient, weakref.ref(self))
                 param.register_post_accumulate_grad_hook(hook)
         for (dtype, device), params in params_of.items():
@@ -3577,16 +3598,16 @@ class DistributedDataParallel(torch.nn.Module):
         self.zero_grad_buffer()
 
     def _add_buffer(self, params, dtype, device):
-        """Make the buffer of one dtype and device, its buckets, and the place of each parameter."""
+        """Make the buffer of one dtype and device, its buckets, and the slice of each parameter."""
         runs = [[]]  # the parameters of each bucket
-        sizes = [0]  # their elements
+        sizes = [0]  # the number of elements in each bucket
         for param in params:
             if sizes[-1] >= self.bucket_size:
                 runs.append([])
                 sizes.append(0)
             runs[-1].append(param)
             sizes[-1] += param.numel()
-        # A bucket is padded with zeros, so that it can be cut into one shard for each rank.
+        # Each bucket is padded with zeros, so that it can be cut into one equal shard per rank.
         sizes = [_ceil_div(size, self.size) * self.size for size in sizes]
         buffer = torch.zeros(sum(sizes), dtype=dtype, device=device)
         self.grad_buffers.append(buffer)
@@ -3605,7 +3626,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> typing.Iterator[None]:
-        """In this block, backward adds to the gradients and sends nothing."""
+        """Suspend sending: in this block, backward only adds to the gradients."""
         before = self._sync_enabled
         self._sync_enabled = False
         try:
@@ -3614,7 +3635,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._sync_enabled = before
 
     def _on_gradient(self, param):
-        """Take the gradient that backward has added; send the buckets that are complete now."""
+        """Take a gradient that backward has just added, and send the buckets that are complete."""
         _check_gradient_in_time(self, param)
         self._put_into_buffer(param)
         self._grads_are_averaged = False
@@ -3626,14 +3647,14 @@ class DistributedDataParallel(torch.nn.Module):
                 self._send_next_bucket()
 
     def _put_into_buffer(self, param):
-        """Bring param.grad into param.main_grad."""
+        """Make param.main_grad include what backward has added to param.grad."""
         if self.grad_reduce_in_fp32:
             if param.grad is not None:
                 param.main_grad.add_(param.grad)
             param.grad = None
             return
-        # param.grad is main_grad, unless somebody has set it to None.  None means zero; if backward
-        # came after that, it has made a new tensor.
+        # param.grad is main_grad, unless somebody has set it to None, which means zero.  If
+        # backward ran after that, param.grad is a new tensor.
         if param.grad is None:
             param.main_grad.zero_()
         elif param.grad is not param.main_grad:
@@ -3641,9 +3662,9 @@ class DistributedDataParallel(torch.nn.Module):
         param.grad = param.main_grad
 
     def _send_next_bucket(self):
-        """Start the collective of the first bucket that was not sent yet."""
+        """Start the collective of the first bucket that has not been sent in this step."""
         bucket = self._buckets[self._num_sent]
-        shard = self.grad_shards[self._num_sent]  # a slice of the bucket: it is reduced in place
+        shard = self.grad_shards[self._num_sent]  # a slice of the bucket, so no memory is allocated
         self._num_sent += 1
         for param in bucket.params:
             self._put_into_buffer(param)
@@ -3666,55 +3687,61 @@ class DistributedDataParallel(torch.nn.Module):
             )
 
     def start_grad_sync(self) -> None:
-        """Send the buckets that were not sent during backward."""
+        """Send the buckets that have not been sent during backward."""
         if self._grads_are_averaged:
             return
         while self._num_sent < len(self._buckets):
             self._send_next_bucket()
 
     def finish_grad_sync(self) -> None:
-        """Send what is left and wait for all buckets.
+        """Send the remaining buckets, and wait for all buckets.
 
-        Nothing is sent if since the last call neither a gradient has come nor zero_grad_buffer()
-        has begun a step.  Every rank must call this method, and with check_for_nan_in_grad it
-        raises ValueError on every rank.
+        Every rank of the group must call this method.  It sends nothing if, since the last call, no
+        gradient has arrived and zero_grad_buffer() has not been called.
+
+        Raises ValueError if a parameter was replaced, frozen or unfrozen after the wrapping, and,
+        with check_for_nan_in_grad, on every rank of the group if a rank has sent nan or inf.
         """
         self.start_grad_sync()
         self._wait_and_reset()
         self._grads_are_averaged = True
         self._set_grads()
         if self.check_for_nan_in_grad:
-            _on_every_rank(self._check_finite, self.group)  # on all ranks of the group
+            _on_every_rank(self._check_finite, self.group)  # section 17
 
     def _set_grads(self):
-        """With grad_reduce_in_fp32 and after the averages are made: set param.grad to them."""
+        """Set each param.grad to the average, if it is not the same tensor and there is one."""
         if self.grad_reduce_in_fp32 and self._grads_are_averaged:
             for param in self._slices:
                 param.grad = param.main_grad.to(param.dtype)
 
     def _check_finite(self):
-        """ValueError if this rank has sent nan or inf; a second call does not say it again."""
+        """Check that this rank has sent no nan or inf, and forget the names of the parameters.
+
+        Raises ValueError that names the first five of these parameters.
+        """
         names = self._not_finite
         self._not_finite = []
         if names:
-            raise ValueError(
-                f"nan or inf in the gradients of {len(names)} parameters: {', '.join(names)}"
-            )
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ValueError(f"nan or inf in the gradients of {', '.join(names[:5])}{more}")
 
     def _wait_and_reset(self):
-        """Wait for what was sent; from now on every gradient is expected again."""
+        """Wait for all running collectives, and let all buckets be sent again."""
         for bucket in self._buckets:
             if bucket.handle is not None:
                 bucket.handle.wait()
                 bucket.handle = None
             bucket.waiting = set(bucket.params)
-        self._num_sent = 0  # buckets that were sent in this step
+        self._num_sent = 0
 
     def zero_grad_buffer(self) -> None:
-        """Begin a step: every gradient is 0, and every param.main_grad a view of the buffers again.
+        """Begin a step: set all gradients to 0, and each param.main_grad to its view of a buffer.
 
-        A rank whose batch gives no gradient at all then sends zeros, so that nobody waits for it.
-        ValueError where a parameter was replaced or unfrozen after the wrapping.
+        If no gradient arrives on a rank in this step, finish_grad_sync() sends zeros there, so the
+        other ranks do not wait for it.
+
+        Raises ValueError if a parameter was replaced, frozen or unfrozen after the wrapping.
         """
         _check_parameters(self)
         for param, place in self._slices.items():
@@ -3723,21 +3750,22 @@ class DistributedDataParallel(torch.nn.Module):
             if not self.grad_reduce_in_fp32:
                 param.grad = param.main_grad
         self._wait_and_reset()
-        self._grads_are_averaged = False  # True: finish_grad_sync(), called again, sends nothing
-        self._not_finite = []  # names of parameters with nan or inf in what this rank has sent
+        self._grads_are_averaged = False
+        self._not_finite = []
         for buffer in self.grad_buffers:
             buffer.zero_()
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients by a factor."""
+        """Multiply all gradients by factor."""
         for buffer in self.grad_buffers:
             buffer.mul_(factor)
         self._set_grads()
 
     def broadcast_params(self) -> None:
-        """Give every rank the parameters of the group's first rank, frozen ones included.
+        """Copy all parameters, frozen ones included, from the first rank of the group to all ranks.
 
-        Call it once if not all ranks made the same module: torch's class does so by itself.
+        Call this once if the modules of the ranks may differ.  (torch's DistributedDataParallel
+        does it when it is made.)
         """
         if self.size == 1:
             return
@@ -3745,13 +3773,13 @@ class DistributedDataParallel(torch.nn.Module):
             torch.distributed.broadcast(param.data, group=self.group, group_src=0)
 
     def __setstate__(self, state: dict) -> None:
-        """Give a copy, or what was unpickled, buffers and hooks: torch copies no hooks."""
+        """Make new buffers and hooks for a copy or an unpickled object: torch copies no hooks."""
         super().__setstate__(state)
         self._make_buffers()
 
 
 def _call_on_gradient(wrapper, param):
-    """Tell a DistributedDataParallel of a new gradient, if it is still there."""
+    """Pass a new gradient to the DistributedDataParallel of this weak reference, if it exists."""
     ddp = wrapper()
     if ddp is not None:
         ddp._on_gradient(param)
@@ -3762,20 +3790,21 @@ def finalize_model_grads(
     num_tokens: int | torch.Tensor | None = None,
     groups: ParallelGroups | None = None,
 ) -> None:
-    """Finish the gradients of a step.  Upstream: finalize_model_grads.
+    """Finish the gradients of a step.
 
-    model       the parts of the model on this rank
-    num_tokens  None: the gradients stay the average over the ranks.  Else the loss is a sum over
-                tokens, and this is how many tokens of this rank count; an int on all ranks, or a
-                tensor on all.  The average over R ranks, multiplied by R / (tokens of all ranks),
-                is the gradient of the mean loss of a token.  With several pipeline stages the
-                trainer brings the number from the last one, which has the loss mask, to all
-    groups      the tokens are summed over its dp-cp ranks.  None: over those of the part's group
+    model       list of the parts of the model on this rank
+    num_tokens  how many tokens of this rank count, if the loss is a sum over tokens: an int on
+                every rank, or a tensor on every rank.  The average over R ranks, multiplied by
+                R / (tokens of all ranks), is the gradient of the mean loss per token.  With several
+                pipeline stages, the trainer must send the number from the last stage, which has
+                the loss mask, to all stages.  None: the gradients stay the average over the ranks
+    groups      num_tokens is added over the dp-cp ranks of these ParallelGroups.  None: over the
+                group of each part
 
-    >>> model = DistributedDataParallel(torch.nn.Embedding(257, 1))    # a number for each token
+    >>> model = DistributedDataParallel(torch.nn.Embedding(257, 1))    # one weight for each token
     >>> model(torch.tensor([97, 97, 97, 98])).sum().backward()         # a a a b
     >>> finalize_model_grads([model], num_tokens=4)
-    >>> model.module.weight.grad[97:99, 0].tolist()                    # a share of the four tokens
+    >>> model.module.weight.grad[97:99, 0].tolist()                    # 3 and 1 of the 4 tokens
     [0.75, 0.25]
     """
     for part in model:
@@ -3787,7 +3816,7 @@ def finalize_model_grads(
         if _is_distributed():
             torch.distributed.all_reduce(total, group=group)
         total = total.item()
-        if total != 0:  # without a token that counts, all gradients are 0 already
+        if total != 0:  # if no token counts, all gradients are 0 already
             part.scale_gradients(part.size / total)
 
 
@@ -3802,25 +3831,28 @@ def forward_backward_no_pipelining(
     micro_batch_size: int | None = None,
     decoder_seq_length: int | None = None,
 ) -> list[typing.Any]:
-    """Run the micro-batches of a step and finish the gradients.  Upstream: the same name.
+    """Run the micro-batches of a step and finish the gradients.  Return one report for each.
 
-    forward_step_func  (data_iterator, model) -> (output, loss_func).  loss_func(output) is
-                         (loss, report)                        gradient of the mean of the losses
-                         (sum of losses, num_tokens, report)   gradient of the mean loss of a token
-                       over all micro-batches; where the model is a DistributedDataParallel, over
-                       those of all ranks
-    data_iterator      is passed on to forward_step_func
-    model              a DistributedDataParallel, a plain module, or a list of one of these.  With
-                       a class of torch that averages over the ranks the losses must be means
-    num_microbatches   how many to run
-    forward_only       no backward, and nothing is sent; call it under torch.no_grad()
+    forward_step_func  function (data_iterator, model) -> (output, loss_func).  What
+                       loss_func(output) returns decides what the gradient is:
+                         (loss, report)                        of the mean of the losses
+                         (sum of losses, num_tokens, report)   of the mean loss per token
+                       The mean is over all micro-batches of this rank.  If the model is or contains
+                       a DistributedDataParallel of this module, it is over those of all ranks
+    data_iterator      passed on to forward_step_func
+    model              a DistributedDataParallel, a plain module, or a list with one of these
+    num_microbatches   how many micro-batches to run
+    forward_only       True: run no backward, and send nothing.  Call it under torch.no_grad()
     seq_length, micro_batch_size, decoder_seq_length
-                       accepted, without effect
-    Returns            the reports, one for each micro-batch
+                       accepted and ignored
+    Returns            list of the reports, one for each micro-batch
 
-    A whole step on the toy corpus, in one process.  The model is a table: the row of a byte has a
-    number for each byte that may follow (256 of them, as the toy corpus has no eod).  All are 0, so
-    all 256 bytes are equally likely.
+    Raises ValueError if num_microbatches is less than 1.  In a job of several ranks, also if
+    loss_func returns a sum, and the model averages gradients by a class of torch.
+
+    This is a step on the toy corpus, in one process.  The model is a table.  The row of a byte has
+    one number for each byte that may follow: 256 of them, because the toy corpus has no eod.  All
+    numbers are 0, so all 256 bytes are equally likely.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
@@ -3846,18 +3878,18 @@ def forward_backward_no_pipelining(
     >>> [round(loss / math.log(256), 3) for loss in reports]       # four labels in each micro-batch
     [4.0, 4.0]
 
-    The eight pairs of token and label are bb bb bc cc, and cc cc cc cc.  The gradient of an entry
-    is (how often its row was read / 256 - how often its label followed) / 8.
+    The eight tokens, each with its label, are bb bb bc cc and cc cc cc cc.  The gradient of an
+    entry is (how often its row was read / 256 - how often its label followed) / 8.
 
     >>> row_of_b = table.weight.grad[ord("b")]
     >>> [row_of_b[ord(letter)].item() * 8 * 256 for letter in "abc"]  # 3, 3 - 2 * 256, 3 - 256
     [3.0, -509.0, -253.0]
     """
     if isinstance(model, (list, tuple)):
-        [model] = model  # without pipelining there is one
+        [model] = model  # without pipelining, a rank has one part
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
-    # Also inside of what wraps it, such as torch.compile().
+    # A wrapper, such as torch.compile()'s, may contain the DistributedDataParallel.
     parts = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
     reports = []
     token_counts = []
@@ -3881,9 +3913,7 @@ def forward_backward_no_pipelining(
         reports.append(report)
     if forward_only:
         return reports
-    num_tokens = None
-    if token_counts:
-        num_tokens = sum(token_counts)
+    num_tokens = sum(token_counts) if token_counts else None
     if parts:
         finalize_model_grads(parts, num_tokens)
     elif num_tokens:  # neither None nor 0
@@ -4241,6 +4271,11 @@ def _is_distributed():
 def _rank(group=None):
     """This process's rank in the group, by default of the whole job; 0 without a job."""
     return torch.distributed.get_rank(group) if _is_distributed() else 0
+
+
+def _world_size(group=None):
+    """Return the number of ranks in a group, by default in the whole job; 1 without a job."""
+    return torch.distributed.get_world_size(group) if _is_distributed() else 1
 
 
 # -- Files (sections 1 and 2) ----------------------------------------------------------------------
@@ -4814,21 +4849,28 @@ def _iter_differences(was, now, of):
 
 
 def _check_gradient_in_time(ddp, param):
-    """RuntimeError for a gradient that would be in no average of a DistributedDataParallel."""
+    """Check that a gradient arrives before the average that it belongs to is made.
+
+    Raises RuntimeError if it would be missing in this average, or in all averages.
+    """
     if ddp._bucket_of[param] < ddp._num_sent:
         raise RuntimeError(
-            f"gradient of {ddp._names[param]} after it was sent: put all backwards of a step but "
-            "the last under no_sync(), and give checkpoints use_reentrant=False, or do not overlap"
+            f"a gradient of {ddp._names[param]} arrived after its bucket was sent; run every "
+            "backward of a step except the last under no_sync(), and use activation checkpoints "
+            "with use_reentrant=False, or set overlap_grad_reduce=False"
         )
     if ddp._grads_are_averaged and ddp.grad_reduce_in_fp32:
         raise RuntimeError(
-            f"gradient of {ddp._names[param]} after finish_grad_sync(): with "
-            "grad_reduce_in_fp32 call zero_grad_buffer() before each step"
+            f"a gradient of {ddp._names[param]} arrived after finish_grad_sync(); with "
+            "grad_reduce_in_fp32, call zero_grad_buffer() before each step"
         )
 
 
 def _check_parameters(ddp):
-    """ValueError for a parameter whose gradient has no place in the buffers."""
+    """Check that the buffers hold the gradients of exactly the parameters that require one.
+
+    Raises ValueError if a parameter was replaced, frozen or unfrozen after the wrapping.
+    """
     for name, param in ddp.module.named_parameters():
         if param.requires_grad and param not in ddp._slices:
             raise ValueError(
@@ -4838,30 +4880,39 @@ def _check_parameters(ddp):
 
 
 def _check_loss_is_mean(model):
-    """ValueError where torch averages a model's gradients over ranks, before they are divided."""
+    """Check that torch does not average the gradients of this model over ranks.
+
+    Raises ValueError if it does, because each rank would then divide the average by its own tokens.
+    """
     if _num_processes() == 1:
         return
-    # Told by name: torch.distributed.fsdp is slow to import, and most jobs do without it.
+    # The classes are found by name, because torch.distributed.fsdp is slow to import.
     averaging = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
     for part in model.modules():
         for kind in type(part).__mro__:
             if kind.__name__ in averaging and kind.__module__.startswith("torch."):
                 raise ValueError(
-                    f"a {kind.__name__} of torch averages over the ranks, and the loss is a sum, "
-                    "which the tokens of this rank alone would divide: have loss_func return a "
-                    "mean, (loss, report), or take this module's DistributedDataParallel"
+                    f"torch's {kind.__name__} averages gradients over ranks, so a sum of losses "
+                    "would be divided by the tokens of this rank only; return a mean from "
+                    "loss_func, (loss, report), or use megatron_min.DistributedDataParallel"
                 )
 
 
 def _check_rampup(sizes, global_batch_size, samples_per_round):
-    """ValueError unless global batches grow, by these sizes, to the last one, in whole rounds."""
+    """Check that sizes, a range, ends at global_batch_size, and that each size is full rounds.
+
+    Raises ValueError if not.
+    """
     if global_batch_size not in sizes:
-        raise ValueError(f"ramp-up {sizes}: wanted equal steps up to {global_batch_size}")
+        raise ValueError(
+            f"rampup_batch_size: steps of {sizes.step} from {sizes.start} do not reach "
+            f"global_batch_size {global_batch_size}"
+        )
     for size in sizes:
         if min(size, samples_per_round) < 1 or size % samples_per_round:
             raise ValueError(
-                f"a global batch of {size} samples is no multiple of micro_batch_size * "
-                f"data_parallel_size, {samples_per_round}"
+                f"a global batch of {size} samples: expected a positive multiple of "
+                f"micro_batch_size * data_parallel_size, {samples_per_round}"
             )
 
 

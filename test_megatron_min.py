@@ -2936,7 +2936,7 @@ def test_a_gradient_that_would_be_in_no_average_is_refused(one):
         converted.double().zero_grad_buffer()
     ddp = one_layer(one, overlap_grad_reduce=True)
     backward_of_ones([ddp.module], 1)
-    with pytest.raises(RuntimeError, match=r"weight after it was sent.*no_sync\(\).*reentrant"):
+    with pytest.raises(RuntimeError, match=r"of weight arrived after.*no_sync\(\).*reentrant"):
         backward_of_ones([ddp.module], 1)
 
 
@@ -2998,7 +2998,7 @@ def test_a_step_in_float32(one, overlap):
         assert lists(ddp.grad_buffers) == [4 * [320]]
         for param in ddp.parameters():
             assert (param.grad.dtype, param.grad.item()) == (param.dtype, 320)
-        with pytest.raises(RuntimeError, match=r"gradient of 0\.weight after finish.*zero_grad_bu"):
+        with pytest.raises(RuntimeError, match=r"of 0\.weight arrived after.*zero_grad_bu"):
             backward_of_ones(layers, 1)
 
 
@@ -3082,7 +3082,7 @@ def test_sums_over_the_tokens_of_one_rank_are_refused(one, group, monkeypatch, k
     run_step(one, data, model, means=True)
     run_step(one, data, model, forward_only=True)
     run_step(one, data, Net())  # what a plain model needs, its user knows
-    with pytest.raises(ValueError, match="a (Distr.*Parallel|FSDPModule) of .*tokens of this rank"):
+    with pytest.raises(ValueError, match="(Distr.*Parallel|FSDPModule) averages .*loss_func"):
         run_step(one, data, model)
 
 
@@ -3159,7 +3159,7 @@ def what_is_not_finite_is_named_with_its_parameter_and_rank(job):
         if job.rank == last:
             backward_of_ones([layers[number]], value)
         teller = "" if job.rank == last else f"rank {last}: "
-        words = rf"^{teller}nan or inf in the gradients of 1 .*: {number}\.weight$"
+        words = rf"^{teller}nan or inf in the gradients of {number}\.weight$"
         with pytest.raises(ValueError, match=words):
             ddp.finish_grad_sync()
         layers.zero_grad()
@@ -3301,7 +3301,7 @@ def test_invalid_rampup_raises(one):
         assert (number.get(), number.get_current_global_batch_size()) == (4, 32)
     for size, micro, ramp, words in (
         (30, 4, None, "of 30"),
-        (32, 4, (16, 6, 9), "equal"),
+        (32, 4, (16, 6, 9), "steps of 6 from 16 .* 32"),
         (32, 4, (0, 8, 9), "of 0"),
         (32, -4, None, "data_parallel_size, -8"),
     ):
