@@ -3535,7 +3535,7 @@ class DistributedDataParallel(torch.nn.Module):
     >>> model.grad_buffers[0].tolist(), model.module.weight.grad.tolist()
     ([3.0, 4.0], [[3.0, 4.0]])
 
-    Upstream differs: most of these options are fields of DistributedDataParallelConfig.
+    Upstream differs: the keyword options are fields of a DistributedDataParallelConfig.
     """
 
     def __init__(
@@ -3575,7 +3575,8 @@ class DistributedDataParallel(torch.nn.Module):
         _bucket_of           {parameter: index of its bucket in _buckets}
         _slices              {parameter: its slice of the buffer, 1-D}
         _num_sent            how many buckets have been sent in this step
-        _grads_are_averaged  True: finish_grad_sync() has run, and no gradient has arrived since
+        _grads_are_averaged  True from the end of finish_grad_sync() until a gradient arrives or
+                             zero_grad_buffer() is called
         _not_finite          names of parameters for which this rank has sent nan or inf
         """
         self.grad_buffers = []
@@ -3664,7 +3665,7 @@ class DistributedDataParallel(torch.nn.Module):
     def _send_next_bucket(self):
         """Start the collective of the first bucket that has not been sent in this step."""
         bucket = self._buckets[self._num_sent]
-        shard = self.grad_shards[self._num_sent]  # a slice of the bucket, so no memory is allocated
+        shard = self.grad_shards[self._num_sent]  # a slice of the bucket: it is reduced in place
         self._num_sent += 1
         for param in bucket.params:
             self._put_into_buffer(param)
@@ -3710,7 +3711,7 @@ class DistributedDataParallel(torch.nn.Module):
             _on_every_rank(self._check_finite, self.group)  # section 17
 
     def _set_grads(self):
-        """Set each param.grad to the average, if it is not the same tensor and there is one."""
+        """With grad_reduce_in_fp32, set each param.grad to its average, once there is one."""
         if self.grad_reduce_in_fp32 and self._grads_are_averaged:
             for param in self._slices:
                 param.grad = param.main_grad.to(param.dtype)
@@ -3833,12 +3834,12 @@ def forward_backward_no_pipelining(
 ) -> list[typing.Any]:
     """Run the micro-batches of a step and finish the gradients.  Return one report for each.
 
-    forward_step_func  function (data_iterator, model) -> (output, loss_func).  What
-                       loss_func(output) returns decides what the gradient is:
-                         (loss, report)                        of the mean of the losses
-                         (sum of losses, num_tokens, report)   of the mean loss per token
+    forward_step_func  function (data_iterator, model) -> (output, loss_func).  loss_func(output)
+                       returns one of these:
+                         (loss, report)                        gradient of the mean of the losses
+                         (sum of losses, num_tokens, report)   gradient of the mean loss per token
                        The mean is over all micro-batches of this rank.  If the model is or contains
-                       a DistributedDataParallel of this module, it is over those of all ranks
+                       a DistributedDataParallel of this module, the mean is over all ranks, too
     data_iterator      passed on to forward_step_func
     model              a DistributedDataParallel, a plain module, or a list with one of these
     num_microbatches   how many micro-batches to run
@@ -3928,11 +3929,11 @@ def forward_backward_no_pipelining(
 # ==============================================================================
 # Question answered here: how many samples and steps has a run, and can it read them again?
 #
-#   get_train_valid_test_num_samples   samples that a run needs of each split
-#   NumMicroBatches                    micro-batches in a step, constant or growing
-#   cyclic_iter                        turn after turn of a loader
-#   RerunDataIterator                  the micro-batches of a step once more
-#   check_data_consistency             do all ranks go on from the same sample?
+#   get_train_valid_test_num_samples   how many samples a run needs of each split
+#   NumMicroBatches                    how many micro-batches a step has: constant or growing
+#   cyclic_iter                        reads a loader pass after pass
+#   RerunDataIterator                  reads the micro-batches of a step again
+#   check_data_consistency             checks that all ranks continue at the same sample
 
 
 def get_train_valid_test_num_samples(
@@ -3945,13 +3946,21 @@ def get_train_valid_test_num_samples(
     full_validation: bool = False,
     skip_train: bool = False,
 ) -> tuple[int, int | None, int]:
-    """Return how many samples a run needs of train, valid (None with full_validation) and test.
+    """Return how many samples a run needs of train, valid and test.
 
-    The run has train_iters steps, or train_samples samples.  It evaluates eval_iters global batches
-    of valid every eval_interval steps and at the end, and of test once.  Where the batch size grows
-    a run has more steps than train_samples / global_batch_size: give both, and train_iters counts
-    the evaluations.  With skip_train it evaluates valid once; the samples of train are counted all
-    the same.  Upstream: get_train_valid_test_num_samples.
+    global_batch_size   samples in a step
+    eval_interval       the run evaluates valid after each eval_interval steps, and at the end
+    eval_iters          how many global batches each evaluation of valid reads, and the only
+                        evaluation of test
+    train_iters         steps of the run
+    train_samples       samples of the run; needed if train_iters is None.  If the batch size grows,
+                        a run has more steps than train_samples / global_batch_size.  Then give both
+                        arguments: train_iters is used to count the evaluations
+    full_validation     True: the number for valid is None, which means all samples
+    skip_train          True: the run evaluates valid once.  The number for train stays the same
+
+    Raises ValueError if train_iters and train_samples are both None, or if eval_interval is 0 and
+    the run trains.
 
     >>> get_train_valid_test_num_samples(global_batch_size=8, train_iters=100, eval_interval=50,
     ...                                  eval_iters=2)
@@ -3970,16 +3979,17 @@ def get_train_valid_test_num_samples(
 
 
 class NumMicroBatches:
-    """Micro-batches in a step, constant or growing.  Upstream: num_microbatches_calculator.
+    """The number of micro-batches in a step, which is constant or grows.
 
-    global_batch_size    samples in a step, of all data-parallel ranks together
-    micro_batch_size     samples that one rank handles at once
-    data_parallel_size   data-parallel ranks
-    rampup_batch_size    (start, increment, samples): the global batch grows from start to
-                         global_batch_size in equal steps of increment over so many samples
+    global_batch_size    samples in a step, on all data-parallel ranks together
+    micro_batch_size     samples in a micro-batch
+    data_parallel_size   number of data-parallel ranks
+    rampup_batch_size    (start, increment, samples): the global batch size grows from start to
+                         global_batch_size by equal increments, during the first `samples` samples
+                         of the run.  None: it is constant
 
-    ValueError if one of the global batch sizes on the way is no whole number of micro-batches on
-    every rank.
+    Raises ValueError if the increments do not lead to global_batch_size, or if a global batch size
+    is not a multiple of micro_batch_size * data_parallel_size.
 
     >>> ramp = NumMicroBatches(32, 4, 2, rampup_batch_size=(16, 8, 100))
     >>> for consumed in (0, 50, 101):
@@ -3988,6 +3998,8 @@ class NumMicroBatches:
     2 16
     3 24
     4 32
+
+    Upstream: num_microbatches_calculator.
     """
 
     def __init__(
@@ -4006,7 +4018,7 @@ class NumMicroBatches:
         self.update(0)
 
     def update(self, consumed_samples: int) -> None:
-        """Set the batch size of the step that begins after so many samples."""
+        """Set the batch size of the step that begins after consumed_samples samples of the run."""
         increments = len(self.sizes) - 1
         if increments and self.samples and consumed_samples <= self.samples:
             samples_per_increment = self.samples / increments
@@ -4024,10 +4036,10 @@ class NumMicroBatches:
 
 
 def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
-    """Yield the items of an iterable again and again, pass after pass.  Upstream: cyclic_iter.
+    """Yield the items of an iterable again and again, pass after pass.
 
-    One pass may be empty, as in a run that is resumed at the end of a turn.  Two empty passes in
-    a row are a ValueError instead of a loop without end.
+    One pass may be empty, for example if a run resumes at the end of a pass.  Raises ValueError
+    after two empty passes in a row, because the loop would never end.
 
     >>> list(itertools.islice(cyclic_iter([1, 2, 3]), 7))
     [1, 2, 3, 1, 2, 3, 1]
@@ -4038,17 +4050,15 @@ def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
         for item in iterable:
             empty_passes = 0
             yield item
-    raise ValueError("nothing to iterate over: the loader yielded no batch in two passes")
+    raise ValueError("cyclic_iter: the iterable yielded nothing in two passes; check its length")
 
 
 class RerunDataIterator(collections.abc.Iterator):
-    """An iterator whose last micro-batches can be had again, to run a step a second time.
+    """An iterator that can yield its last micro-batches again, to run a step a second time.
 
-    Upstream: RerunDataIterator.
-
-    rewind() goes back to the last advance(), or to the beginning; advance() forgets what was read
-    until now.  Call it after each step: what was read since then is kept in memory.  A dict comes
-    as a shallow copy, so a step may change its keys.
+    rewind() returns to the last advance(), or to the beginning.  Call advance() after each step:
+    all that was read since the last advance() is kept in memory.  A dict is yielded as a shallow
+    copy, so a step may change its keys.
 
     >>> numbers = RerunDataIterator(range(9))
     >>> next(numbers), next(numbers), numbers.rewind(), next(numbers), next(numbers)
@@ -4056,10 +4066,10 @@ class RerunDataIterator(collections.abc.Iterator):
     """
 
     def __init__(self, iterable: typing.Iterable) -> None:
-        # the names of these three are upstream's
+        # The names of these three attributes are upstream's.
         self.iterable = iter(iterable)
-        self.saved_microbatches = []  # since the last advance()
-        self.replay_pos = 0  # the next of them; behind the last one the iterable goes on
+        self.saved_microbatches = []  # all that were read since the last advance()
+        self.replay_pos = 0  # index of the next one to yield; after the last, iterable is read
 
     def __next__(self) -> typing.Any:
         if self.replay_pos == len(self.saved_microbatches):
@@ -4071,16 +4081,16 @@ class RerunDataIterator(collections.abc.Iterator):
         return item
 
     def rewind(self) -> None:
-        """Yield again all that came since the last advance()."""
+        """Make the iterator yield again all micro-batches since the last advance()."""
         self.replay_pos = 0
 
     def advance(self) -> None:
-        """The step is done: what was read is not needed any more."""
+        """Forget the micro-batches that were yielded, because their step is done."""
         del self.saved_microbatches[: self.replay_pos]
         self.replay_pos = 0
 
     def state_dict(self) -> dict:
-        """Return what was read since the last advance(), and how much of it is read again."""
+        """Return the micro-batches since the last advance(), and the position among them."""
         return {
             "saved_microbatches": list(self.saved_microbatches),
             "replaying": self.replay_pos < len(self.saved_microbatches),
@@ -4088,7 +4098,7 @@ class RerunDataIterator(collections.abc.Iterator):
         }
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Go on where the state was taken; the iterable must go on there by itself."""
+        """Continue where the state was saved.  The iterable must resume there by itself."""
         self.saved_microbatches = list(state_dict["saved_microbatches"])
         self.replay_pos = len(self.saved_microbatches)
         if state_dict["replaying"]:
@@ -4096,11 +4106,12 @@ class RerunDataIterator(collections.abc.Iterator):
 
 
 def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> None:
-    """Check that all ranks of a group go on from the same number of consumed samples.
+    """Check that all ranks of a group continue at the same number of consumed samples.
 
-    consumed_samples  of this rank, in samples; typically from a checkpoint
-    group             a torch.distributed process group; None: all ranks
-    Raises            ValueError, on every rank, where the ranks disagree
+    consumed_samples  number of samples on this rank, usually from a checkpoint
+    group             a torch.distributed process group.  None: all ranks
+
+    Raises ValueError on every rank if the numbers differ.
     """
     if not _is_distributed():
         return
@@ -4110,8 +4121,8 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
     least, minus_most = bounds.tolist()
     if least != -minus_most:
         raise ValueError(
-            f"consumed_samples differs between ranks, from {least} to {-minus_most} (rank "
-            f"{_rank()} has {mine}): load the same checkpoint on every rank"
+            f"consumed_samples differs between ranks: from {least} to {-minus_most}, and {mine} on "
+            f"rank {_rank()}; load the same checkpoint on every rank"
         )
 
 
@@ -4849,9 +4860,10 @@ def _iter_differences(was, now, of):
 
 
 def _check_gradient_in_time(ddp, param):
-    """Check that a gradient arrives before the average that it belongs to is made.
+    """Check that a gradient is not too late for the average of its step.
 
-    Raises RuntimeError if it would be missing in this average, or in all averages.
+    Raises RuntimeError if its bucket has been sent in this step, or, with grad_reduce_in_fp32, if
+    finish_grad_sync() has finished the step.
     """
     if ddp._bucket_of[param] < ddp._num_sent:
         raise RuntimeError(
@@ -4882,7 +4894,8 @@ def _check_parameters(ddp):
 def _check_loss_is_mean(model):
     """Check that torch does not average the gradients of this model over ranks.
 
-    Raises ValueError if it does, because each rank would then divide the average by its own tokens.
+    Raises ValueError if it does.  The loss is a sum over tokens here, and each rank would divide
+    the average of these sums by the number of its own tokens.
     """
     if _num_processes() == 1:
         return
