@@ -3434,13 +3434,13 @@ def _read_at_once(dataset, indices):
 # Question answered here: how do the data-parallel ranks come to have the same gradients?
 #
 # All data-parallel ranks start with the same parameters.  In each step, every rank computes the
-# gradients of its own micro-batches, and then all ranks replace their gradients by the average over
-# the ranks.  So they make the same update, and their parameters stay equal.
+# gradients of its micro-batches.  Then all ranks replace their gradients by the average over the
+# ranks.  So they make the same update, and their parameters stay equal.
 #
-# If the loss of each rank is a mean over its tokens, and all ranks count equally many tokens, the
-# average is the gradient of the global batch.  If the counts differ, the loss of each rank is a sum
-# over its tokens.  finalize_model_grads() then divides the sum of the gradients over all ranks by
-# the number of tokens on all ranks.
+# If each rank computes a mean loss over its tokens, and all ranks count equally many tokens, the
+# average is the gradient of the global batch.  If the counts may differ, each rank computes a sum
+# of losses.  finalize_model_grads() then adds the gradients over all ranks, and divides them by the
+# number of tokens on all ranks.
 #
 # The average is computed by a collective, a call that all ranks of a group make together:
 #
@@ -3450,15 +3450,16 @@ def _read_at_once(dataset, indices):
 #                    parameters of its shard, and then sends them to the other ranks itself.
 #
 # All gradients of one dtype and device are in one buffer.  They are in reverse order, because
-# backward reaches the last parameters first, and p.main_grad is a view of this buffer:
+# backward reaches the last parameters first.  For each parameter p, p.main_grad is a view of the
+# buffer:
 #
 #   parameters of the module             embed  w1  w2  w3  head
 #   their gradients in the buffer        | head     | w3  w2   | w1  embed |
 #   sent together                        | bucket 0 | bucket 1 | bucket 2  |
 #
-# Backward adds each gradient to p.grad, which is the same view.  In bfloat16, however, 256 + 1 is
-# 256.  With grad_reduce_in_fp32, p.main_grad is therefore float32, and backward makes a new p.grad
-# for each micro-batch, which is added to p.main_grad and then dropped.
+# Backward adds each gradient to p.grad, which is the same view.  But in bfloat16, 256 + 1 is 256.
+# So with grad_reduce_in_fp32, p.main_grad is float32.  Backward then makes a new p.grad for each
+# micro-batch, which is added to p.main_grad and dropped.
 #
 # This is a step with overlap_grad_reduce.  Time runs to the right, and each bar is a bucket that is
 # being sent.  Without overlap_grad_reduce, finish_grad_sync() sends all buckets and then waits.
@@ -3482,8 +3483,8 @@ class _Bucket:
 
     params   the parameters
     data     their gradients: a slice of the buffer, in the order of params
-    waiting  with overlap_grad_reduce, the parameters whose last gradient of this step has not
-             arrived yet
+    waiting  parameters whose last gradient of this step is still to arrive; only
+             overlap_grad_reduce uses it
     handle   the collective that is still running, or None
 
     Upstream: _ParamAndGradBucket.
@@ -3501,9 +3502,9 @@ class DistributedDataParallel(torch.nn.Module):
     module                     the model.  Each parameter that requires a gradient gets main_grad, a
                                view of the buffer of its dtype and device, and its grad becomes the
                                same view.  (torch's optimizers read grad and may set it to None.
-                               Upstream's optimizers read main_grad, which stays a view.)  Convert,
-                               replace, freeze or unfreeze parameters before the wrapping, for
-                               example by module.to()
+                               Upstream's optimizers read main_grad, which stays a view.)  Convert
+                               parameters (by module.to(), for example), replace, freeze or unfreeze
+                               them before the wrapping
     group                      the process group to average over, usually the group "dp-cp" of
                                section 9: cp ranks have the same weights and different tokens.
                                None: all ranks, which is right only without tp and pp
@@ -3555,7 +3556,7 @@ class DistributedDataParallel(torch.nn.Module):
         self.group = group
         self.size = _world_size(group)
         if self.size > 1 and torch.distributed.get_backend(group) != "nccl":
-            average_in_collective = False  # not every backend can average; gloo may only add
+            average_in_collective = False  # gloo, if asked to average, may only add
         self.bucket_size = bucket_size
         self.overlap_grad_reduce = overlap_grad_reduce
         self.use_distributed_optimizer = use_distributed_optimizer
@@ -3959,8 +3960,8 @@ def get_train_valid_test_num_samples(
     full_validation     True: the number for valid is None, which means all samples
     skip_train          True: the run evaluates valid once.  The number for train stays the same
 
-    Raises ValueError if train_iters and train_samples are both None, or if eval_interval is 0 and
-    the run trains.
+    Raises ValueError if train_iters and train_samples are both None, and, unless skip_train is set,
+    if eval_interval is less than 1.
 
     >>> get_train_valid_test_num_samples(global_batch_size=8, train_iters=100, eval_interval=50,
     ...                                  eval_iters=2)
@@ -4050,7 +4051,7 @@ def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
         for item in iterable:
             empty_passes = 0
             yield item
-    raise ValueError("cyclic_iter: the iterable yielded nothing in two passes; check its length")
+    raise ValueError("cyclic_iter: expected items to iterate over, got none in two passes")
 
 
 class RerunDataIterator(collections.abc.Iterator):
@@ -4121,8 +4122,8 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
     least, minus_most = bounds.tolist()
     if least != -minus_most:
         raise ValueError(
-            f"consumed_samples differs between ranks: from {least} to {-minus_most}, and {mine} on "
-            f"rank {_rank()}; load the same checkpoint on every rank"
+            f"consumed_samples differs between ranks, from {least} to {-minus_most} (rank "
+            f"{_rank()} has {mine}); load the same checkpoint on every rank"
         )
 
 
@@ -4895,7 +4896,7 @@ def _check_loss_is_mean(model):
     """Check that torch does not average the gradients of this model over ranks.
 
     Raises ValueError if it does.  The loss is a sum over tokens here, and each rank would divide
-    the average of these sums by the number of its own tokens.
+    the average over ranks by the number of its tokens alone.
     """
     if _num_processes() == 1:
         return
@@ -5626,24 +5627,27 @@ def _check_no_secrets(names, is_input=False):
 # ==============================================================================
 # Question answered here: what do the other ranks do when one of them fails?
 #
-# Without this section they would wait for it in the next collective, until a timeout ends them, and
-# none of their logs would say why.
+# Without this section, a rank that fails would leave the other ranks waiting in their next
+# collective.  A timeout would end them, and none of their logs would say why.
 #
 #            step()             smallest of all     rank 2 broadcasts    every rank raises
-#   rank 0   works     -> 4 --+                   +-- kind and sentence --> "rank 2: no such file"
+#   rank 0   works     -> 4 --+                   +-- kind and message ---> "rank 2: no such file"
 #   rank 1   works     -> 4 --+--> all_reduce     +-----------------------> "rank 2: no such file"
 #   rank 2   raises    -> 2 --+     gives 2       +-----------------------> its own error
 #   rank 3   works     -> 4 --+                   +-----------------------> "rank 2: no such file"
 #
-# A rank that works gives the number of ranks; a rank that fails gives its own number.  If all work,
-# nothing more is sent.  A process that dies, or is told to end, takes part in nothing: its launcher
-# (torchrun) stops the others and names it.
+# A rank on which step() works sends the number of ranks, here 4.  A rank on which it fails sends
+# its own number.  If step() works on all ranks, nothing more is sent.
+#
+# A process that dies, or is ended by a signal, takes no part in this.  Its launcher (torchrun)
+# stops the other processes and names it.
 
 
 def _call_catching(step, *arguments):
-    """Call a function: return (what it returns, None), or (None, the error that it raises).
+    """Call a function.  Return its result and None, or None and the error that it raised.
 
-    Ends of a process pass; a panic of native code, which is no Exception, is an error.
+    KeyboardInterrupt, SystemExit and GeneratorExit are not caught.  Every other BaseException is,
+    because a panic of native code is not an Exception.
     """
     try:
         return step(*arguments), None
@@ -5654,19 +5658,24 @@ def _call_catching(step, *arguments):
 
 
 def _device_of_group(group=None) -> torch.device:
-    """The device of tensors that the group can send; it may be one of "cpu:gloo,cuda:nccl"."""
+    """Return the device of the tensors that a group can send.
+
+    A group may have several backends, such as "cpu:gloo,cuda:nccl".
+    """
     if _is_distributed() and "nccl" in torch.distributed.get_backend_config(group):
         return torch.device("cuda")
     return torch.device("cpu")
 
 
 def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = None) -> typing.Any:
-    """Call step() on every rank of a group; if it fails on one rank, it fails on every rank.
+    """Call step() on every rank of a group.  If it fails on one rank, raise an error on every rank.
 
-    It returns what step() returns on this rank.  A rank that failed raises its own error, the
-    others that of the lowest rank that failed.  step() may use collectives that all ranks reach.
+    Returns what step() returns on this rank.  A rank on which step() failed raises its own error.
+    Every other rank raises an error with the message of the lowest rank that failed.
+
+    step() may call collectives, if every rank reaches each of these calls.
     """
-    world = torch.distributed.get_world_size(group) if _is_distributed() else 1
+    world = _world_size(group)
     if world == 1:
         return step()
     result, error = _call_catching(step)
@@ -5678,29 +5687,30 @@ def _on_every_rank(step: typing.Callable[[], typing.Any], group: typing.Any = No
     return result
 
 
-def _raise_on_every_rank(source, error, group):
-    """Raise on every rank of the group that the group's rank number `source` has failed.
+def _raise_on_every_rank(failed_rank, error, group):
+    """Raise an error on every rank of a group, because its rank failed_rank has failed.
 
-    Every rank calls it with its own error, which it raises, or with None: then it is a ValueError
-    or a StopIteration if it was one there, else a RuntimeError with the name of its class.  The
-    sentence begins with the number of the rank in the whole job.
+    Every rank of the group calls this function, with its own error or with None.  A rank that has
+    an error raises it.  Every other rank raises an error with the message of failed_rank: a
+    ValueError or StopIteration if failed_rank has one, else a RuntimeError that names the class.
+    The message begins with the number that failed_rank has in the whole job.
     """
-    sentence = f"rank {_rank()}: "
-    with contextlib.suppress(Exception):  # of a class that has no words
-        sentence += str(error)
+    message = f"rank {_rank()}: "
+    with contextlib.suppress(Exception):  # the __str__() of the error may fail
+        message += str(error)
     if isinstance(error, ValueError):
         kind = ValueError
     elif isinstance(error, StopIteration):
         kind = StopIteration
     else:
         kind = RuntimeError
-        sentence += f" ({type(error).__name__})"
-    told = [kind, sentence]
-    torch.distributed.broadcast_object_list(told, group=group, group_src=source)
+        message += f" ({type(error).__name__})"
+    kind_and_message = [kind, message]
+    torch.distributed.broadcast_object_list(kind_and_message, group=group, group_src=failed_rank)
     if error is not None:
         raise error
-    kind, sentence = told
-    raise kind(sentence)
+    kind, message = kind_and_message
+    raise kind(message)
 
 
 # ==============================================================================
@@ -5715,17 +5725,23 @@ def _raise_on_every_rank(source, error, group):
 #   _make_batch                         _c_make_batch                  read_samples
 #   GPTDataset.__getitem__              _c_getitem                     read_samples
 #
-# An adapter takes the arguments of its definition and gives the same result, or the same error.
-# functools.wraps() gives it the docstring of the definition, and keeps the definition as
-# adapter.__wrapped__.  What a loop refuses, an array with gaps or a place that it cannot trust, is
-# left to the definition, which can use it, or raises the error with its sentence.
+# An adapter takes the arguments of its definition, and returns the same result or raises the same
+# error.  functools.wraps() gives it the docstring of the definition, and keeps the definition as
+# adapter.__wrapped__.  A loop rejects an array with gaps, or an index out of range.  The adapter
+# then calls the definition, which either handles this input or raises the error.
 #
-# _helpers.c is built as the extension module _megatron_min.  MEGATRON_MIN_C=0 leaves the module
-# out, =1 makes it an error that it cannot be used, unset takes it if it is there.  One of another
-# VERSION may want other arguments, or lack a loop, and so cannot be used; one whose multiply-adds
-# are fused refuses to be imported, as its blends would be other ones.
+# _helpers.c is built as the extension module _megatron_min.  The environment variable
+# MEGATRON_MIN_C says whether to use it:
+#
+#   MEGATRON_MIN_C=0   do not use it
+#   MEGATRON_MIN_C=1   use it; raise ImportError if it is missing or cannot be used
+#   unset              use it if possible; issue a warning if it is there but cannot be used
+#
+# A build with a different VERSION is not used, because its functions may be missing or take
+# different arguments.  A build with fused multiply-adds raises ImportError when it is imported,
+# because it would compute different blends.
 
-_VERSION_OF_C = 2  # that of _helpers.c; both change together, when a function of C does
+_VERSION_OF_C = 2  # VERSION in _helpers.c; change both if a function of C changes
 
 IMPLEMENTATION = "python"
 if os.environ.get("MEGATRON_MIN_C") != "0":
@@ -5735,20 +5751,21 @@ if os.environ.get("MEGATRON_MIN_C") != "0":
         _version = getattr(_megatron_min, "VERSION", None)  # older builds have none
         if _version != _VERSION_OF_C:
             raise ImportError(
-                f"wanted version {_VERSION_OF_C}, got {_version} of {_megatron_min}: build it again"
+                f"{_megatron_min.__spec__.origin}: expected version {_VERSION_OF_C}, got "
+                f"{_version}; build it again"
             )
         IMPLEMENTATION = "c"
     except ImportError as error:
         if os.environ.get("MEGATRON_MIN_C") == "1":
-            sentence = (
-                f"MEGATRON_MIN_C=1 asks for the C kernels: {error}.  Build them (pip install . in "
-                "a clone of megatron_min), or unset MEGATRON_MIN_C"
+            _message = (
+                f"MEGATRON_MIN_C=1, but the C kernels cannot be used: {error}.  To build them, run "
+                "pip install . in a clone of megatron_min.  To use Python, unset MEGATRON_MIN_C"
             )
             if __name__ == "__main__":
-                sys.exit(sentence)
-            raise ImportError(sentence) from error
+                sys.exit(_message)
+            raise ImportError(_message) from error
         if not isinstance(error, ModuleNotFoundError):
-            warnings.warn(f"the C kernels are there, and cannot be used: {error}", stacklevel=2)
+            _warn(f"the C kernels cannot be used, so Python does their work: {error}")
 
 
 @functools.wraps(_fill_rows)
@@ -5759,13 +5776,14 @@ def _c_fill_rows(*arguments):
     _c_fill_rows.__wrapped__(*arguments)
 
 
-_generators = threading.local()  # one of each thread that builds
+_generators = threading.local()  # one random_state for each thread
 
 
 def _random_state(seed: int) -> np.random.RandomState:
-    """Return np.random.RandomState(seed), which is good until the next call in this thread.
+    """Return np.random.RandomState(seed), which is valid until the next call in this thread.
 
-    To make one takes numpy 0.25 ms, a fifth of a small corpus: it draws a seed of its own first.
+    numpy needs 0.25 ms to make a RandomState, because it draws a random seed first.  This is a
+    fifth of the time that a small corpus takes, so each thread makes only one and seeds it anew.
     """
     if not hasattr(_generators, "random_state"):
         _generators.random_state = np.random.RandomState()
@@ -5773,7 +5791,7 @@ def _random_state(seed: int) -> np.random.RandomState:
     return _generators.random_state
 
 
-_FEW_ITEMS = 4096  # fewer are shuffled by numpy before C has got the generator's state
+_FEW_ITEMS = 4096  # with fewer items, copying numpy's state to C takes longer than the shuffle
 
 
 @functools.wraps(shuffle)
@@ -5783,7 +5801,7 @@ def _c_shuffle(items, random_state):
         state = random_state.get_state(legacy=False)  # a copy
         if state["bit_generator"] == "MT19937":
             generator = state["state"]
-            # C refuses before it changes anything; else it changes items and key in place.
+            # C changes items and key in place, or raises an error before it changes anything.
             with contextlib.suppress(TypeError, ValueError):
                 generator["pos"] = _megatron_min.shuffle(items, generator["key"], generator["pos"])
                 random_state.set_state(state)
@@ -5799,17 +5817,19 @@ def _c_fill_blend(*arguments):
     _c_fill_blend.__wrapped__(*arguments)
 
 
-_NO_EOD = -(2**63)  # an id that no token has
+_NO_EOD = -(2**63)  # no token has this id
 
 
-# The loop writes a batch as a table, of which a sample is a row.  With S = 4:
+# read_samples writes a batch as a table, in which each sample is one row.  For a blend it is called
+# once for each dataset, and writes the rows of this dataset.  With S = 4:
 #
 #   indices   tokens     labels     loss_mask   position_ids
-#   0         b b b c    b b c c    1 1 1 1     0 1 2 3          of a blend each of its datasets
-#   2         a a a a    a a a b    1 1 1 1     0 1 2 3          writes rows of its own
+#   0         b b b c    b b c c    1 1 1 1     0 1 2 3
+#   2         a a a a    a a a b    1 1 1 1     0 1 2 3
 #
-# It serves a GPTDataset of a mapped pair, and blends of such with the config of the blend.  A
-# subclass of one of these classes may say itself what a sample is: it gets the definitions.
+# It is used for a GPTDataset whose pair is memory-mapped, and for a blend of these datasets that
+# share the config of the blend.  A subclass may override what a sample is, so it always gets the
+# definition.
 
 
 @functools.wraps(_make_batch)
@@ -5825,12 +5845,12 @@ def _c_getitem(self, idx):
     columns = _make_columns(self, [idx])
     if columns is None:
         return _c_getitem.__wrapped__(self, idx)
-    # values[0, ...] of the 1-D max_seqlen is an array without axes; values[0] would be a number
+    # max_seqlen is 1-D: values[0, ...] is an array without axes, but values[0] would be a number
     return {key: torch.from_numpy(values[0, ...]) for key, values in columns.items()}
 
 
 def _make_columns(dataset, indices):
-    """A batch as a table, {key: array (B, ...)}; None if the loop cannot make it."""
+    """Make a batch as a table, {key: array (B, ...)}.  Return None if C cannot do it."""
     columns = {}
     if type(dataset) is GPTDataset:
         rows_of_parts = [(dataset, range(len(indices)), indices)]
@@ -5848,13 +5868,13 @@ def _make_columns(dataset, indices):
         if not is_served or not _fill_columns(part, columns, rows, ks):
             return None
     for row, idx in enumerate(indices):
-        if idx is None:  # it fills up the batch
+        if idx is None:  # the padding sample has no loss
             columns["loss_mask"][row] = 0
     return columns
 
 
 def _empty_columns(config, count):
-    """An empty table for so many samples; its keys are in upstream's order."""
+    """Make a table for count samples, not yet filled, with its keys in upstream's order."""
     S = config.sequence_length
     columns = {}
     columns["tokens"] = np.empty((count, S), np.int64)
@@ -5870,9 +5890,9 @@ def _empty_columns(config, count):
 
 
 def _fill_columns(dataset, columns, rows, samples):
-    """Write samples into rows of a table, in one pass over their tokens.
+    """Write samples into these rows of a table.  Return whether C could do it.
 
-    False if an array is not what the loop takes, or it met a place that it cannot trust.
+    It cannot if an array has the wrong type, or if an index in it is out of range.
     """
     config = dataset.config
     corpus = dataset.dataset
@@ -7161,45 +7181,49 @@ class _ParquetRows(_Rows):
 # ==============================================================================
 # Question answered here: which documents made a sample, and which samples read a document?
 #
-#   trace(dataset, k)         a sample      ->  its spans: which tokens of which documents
-#   find(dataset, pair, i)    a sequence    ->  the samples that hold tokens of it
+#   trace(dataset, k)         sample k      ->  its spans: which tokens of which documents it holds
+#   find(dataset, pair, i)    sequence i    ->  the samples that hold tokens of it
 #
-# Both follow from the orders of section 4, and read no token.  trace() goes down this table, as
-# GPTDataset.pieces() does, and find() goes up:
+# Both functions use only the index arrays of section 4, and read no token.  trace() goes down this
+# table, as GPTDataset.pieces() does.  find() goes up.
 #
 #   array            trace() goes from        to                        find() goes back by
 #   shuffle_index    sample k                 sample j of the stream    its inverse
 #   sample_index     sample j of the stream   positions d .. d'         binary search
-#   document_index   positions d .. d'        sequences                 one pass over it
+#   document_index   positions d .. d'        sequences                 one pass over the array
 #
-# A BlendedDataset has two arrays above these: they say which sample of which dataset sample i is.
+# In a BlendedDataset, two more arrays come first: they give the dataset of sample i of the blend,
+# and the number that this sample has there.
 
 
 class Span(typing.NamedTuple):
-    """A run of tokens of one sequence in one sample.  Offsets and lengths are in tokens."""
+    """Consecutive tokens of one sequence in one sample.  Offsets and lengths are in tokens."""
 
-    path_prefix: str | None  # the pair; None for mock data
-    sequence: int  # the number of the sequence in the pair
-    document: int  # the document of the pair that the sequence belongs to
-    offset: int  # where the run begins in the sequence
-    length: int  # how many tokens it has
-    byte_offset: int | None  # where it begins in the .bin file, in bytes; None without a file
-    sample_offset: int  # where it begins in the sample
-    input: str | None  # the file that the document was made from; None: no record
-    input_document: int | None  # the number of the document in there, counted from 0
+    path_prefix: str | None  # the pair.  None: mock data
+    sequence: int  # number of the sequence in the pair
+    document: int  # number of the document in the pair that the sequence belongs to
+    offset: int  # where the span begins in the sequence
+    length: int  # number of tokens in the span
+    byte_offset: int | None  # where the span begins in the .bin file, in bytes.  None: no file
+    sample_offset: int  # where the span begins in the sample
+    input: str | None  # input file that the document comes from.  None: the pair has no record
+    input_document: int | None  # number of the document in this file, counted from 0
 
 
 def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
-    """Return the spans of sample k, in order: its S + x tokens, or fewer if it is padded.
+    """Return the spans of sample k, in order.
 
-    A subclass that changes tokens when it reads them is traced to the tokens before the change.
+    Together they hold the S + x tokens of the sample, or fewer if it is padded.  If a subclass
+    changes tokens when it reads them, the spans describe the tokens before the change.
+
+    Raises IndexError if k is out of range, and ValueError for a dataset of a different class.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
     >>> sizes = [3, 0, 0]
     >>> builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
     >>> train, valid, test = builder.build()
-    >>> for span in trace(train, 0):                    # b b b c c: all of bbb, and two c
+    >>> for span in trace(train, 0):                   # b b b c c: all of bbb, and cc of cccccc
     ...     print(span.sequence, span.offset, span.length, span.byte_offset, span.sample_offset)
     1 0 3 4 0
     2 0 2 7 3
@@ -7213,28 +7237,28 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
     _check_is_gpt_dataset(dataset)
     prefix = dataset.dataset_path
     spans = []
-    place = 0
+    start = 0
     for sequence, offset, length in dataset.pieces(k):
         if length > 0:
             document, at, name, number = _locate_in_files(dataset.dataset, sequence, offset)
-            span = Span(prefix, sequence, document, offset, length, at, place, name, number)
+            span = Span(prefix, sequence, document, offset, length, at, start, name, number)
             spans.append(span)
-            place += length
+            start += length
     return spans
 
 
 def _locate_in_files(pair, sequence, offset):
     """Return the document, byte_offset, input and input_document of a Span."""
-    if not isinstance(pair, IndexedDataset):  # mock data, or a reader of the user's own
+    if not isinstance(pair, IndexedDataset):  # mock data, or a reader that the user wrote
         return sequence, None, None, None
-    # Of documents that begin at the same sequence only the last one has sequences.
-    # bisect, as np.searchsorted() would copy the entries, which lie unaligned in the file.
+    # If several documents begin at the same sequence, only the last of them has sequences.
+    # np.searchsorted() would copy the array first, because its items are unaligned in the file.
     document = bisect.bisect_right(pair.document_indices, sequence) - 1
     byte_offset = int(pair.sequence_pointers[sequence]) + offset * DType.size(pair.dtype)
     record = _record_of(pair)  # section 20
     begins = record.get("begins", [0])
     i = bisect.bisect_right(begins, document) - 1
-    if i + 1 == len(begins):  # no record, or one of fewer documents
+    if i + 1 == len(begins):  # there is no record, or it names too few documents
         return document, byte_offset, None, None
     name, _ = record["inputs"][i]
     return document, byte_offset, name, document - begins[i]
@@ -7243,41 +7267,47 @@ def _locate_in_files(pair, sequence, offset):
 def find(
     dataset: GPTDataset | BlendedDataset, path_prefix: str | os.PathLike | None, sequence: int
 ) -> list[int]:
-    """Return the samples that hold at least one token of a sequence of a pair, in order.
+    """Return the sorted numbers of the samples that hold at least one token of a sequence.
 
-    path_prefix   the pair, by the path that the dataset was given, or by another that means the
-                  same place; None for mock data
-    Cost          one pass over the orders, 4 or 8 bytes for each sample; a few binary searches for
-                  each epoch; and the samples that are found
+    path_prefix   path of the pair: the path that the dataset was made with, or any path that leads
+                  to the same files.  None: mock data
+    sequence      number of the sequence in the pair
+    Cost          O(samples + entries of document_index), with 4 or 8 bytes of memory for each
+                  sample; then O(log(samples)) for each epoch, and O(pieces) for each sample found
+
+    Raises IndexError if the pair does not have this sequence, and ValueError if the dataset does
+    not read this pair or is of a different class.
     """
     parts = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
     for part in parts:
         _check_is_gpt_dataset(part)
-    wanted = [d for d, part in enumerate(parts) if _is_pair_of(part, path_prefix)]
-    if len(wanted) == 0:
+    of_pair = [d for d, part in enumerate(parts) if _is_pair_of(part, path_prefix)]
+    if len(of_pair) == 0:
         names = ", ".join(_label_of_dataset(part) for part in parts)
         raise ValueError(f"{path_prefix} is not a pair of this dataset, which has {names}")
-    found = []
-    for d in wanted:
+    all_samples = []
+    for d in of_pair:
         samples = _samples_of_sequence(parts[d], sequence)
         if isinstance(dataset, BlendedDataset):
-            # The samples 0, 1, 2, ... of a part come in this order in the blend, which may take
-            # fewer of them than the part has.
-            places = np.flatnonzero(dataset.dataset_index == d)
-            samples = [int(places[k]) for k in samples if k < len(places)]
-        found += samples
-    return sorted(found)
+            # A blend takes samples 0, 1, 2, ... of a part in this order, but maybe not all of them.
+            i_of_k = np.flatnonzero(dataset.dataset_index == d)
+            samples = [int(i_of_k[k]) for k in samples if k < len(i_of_k)]
+        all_samples += samples
+    return sorted(all_samples)
 
 
 def _check_is_gpt_dataset(dataset):
-    """ValueError for a dataset that has not the orders of section 4."""
+    """Check that a dataset has the index arrays of section 4.  Raises ValueError if not."""
     if not isinstance(dataset, GPTDataset):
-        found = type(dataset).__name__
-        raise ValueError(f"wanted a GPTDataset, or a BlendedDataset of such, got {found}")
+        name = type(dataset).__name__
+        raise ValueError(f"expected a GPTDataset, or a BlendedDataset of GPTDatasets, got {name}")
 
 
 def _is_pair_of(dataset, path_prefix):
-    """Does a dataset read this pair?  A relative path means a place in the folder of now."""
+    """Return whether a dataset reads this pair.
+
+    A relative path is resolved against the current folder.
+    """
     names = [dataset.dataset_path]
     if isinstance(dataset.dataset, IndexedDataset):
         names.append(dataset.dataset.absolute_prefix)
@@ -7287,24 +7317,21 @@ def _is_pair_of(dataset, path_prefix):
 
 
 def _samples_of_sequence(dataset, sequence):
-    """The samples of a GPTDataset that hold a token of a sequence, in any order."""
+    """Return the samples of a GPTDataset that hold a token of a sequence, in any order."""
     i = _as_index(sequence, len(dataset.dataset), f"{_label_of_dataset(dataset)}, its pair")
     shuffle_index = dataset.shuffle_index
-    numbers = np.empty_like(shuffle_index)  # sample j of the stream -> k
-    numbers[shuffle_index] = np.arange(len(shuffle_index), dtype=shuffle_index.dtype)
-    starts = dataset.sample_index[:, 0]  # the position of each start, and that of the last end
+    k_of_j = np.empty_like(shuffle_index)  # the inverse of shuffle_index
+    k_of_j[shuffle_index] = np.arange(len(shuffle_index), dtype=shuffle_index.dtype)
+    starts = dataset.sample_index[:, 0]  # the position at which each sample starts
     positions = np.flatnonzero(dataset.document_index == i)
-    # A position's tokens: in samples that start there, and in the last one that starts before.
+    # The tokens at a position are in the samples that start at it, and in the last that starts
+    # before it.
     firsts = np.searchsorted(starts, positions) - 1
     ends = np.searchsorted(starts, positions, "right")
     samples = set()
     for first, end in zip(firsts.tolist(), ends.tolist(), strict=True):
-        samples.update(numbers[max(0, first) : end].tolist())
-    found = []
-    for k in samples:
-        if any(piece[0] == i and piece[2] > 0 for piece in dataset.pieces(k)):
-            found.append(k)
-    return found
+        samples.update(k_of_j[max(0, first) : end].tolist())
+    return [k for k in samples if any(s == i and n > 0 for s, _, n in dataset.pieces(k))]
 
 
 # ==============================================================================
