@@ -3781,7 +3781,7 @@ class DistributedDataParallel(torch.nn.Module):
 
 
 def _call_on_gradient(wrapper, param):
-    """Pass a new gradient to the DistributedDataParallel of this weak reference, if it exists."""
+    """Pass a new gradient to the DistributedDataParallel that wrapper refers to, if it exists."""
     ddp = wrapper()
     if ddp is not None:
         ddp._on_gradient(param)
@@ -3833,10 +3833,10 @@ def forward_backward_no_pipelining(
     micro_batch_size: int | None = None,
     decoder_seq_length: int | None = None,
 ) -> list[typing.Any]:
-    """Run the micro-batches of a step and finish the gradients.  Return one report for each.
+    """Run the micro-batches of a step, finish the gradients, and return the reports.
 
     forward_step_func  function (data_iterator, model) -> (output, loss_func).  loss_func(output)
-                       returns one of these:
+                       returns one of these, with any value as its report:
                          (loss, report)                        gradient of the mean of the losses
                          (sum of losses, num_tokens, report)   gradient of the mean loss per token
                        The mean is over all micro-batches of this rank.  If the model is or contains
@@ -3849,8 +3849,8 @@ def forward_backward_no_pipelining(
                        accepted and ignored
     Returns            list of the reports, one for each micro-batch
 
-    Raises ValueError if num_microbatches is less than 1.  In a job of several ranks, also if
-    loss_func returns a sum, and the model averages gradients by a class of torch.
+    Raises ValueError if num_microbatches is less than 1.  Unless forward_only is set, it also does
+    so if loss_func returns a sum and a class of torch averages the gradients over several ranks.
 
     This is a step on the toy corpus, in one process.  The model is a table.  The row of a byte has
     one number for each byte that may follow: 256 of them, because the toy corpus has no eod.  All
@@ -3951,8 +3951,7 @@ def get_train_valid_test_num_samples(
 
     global_batch_size   samples in a step
     eval_interval       the run evaluates valid after each eval_interval steps, and at the end
-    eval_iters          how many global batches each evaluation of valid reads, and the only
-                        evaluation of test
+    eval_iters          global batches that each evaluation reads; test is evaluated once
     train_iters         steps of the run
     train_samples       samples of the run; needed if train_iters is None.  If the batch size grows,
                         a run has more steps than train_samples / global_batch_size.  Then give both
@@ -4913,13 +4912,14 @@ def _check_loss_is_mean(model):
 
 
 def _check_rampup(sizes, global_batch_size, samples_per_round):
-    """Check that sizes, a range, ends at global_batch_size, and that each size is full rounds.
+    """Check that sizes, a range, leads to global_batch_size in full rounds.
 
-    Raises ValueError if not.
+    Raises ValueError if global_batch_size is not in sizes, or if a size is not a positive multiple
+    of samples_per_round.
     """
     if global_batch_size not in sizes:
         raise ValueError(
-            f"rampup_batch_size: steps of {sizes.step} from {sizes.start} do not reach "
+            f"rampup_batch_size: increments of {sizes.step} from {sizes.start} do not reach "
             f"global_batch_size {global_batch_size}"
         )
     for size in sizes:
@@ -5735,7 +5735,7 @@ def _raise_on_every_rank(failed_rank, error, group):
 #
 #   MEGATRON_MIN_C=0   do not use it
 #   MEGATRON_MIN_C=1   use it; raise ImportError if it is missing or cannot be used
-#   unset              use it if possible; issue a warning if it is there but cannot be used
+#   otherwise          use it if possible; issue a warning if it is there but cannot be used
 #
 # A build with a different VERSION is not used, because its functions may be missing or take
 # different arguments.  A build with fused multiply-adds raises ImportError when it is imported,
@@ -5759,7 +5759,7 @@ if os.environ.get("MEGATRON_MIN_C") != "0":
         if os.environ.get("MEGATRON_MIN_C") == "1":
             _message = (
                 f"MEGATRON_MIN_C=1, but the C kernels cannot be used: {error}.  To build them, run "
-                "pip install . in a clone of megatron_min.  To use Python, unset MEGATRON_MIN_C"
+                "pip install . in a clone of megatron_min.  To go without, set MEGATRON_MIN_C=0"
             )
             if __name__ == "__main__":
                 sys.exit(_message)

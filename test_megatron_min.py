@@ -3301,7 +3301,7 @@ def test_invalid_rampup_raises(one):
         assert (number.get(), number.get_current_global_batch_size()) == (4, 32)
     for size, micro, ramp, words in (
         (30, 4, None, "of 30"),
-        (32, 4, (16, 6, 9), "steps of 6 from 16 .* 32"),
+        (32, 4, (16, 6, 9), "increments of 6 from 16 .* 32"),
         (32, 4, (0, 8, 9), "of 0"),
         (32, -4, None, "data_parallel_size, -8"),
     ):
