@@ -3804,52 +3804,61 @@ def _read_at_once(dataset, indices):
 # ==============================================================================
 # Question: how do all data-parallel ranks get the same gradients?
 #
-# All data-parallel ranks start with the same parameters.  Each computes the gradients of its own
-# batches, and then takes the average over all ranks as its own gradient.  So all take the same
-# step, and stay equal.  If the loss of a rank is a mean, and all ranks count equally many tokens,
-# the average is the gradient of the global batch.  If not, each rank gives the sum of its losses,
-# and finalize_model_grads() makes the sum over all ranks, divided by the tokens of all.
+# All data-parallel ranks start with the same parameters.  In each step, every rank computes the
+# gradients of its micro-batches.  Then all ranks replace their gradients by the average over the
+# ranks.  So they make the same update, and their parameters stay equal.
 #
-# The average is made by a collective, which is a call that all ranks of a group make together:
+# If each rank computes a mean loss over its tokens, and all ranks count equally many tokens, the
+# average is the gradient of the global batch.  If the counts may differ, each rank computes a sum
+# of losses.  finalize_model_grads() then adds the gradients over all ranks, and divides them by the
+# number of tokens on all ranks.
 #
-#   all-reduce       every rank ends with the sum (or average) of the buffers of all ranks
-#   reduce-scatter   the sum is cut into as many shards as there are ranks, and each rank ends with
-#                    its own shard: enough for an optimizer that shares its work in the same way,
-#                    and then sends the new parameters of its shard to the others itself
+# The average is computed by a collective, a call that all ranks of a group make together:
 #
-#   parameters, as the module has them   embed  w1  w2  w3  head
-#   buffer of a dtype, in reverse, the   | head     | w3  w2   | w1  embed |   p.main_grad is a view
-#   order in which backward goes         | bucket 0 | bucket 1 | bucket 2  |
+#   all-reduce       Every rank receives the sum (or the average) of the buffers of all ranks.
+#   reduce-scatter   The sum (or the average) is cut into one shard for each rank, and each rank
+#                    receives its own shard.  This is enough for an optimizer that updates only the
+#                    parameters of its shard, and then sends them to the other ranks itself.
 #
-# Backward adds each gradient to p.grad, which is that view, too.  But in bfloat16 256 + 1 is 256:
-# so with grad_reduce_in_fp32 p.main_grad is float32, and p.grad, which backward then makes anew for
-# each micro-batch, is added to it and dropped.
+# All gradients of one dtype and device are in one buffer.  They are in reverse order, because
+# backward reaches the last parameters first.  For each parameter p, p.main_grad is a view of the
+# buffer:
 #
-# A step with overlap_grad_reduce.  Time runs to the right, and each line of = is a bucket on its
-# way to all ranks (without, finish_grad_sync() sends all buckets, and then waits):
+#   parameters of the module             embed  w1  w2  w3  head
+#   their gradients in the buffer        | head     | w3  w2   | w1  embed |
+#   sent together                        | bucket 0 | bucket 1 | bucket 2  |
 #
-#   a gradient comes     head     w3     w2     w1     embed
+# Backward adds each gradient to p.grad, which is the same view.  But in bfloat16, 256 + 1 is 256.
+# So with grad_reduce_in_fp32, p.main_grad is float32.  Backward then makes a new p.grad for each
+# micro-batch, which is added to p.main_grad and dropped.
+#
+# This is a step with overlap_grad_reduce.  Time runs to the right, and each bar is a bucket that is
+# being sent.  Without overlap_grad_reduce, finish_grad_sync() sends all buckets and then waits.
+#
+#   gradient arrives     head     w3     w2     w1     embed
 #   bucket 0                 =============
 #   bucket 1                                =============
 #   bucket 2                                                =============
 #   finish_grad_sync()                                        waits for all   |
 #
-# A bucket is sent when its last gradient is there and all buckets before it are sent.  So all ranks
-# send in the same order, whatever parameters their batches use.  A parameter without a gradient
-# counts as zero; its bucket, and those behind it, are sent at the end.  A parameter that the model
-# has under two names stands where the first of them does.
+# A bucket is sent when all its gradients have arrived and all buckets before it have been sent.  So
+# all ranks send the buckets in the same order, even if their batches use different parameters.  A
+# parameter that gets no gradient counts as zero, and delays its bucket and all later buckets until
+# finish_grad_sync().  A parameter with two names in the model is in the buffer once, at the
+# position of its first name.
 
 
 @dataclasses.dataclass
 class _Bucket:
     """Parameters whose gradients are sent together, by one collective.
 
-    Upstream: _ParamAndGradBucket.
-
     params   the parameters
     data     their gradients: a slice of the buffer, in the order of params
-    waiting  with overlap: the parameters whose last gradient of this step has not come yet
-    handle   the collective that is on its way, or None
+    waiting  parameters whose last gradient of this step is still to arrive; only
+             overlap_grad_reduce uses it
+    handle   the collective that is still running, or None
+
+    Upstream: _ParamAndGradBucket.
     """
 
     params: list[torch.nn.Parameter]
@@ -3859,35 +3868,37 @@ class _Bucket:
 
 
 class DistributedDataParallel(torch.nn.Module):
-    """A model whose gradients are averaged over a group.  Upstream: DistributedDataParallel.
+    """A model whose gradients are averaged over a group of ranks.
 
-    module                     each of its parameters that requires a gradient gets main_grad, a
+    module                     the model.  Each parameter that requires a gradient gets main_grad, a
                                view of the buffer of its dtype and device, and its grad becomes the
-                               same view.  (grad is torch's name, main_grad upstream's, which its
-                               optimizers read.  Others may set grad to None; main_grad stays.)
-                               Whatever converts, replaces, freezes or unfreezes parameters, such
-                               as module.to(), comes before the wrapping
-    group                      the process group to average over: that of "dp-cp", as cp ranks have
-                               the same weights and different tokens.  None: all ranks, right only
-                               without tp and pp
-    bucket_size                elements that are sent at once, at least (the last bucket has the
-                               rest)
-    overlap_grad_reduce        send each bucket during backward; False: all buckets at the end
-    use_distributed_optimizer  reduce-scatter: only this rank's piece of each bucket, in
-                               grad_shards, becomes the average; False: all-reduce
-    average_in_collective      the collective divides by the number of ranks, where NCCL is the
-                               backend; else gradients are divided by it before they are sent
-    check_for_nan_in_grad      where a gradient is nan or inf, finish_grad_sync() raises ValueError
-                               on every rank, naming the parameter
-    grad_reduce_in_fp32        sums and averages in float32, whatever the parameters are: grad is
-                               None until finish_grad_sync() sets it to main_grad in the parameter's
-                               dtype.  Only zero_grad_buffer() begins a step
+                               same view.  (torch's optimizers read grad and may set it to None.
+                               Upstream's optimizers read main_grad, which stays a view.)  Convert
+                               parameters (by module.to(), for example), replace, freeze or unfreeze
+                               them before the wrapping
+    group                      the process group to average over, usually the group "dp-cp" of
+                               section 9: cp ranks have the same weights and different tokens.
+                               None: all ranks, which is right only without tp and pp
+    bucket_size                minimum number of elements in a bucket (the last bucket of a buffer
+                               may be smaller)
+    overlap_grad_reduce        True: send each bucket during backward.  False: send all buckets in
+                               finish_grad_sync()
+    use_distributed_optimizer  True: reduce-scatter, so that only this rank's slice of each bucket,
+                               in grad_shards, becomes the average.  False: all-reduce
+    average_in_collective      True: the collective divides by the number of ranks, if the backend
+                               is NCCL.  Otherwise the gradients are divided before they are sent
+    check_for_nan_in_grad      True: if a gradient is nan or inf, finish_grad_sync() raises
+                               ValueError on every rank, with the name of the parameter
+    grad_reduce_in_fp32        True: add and average in float32, whatever the dtype of a parameter.
+                               grad is None until finish_grad_sync() sets it to main_grad, converted
+                               to the dtype of the parameter.  Only zero_grad_buffer() begins a step
 
-    grad_buffers   list of tensors: the buffer of each dtype and device
+    grad_buffers   list of tensors: one buffer for each dtype and device
     grad_shards    list of tensors: this rank's slice of each bucket
 
-    In a step call zero_grad_buffer(); then forward and backward of each micro-batch, all but the
-    last under no_sync(); then finish_grad_sync(), and the optimizer.
+    In each step, call zero_grad_buffer(), then run forward and backward of each micro-batch, and
+    then call finish_grad_sync() and the optimizer.  Run all micro-batches but the last under
+    no_sync().
 
     >>> model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
     >>> model.zero_grad_buffer()
@@ -3895,6 +3906,8 @@ class DistributedDataParallel(torch.nn.Module):
     >>> model.finish_grad_sync()
     >>> model.grad_buffers[0].tolist(), model.module.weight.grad.tolist()
     ([3.0, 4.0], [[3.0, 4.0]])
+
+    Upstream differs: the keyword options are fields of a DistributedDataParallelConfig.
     """
 
     def __init__(
@@ -3912,11 +3925,9 @@ class DistributedDataParallel(torch.nn.Module):
         super().__init__()
         self.module = module
         self.group = group
-        self.size = 1
-        if _is_distributed():
-            self.size = torch.distributed.get_world_size(group)
+        self.size = _world_size(group)
         if self.size > 1 and torch.distributed.get_backend(group) != "nccl":
-            average_in_collective = False  # gloo, asked to average, only adds
+            average_in_collective = False  # gloo, if asked to average, may only add
         self.bucket_size = bucket_size
         self.overlap_grad_reduce = overlap_grad_reduce
         self.use_distributed_optimizer = use_distributed_optimizer
@@ -3927,20 +3938,32 @@ class DistributedDataParallel(torch.nn.Module):
         self._make_buffers()
 
     def _make_buffers(self):
-        """Make all buffers, and hook each parameter."""
+        """Make all buffers, and register a hook on each parameter.
+
+        This and zero_grad_buffer() set these attributes:
+
+        _names               {parameter: its name}
+        _buckets             list of all buckets, in the order in which they are sent
+        _bucket_of           {parameter: index of its bucket in _buckets}
+        _slices              {parameter: its slice of the buffer, 1-D}
+        _num_sent            how many buckets have been sent in this step
+        _grads_are_averaged  True from the end of finish_grad_sync() until a gradient arrives or
+                             zero_grad_buffer() is called
+        _not_finite          names of parameters for which this rank has sent nan or inf
+        """
         self.grad_buffers = []
         self.grad_shards = []
         self._names = {param: name for name, param in self.module.named_parameters()}
         self._buckets = []
-        self._bucket_of = {}  # {parameter: number of its bucket}
-        self._slices = {}  # {parameter: its elements of the buffer, flat}
+        self._bucket_of = {}
+        self._slices = {}
         params_of = {}  # {(dtype of the gradient, device): its parameters, in reverse order}
         for param in reversed(self._names):
             if param.requires_grad:
                 dtype = torch.float32 if self.grad_reduce_in_fp32 else param.dtype
                 params_of.setdefault((dtype, param.device), []).append(param)
-                # Weak, as a parameter keeps its hooks: a wrapper that was dropped is freed, and
-                # hears of no gradient when the module is wrapped anew.
+                # A parameter keeps its hooks.  The reference to self is weak, so that an unused
+                # wrapper is freed, and gets no more gradients if the module is wrapped again.
                 hook = functools.partial(_call_on_gradient, weakref.ref(self))
                 param.register_post_accumulate_grad_hook(hook)
         for (dtype, device), params in params_of.items():
@@ -3948,16 +3971,16 @@ class DistributedDataParallel(torch.nn.Module):
         self.zero_grad_buffer()
 
     def _add_buffer(self, params, dtype, device):
-        """Make the buffer of one dtype and device, its buckets, and the place of each parameter."""
+        """Make the buffer of one dtype and device, its buckets, and the slice of each parameter."""
         runs = [[]]  # the parameters of each bucket
-        sizes = [0]  # their elements
+        sizes = [0]  # the number of elements in each bucket
         for param in params:
             if sizes[-1] >= self.bucket_size:
                 runs.append([])
                 sizes.append(0)
             runs[-1].append(param)
             sizes[-1] += param.numel()
-        # A bucket is padded with zeros, so that it can be cut into one shard for each rank.
+        # Each bucket is padded with zeros, so that it can be cut into one equal shard per rank.
         sizes = [_ceil_div(size, self.size) * self.size for size in sizes]
         buffer = torch.zeros(sum(sizes), dtype=dtype, device=device)
         self.grad_buffers.append(buffer)
@@ -3976,7 +3999,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> typing.Iterator[None]:
-        """In this block, backward adds to the gradients and sends nothing."""
+        """Suspend sending: in this block, backward only adds to the gradients."""
         before = self._sync_enabled
         self._sync_enabled = False
         try:
@@ -3985,7 +4008,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._sync_enabled = before
 
     def _on_gradient(self, param):
-        """Take the gradient that backward has added; send the buckets that are complete now."""
+        """Take a gradient that backward has just added, and send the buckets that are complete."""
         _check_gradient_in_time(self, param)
         self._put_into_buffer(param)
         self._grads_are_averaged = False
@@ -3997,14 +4020,14 @@ class DistributedDataParallel(torch.nn.Module):
                 self._send_next_bucket()
 
     def _put_into_buffer(self, param):
-        """Bring param.grad into param.main_grad."""
+        """Make param.main_grad include what backward has added to param.grad."""
         if self.grad_reduce_in_fp32:
             if param.grad is not None:
                 param.main_grad.add_(param.grad)
             param.grad = None
             return
-        # param.grad is main_grad, unless somebody has set it to None.  None means zero; if backward
-        # came after that, it has made a new tensor.
+        # param.grad is main_grad, unless somebody has set it to None, which means zero.  If
+        # backward ran after that, param.grad is a new tensor.
         if param.grad is None:
             param.main_grad.zero_()
         elif param.grad is not param.main_grad:
@@ -4012,7 +4035,7 @@ class DistributedDataParallel(torch.nn.Module):
         param.grad = param.main_grad
 
     def _send_next_bucket(self):
-        """Start the collective of the first bucket that was not sent yet."""
+        """Start the collective of the first bucket that has not been sent in this step."""
         bucket = self._buckets[self._num_sent]
         shard = self.grad_shards[self._num_sent]  # a slice of the bucket: it is reduced in place
         self._num_sent += 1
@@ -4037,19 +4060,20 @@ class DistributedDataParallel(torch.nn.Module):
             )
 
     def start_grad_sync(self) -> None:
-        """Send the buckets that were not sent during backward."""
+        """Send the buckets that have not been sent during backward."""
         if self._grads_are_averaged:
             return
         while self._num_sent < len(self._buckets):
             self._send_next_bucket()
 
     def finish_grad_sync(self) -> None:
-        """Send what is left and wait for all buckets.
+        """Send the remaining buckets, and wait for all buckets.
 
-        Nothing is sent or written if since the last call neither a gradient has come nor
-        zero_grad_buffer() has begun a step.  Every rank must call this method, and with
-        check_for_nan_in_grad it raises ValueError on every rank.  It raises ValueError, too, if a
-        parameter was replaced, frozen or unfrozen after the wrapping.
+        Every rank of the group must call this method.  It sends nothing if, since the last call, no
+        gradient has arrived and zero_grad_buffer() has not been called.
+
+        Raises ValueError if a parameter was replaced, frozen or unfrozen after the wrapping, and,
+        with check_for_nan_in_grad, on every rank of the group if a rank has sent nan or inf.
         """
         if not self._grads_are_averaged:
             self.start_grad_sync()
@@ -4057,40 +4081,44 @@ class DistributedDataParallel(torch.nn.Module):
             self._grads_are_averaged = True
             self._set_grads()
         if self.check_for_nan_in_grad:
-            _on_every_rank(self._check_finite, self.group)  # on all ranks of the group
+            _on_every_rank(self._check_finite, self.group)  # section 17
         # This check is the last step: if it fails on one rank alone, that rank has sent everything
         # that the other ranks wait for in this method.
         _check_parameters(self)
 
     def _set_grads(self):
-        """With grad_reduce_in_fp32 and after the averages are made: set param.grad to them."""
+        """With grad_reduce_in_fp32, set each param.grad to its average, once there is one."""
         if self.grad_reduce_in_fp32 and self._grads_are_averaged:
             for param in self._slices:
                 param.grad = param.main_grad.to(param.dtype)
 
     def _check_finite(self):
-        """ValueError if this rank has sent nan or inf; a second call does not say it again."""
+        """Check that this rank has sent no nan or inf, and forget the names of the parameters.
+
+        Raises ValueError that names the first five of these parameters.
+        """
         names = self._not_finite
         self._not_finite = []
         if names:
-            raise ValueError(
-                f"nan or inf in the gradients of {len(names)} parameters: {', '.join(names)}"
-            )
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ValueError(f"nan or inf in the gradients of {', '.join(names[:5])}{more}")
 
     def _wait_and_reset(self):
-        """Wait for what was sent; from now on every gradient is expected again."""
+        """Wait for all running collectives, and let all buckets be sent again."""
         for bucket in self._buckets:
             if bucket.handle is not None:
                 bucket.handle.wait()
                 bucket.handle = None
             bucket.waiting = set(bucket.params)
-        self._num_sent = 0  # buckets that were sent in this step
+        self._num_sent = 0
 
     def zero_grad_buffer(self) -> None:
-        """Begin a step: every gradient is 0, and every param.main_grad a view of the buffers again.
+        """Begin a step: set all gradients to 0, and each param.main_grad to its view of a buffer.
 
-        A rank whose batch gives no gradient at all then sends zeros, so that nobody waits for it.
-        ValueError where a parameter was replaced, frozen or unfrozen after the wrapping.
+        If no gradient arrives on a rank in this step, finish_grad_sync() sends zeros there, so the
+        other ranks do not wait for it.
+
+        Raises ValueError if a parameter was replaced, frozen or unfrozen after the wrapping.
         """
         _check_parameters(self)
         for param, place in self._slices.items():
@@ -4099,21 +4127,22 @@ class DistributedDataParallel(torch.nn.Module):
             if not self.grad_reduce_in_fp32:
                 param.grad = param.main_grad
         self._wait_and_reset()
-        self._grads_are_averaged = False  # True: finish_grad_sync(), called again, sends nothing
-        self._not_finite = []  # names of parameters with nan or inf in what this rank has sent
+        self._grads_are_averaged = False
+        self._not_finite = []
         for buffer in self.grad_buffers:
             buffer.zero_()
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients by a factor."""
+        """Multiply all gradients by factor."""
         for buffer in self.grad_buffers:
             buffer.mul_(factor)
         self._set_grads()
 
     def broadcast_params(self) -> None:
-        """Give every rank the parameters of the group's first rank, frozen ones included.
+        """Copy all parameters, frozen ones included, from the first rank of the group to all ranks.
 
-        Call it once if not all ranks made the same module: torch's class does so by itself.
+        Call this once if the modules of the ranks may differ.  (torch's DistributedDataParallel
+        does it when it is made.)
         """
         if self.size == 1:
             return
@@ -4121,13 +4150,13 @@ class DistributedDataParallel(torch.nn.Module):
             torch.distributed.broadcast(param.data, group=self.group, group_src=0)
 
     def __setstate__(self, state: dict) -> None:
-        """Give a copy, or what was unpickled, buffers and hooks: torch copies no hooks."""
+        """Make new buffers and hooks for a copy or an unpickled object: torch copies no hooks."""
         super().__setstate__(state)
         self._make_buffers()
 
 
 def _call_on_gradient(wrapper, param):
-    """Tell a DistributedDataParallel of a new gradient, if it is still there."""
+    """Pass a new gradient to the DistributedDataParallel that wrapper refers to, if it exists."""
     ddp = wrapper()
     if ddp is not None:
         ddp._on_gradient(param)
@@ -4138,20 +4167,21 @@ def finalize_model_grads(
     num_tokens: int | torch.Tensor | None = None,
     groups: ParallelGroups | None = None,
 ) -> None:
-    """Finish the gradients of a step.  Upstream: finalize_model_grads.
+    """Finish the gradients of a step.
 
-    model       the parts of the model on this rank
-    num_tokens  None: the gradients stay the average over the ranks.  Else the loss is a sum over
-                tokens, and this is how many tokens of this rank count; an int on all ranks, or a
-                tensor on all.  The average over R ranks, multiplied by R / (tokens of all ranks),
-                is the gradient of the mean loss of a token.  With several pipeline stages the
-                trainer brings the number from the last one, which has the loss mask, to all
-    groups      the tokens are summed over its dp-cp ranks.  None: over those of the part's group
+    model       list of the parts of the model on this rank
+    num_tokens  how many tokens of this rank count, if the loss is a sum over tokens: an int on
+                every rank, or a tensor on every rank.  The average over R ranks, multiplied by
+                R / (tokens of all ranks), is the gradient of the mean loss per token.  With several
+                pipeline stages, the trainer must send the number from the last stage, which has
+                the loss mask, to all stages.  None: the gradients stay the average over the ranks
+    groups      num_tokens is added over the dp-cp ranks of these ParallelGroups.  None: over the
+                group of each part
 
-    >>> model = DistributedDataParallel(torch.nn.Embedding(257, 1))    # a number for each token
+    >>> model = DistributedDataParallel(torch.nn.Embedding(257, 1))    # one weight for each token
     >>> model(torch.tensor([97, 97, 97, 98])).sum().backward()         # a a a b
     >>> finalize_model_grads([model], num_tokens=4)
-    >>> model.module.weight.grad[97:99, 0].tolist()                    # a share of the four tokens
+    >>> model.module.weight.grad[97:99, 0].tolist()                    # 3 and 1 of the 4 tokens
     [0.75, 0.25]
     """
     for part in model:
@@ -4163,7 +4193,7 @@ def finalize_model_grads(
         if _is_distributed():
             torch.distributed.all_reduce(total, group=group)
         total = total.item()
-        if total != 0:  # without a token that counts, all gradients are 0 already
+        if total != 0:  # if no token counts, all gradients are 0 already
             part.scale_gradients(part.size / total)
 
 
@@ -4178,25 +4208,28 @@ def forward_backward_no_pipelining(
     micro_batch_size: int | None = None,
     decoder_seq_length: int | None = None,
 ) -> list[typing.Any]:
-    """Run the micro-batches of a step and finish the gradients.  Upstream: the same name.
+    """Run the micro-batches of a step, finish the gradients, and return the reports.
 
-    forward_step_func  (data_iterator, model) -> (output, loss_func).  loss_func(output) is
+    forward_step_func  function (data_iterator, model) -> (output, loss_func).  loss_func(output)
+                       returns one of these, with any value as its report:
                          (loss, report)                        gradient of the mean of the losses
-                         (sum of losses, num_tokens, report)   gradient of the mean loss of a token
-                       over all micro-batches; where the model is a DistributedDataParallel, over
-                       those of all ranks
-    data_iterator      is passed on to forward_step_func
-    model              a DistributedDataParallel, a plain module, or a list of one of these.  With
-                       a class of torch that averages over the ranks the losses must be means
-    num_microbatches   how many to run
-    forward_only       no backward, and nothing is sent; call it under torch.no_grad()
+                         (sum of losses, num_tokens, report)   gradient of the mean loss per token
+                       The mean is over all micro-batches of this rank.  If the model is or contains
+                       a DistributedDataParallel of this module, the mean is over all ranks, too
+    data_iterator      passed on to forward_step_func
+    model              a DistributedDataParallel, a plain module, or a list with one of these
+    num_microbatches   how many micro-batches to run
+    forward_only       True: run no backward, and send nothing.  Call it under torch.no_grad()
     seq_length, micro_batch_size, decoder_seq_length
-                       accepted, without effect
-    Returns            the reports, one for each micro-batch
+                       accepted and ignored
+    Returns            list of the reports, one for each micro-batch
 
-    A whole step on the toy corpus, in one process.  The model is a table: the row of a byte has a
-    number for each byte that may follow (256 of them, as the toy corpus has no eod).  All are 0, so
-    all 256 bytes are equally likely.
+    Raises ValueError if num_microbatches is less than 1.  Unless forward_only is set, it also does
+    so if loss_func returns a sum and a class of torch averages the gradients over several ranks.
+
+    This is a step on the toy corpus, in one process.  The model is a table.  The row of a byte has
+    one number for each byte that may follow: 256 of them, because the toy corpus has no eod.  All
+    numbers are 0, so all 256 bytes are equally likely.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
@@ -4222,18 +4255,18 @@ def forward_backward_no_pipelining(
     >>> [round(loss / math.log(256), 3) for loss in reports]       # four labels in each micro-batch
     [4.0, 4.0]
 
-    The eight pairs of token and label are bb bb bc cc, and cc cc cc cc.  The gradient of an entry
-    is (how often its row was read / 256 - how often its label followed) / 8.
+    The eight tokens, each with its label, are bb bb bc cc and cc cc cc cc.  The gradient of an
+    entry is (how often its row was read / 256 - how often its label followed) / 8.
 
     >>> row_of_b = table.weight.grad[ord("b")]
     >>> [row_of_b[ord(letter)].item() * 8 * 256 for letter in "abc"]  # 3, 3 - 2 * 256, 3 - 256
     [3.0, -509.0, -253.0]
     """
     if isinstance(model, (list, tuple)):
-        [model] = model  # without pipelining there is one
+        [model] = model  # without pipelining, a rank has one part
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
-    # Also inside of what wraps it, such as torch.compile().
+    # A wrapper, such as torch.compile()'s, may contain the DistributedDataParallel.
     parts = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
     reports = []
     token_counts = []
@@ -4257,9 +4290,7 @@ def forward_backward_no_pipelining(
         reports.append(report)
     if forward_only:
         return reports
-    num_tokens = None
-    if token_counts:
-        num_tokens = sum(token_counts)
+    num_tokens = sum(token_counts) if token_counts else None
     if parts:
         finalize_model_grads(parts, num_tokens)
     elif num_tokens:  # neither None nor 0
@@ -4274,11 +4305,11 @@ def forward_backward_no_pipelining(
 # ==============================================================================
 # Question: how many samples does a run need, and how can a step be repeated?
 #
-#   get_train_valid_test_num_samples   samples that a run needs of each split
-#   NumMicroBatches                    micro-batches in a step, constant or growing
-#   cyclic_iter                        turn after turn of a loader
-#   RerunDataIterator                  the micro-batches of a step once more
-#   check_data_consistency             do all ranks go on from the same sample?
+#   get_train_valid_test_num_samples   how many samples a run needs of each split
+#   NumMicroBatches                    how many micro-batches a step has: constant or growing
+#   cyclic_iter                        reads a loader pass after pass
+#   RerunDataIterator                  reads the micro-batches of a step again
+#   check_data_consistency             checks that all ranks continue at the same sample
 
 
 def get_train_valid_test_num_samples(
@@ -4291,14 +4322,20 @@ def get_train_valid_test_num_samples(
     full_validation: bool = False,
     skip_train: bool = False,
 ) -> tuple[int, int | None, int]:
-    """Return how many samples a run needs of train, valid (None with full_validation) and test.
+    """Return how many samples a run needs of train, valid and test.
 
-    The run has train_iters steps, or train_samples samples.  It evaluates eval_iters global batches
-    of valid every eval_interval steps and at the end, and of test once.  Where the batch size grows
-    a run has more steps than train_samples / global_batch_size: give both, and train_iters counts
-    the evaluations.  With skip_train it evaluates valid once; the samples of train are counted all
-    the same.  Upstream: get_train_valid_test_num_samples.  Raises ValueError without train_iters
-    and train_samples, and, unless skip_train, for an eval_interval below 1.
+    global_batch_size   samples in a step
+    eval_interval       the run evaluates valid after each eval_interval steps, and at the end
+    eval_iters          global batches that each evaluation reads; test is evaluated once
+    train_iters         steps of the run
+    train_samples       samples of the run; needed if train_iters is None.  If the batch size grows,
+                        a run has more steps than train_samples / global_batch_size.  Then give both
+                        arguments: train_iters is used to count the evaluations
+    full_validation     True: the number for valid is None, which means all samples
+    skip_train          True: the run evaluates valid once.  The number for train stays the same
+
+    Raises ValueError if train_iters and train_samples are both None, and, unless skip_train is set,
+    if eval_interval is less than 1.
 
     >>> get_train_valid_test_num_samples(global_batch_size=8, train_iters=100, eval_interval=50,
     ...                                  eval_iters=2)
@@ -4322,16 +4359,17 @@ def get_train_valid_test_num_samples(
 
 
 class NumMicroBatches:
-    """Micro-batches in a step, constant or growing.  Upstream: num_microbatches_calculator.
+    """The number of micro-batches in a step, which is constant or grows.
 
-    global_batch_size    samples in a step, of all data-parallel ranks together
-    micro_batch_size     samples that one rank handles at once
-    data_parallel_size   data-parallel ranks
-    rampup_batch_size    (start, increment, samples): the global batch grows from start to
-                         global_batch_size in equal steps of increment over so many samples
+    global_batch_size    samples in a step, on all data-parallel ranks together
+    micro_batch_size     samples in a micro-batch
+    data_parallel_size   number of data-parallel ranks
+    rampup_batch_size    (start, increment, samples): the global batch size grows from start to
+                         global_batch_size by equal increments, during the first `samples` samples
+                         of the run.  None: it is constant
 
-    ValueError if one of the global batch sizes on the way is no whole number of micro-batches on
-    every rank.
+    Raises ValueError if the increments do not lead to global_batch_size, or if a global batch size
+    is not a multiple of micro_batch_size * data_parallel_size.
 
     >>> ramp = NumMicroBatches(32, 4, 2, rampup_batch_size=(16, 8, 100))
     >>> for consumed in (0, 50, 101):
@@ -4340,6 +4378,8 @@ class NumMicroBatches:
     2 16
     3 24
     4 32
+
+    Upstream: num_microbatches_calculator.
     """
 
     def __init__(
@@ -4359,7 +4399,7 @@ class NumMicroBatches:
         self.update(0)
 
     def update(self, consumed_samples: int) -> None:
-        """Set the batch size of the step that begins after so many samples."""
+        """Set the batch size of the step that begins after consumed_samples samples of the run."""
         consumed_samples = operator.index(consumed_samples)
         increments = len(self.sizes) - 1
         if increments and self.samples and consumed_samples <= self.samples:
@@ -4378,10 +4418,10 @@ class NumMicroBatches:
 
 
 def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
-    """Yield the items of an iterable again and again, pass after pass.  Upstream: cyclic_iter.
+    """Yield the items of an iterable again and again, pass after pass.
 
-    One pass may be empty, as in a run that is resumed at the end of a turn.  Two empty passes in
-    a row are a ValueError instead of a loop without end.
+    One pass may be empty, for example if a run resumes at the end of a pass.  Raises ValueError
+    after two empty passes in a row, because the loop would never end.
 
     >>> list(itertools.islice(cyclic_iter([1, 2, 3]), 7))
     [1, 2, 3, 1, 2, 3, 1]
@@ -4392,17 +4432,15 @@ def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
         for item in iterable:
             empty_passes = 0
             yield item
-    raise ValueError("nothing to iterate over: the loader yielded no batch in two passes")
+    raise ValueError("cyclic_iter: expected items to iterate over, got none in two passes")
 
 
 class RerunDataIterator(collections.abc.Iterator):
-    """An iterator whose last micro-batches can be had again, to run a step a second time.
+    """An iterator that can yield its last micro-batches again, to run a step a second time.
 
-    Upstream: RerunDataIterator.
-
-    rewind() goes back to the last advance(), or to the beginning; advance() forgets what was read
-    until now.  Call it after each step: what was read since then is kept in memory.  A dict comes
-    as a shallow copy, so a step may change its keys.
+    rewind() returns to the last advance(), or to the beginning.  Call advance() after each step:
+    all that was read since the last advance() is kept in memory.  A dict is yielded as a shallow
+    copy, so a step may change its keys.
 
     >>> numbers = RerunDataIterator(range(9))
     >>> next(numbers), next(numbers), numbers.rewind(), next(numbers), next(numbers)
@@ -4410,10 +4448,10 @@ class RerunDataIterator(collections.abc.Iterator):
     """
 
     def __init__(self, iterable: typing.Iterable) -> None:
-        # the names of these three are upstream's
+        # The names of these three attributes are upstream's.
         self.iterable = iter(iterable)
-        self.saved_microbatches = []  # since the last advance()
-        self.replay_pos = 0  # the next of them; behind the last one the iterable goes on
+        self.saved_microbatches = []  # all that were read since the last advance()
+        self.replay_pos = 0  # index of the next one to yield; after the last, iterable is read
 
     def __next__(self) -> typing.Any:
         if self.replay_pos == len(self.saved_microbatches):
@@ -4425,16 +4463,16 @@ class RerunDataIterator(collections.abc.Iterator):
         return item
 
     def rewind(self) -> None:
-        """Yield again all that came since the last advance()."""
+        """Make the iterator yield again all micro-batches since the last advance()."""
         self.replay_pos = 0
 
     def advance(self) -> None:
-        """The step is done: what was read is not needed any more."""
+        """Forget the micro-batches that were yielded, because their step is done."""
         del self.saved_microbatches[: self.replay_pos]
         self.replay_pos = 0
 
     def state_dict(self) -> dict:
-        """Return what was read since the last advance(), and how much of it is read again."""
+        """Return the micro-batches since the last advance(), and the position among them."""
         return {
             "saved_microbatches": list(self.saved_microbatches),
             "replaying": self.replay_pos < len(self.saved_microbatches),
@@ -4442,7 +4480,7 @@ class RerunDataIterator(collections.abc.Iterator):
         }
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Go on where the state was taken; the iterable must go on there by itself."""
+        """Continue where the state was saved.  The iterable must resume there by itself."""
         self.saved_microbatches = list(state_dict["saved_microbatches"])
         self.replay_pos = len(self.saved_microbatches)
         if state_dict["replaying"]:
@@ -4450,11 +4488,12 @@ class RerunDataIterator(collections.abc.Iterator):
 
 
 def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> None:
-    """Check that all ranks of a group go on from the same number of consumed samples.
+    """Check that all ranks of a group continue at the same number of consumed samples.
 
-    consumed_samples  of this rank, in samples; typically from a checkpoint
-    group             a torch.distributed process group; None: all ranks
-    Raises            ValueError, on every rank, where the ranks disagree
+    consumed_samples  number of samples on this rank, usually from a checkpoint
+    group             a torch.distributed process group.  None: all ranks
+
+    Raises ValueError on every rank if the numbers differ.
     """
     if not _is_distributed():
         return
@@ -4465,7 +4504,7 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
     if least != -minus_most:
         raise ValueError(
             f"consumed_samples differs between ranks, from {least} to {-minus_most} (rank "
-            f"{_rank()} has {mine}): load the same checkpoint on every rank"
+            f"{_rank()} has {mine}); load the same checkpoint on every rank"
         )
 
 
@@ -4651,6 +4690,11 @@ def _is_distributed():
 def _rank(group=None):
     """This process's rank in the group, by default of the whole job; 0 without a job."""
     return torch.distributed.get_rank(group) if _is_distributed() else 0
+
+
+def _world_size(group=None):
+    """Return the number of ranks in a group, by default in the whole job; 1 without a job."""
+    return torch.distributed.get_world_size(group) if _is_distributed() else 1
 
 
 # -- Files (sections 1 and 2) ----------------------------------------------------------------------
@@ -5403,21 +5447,29 @@ def _iter_differences(was, now, of):
 
 
 def _check_gradient_in_time(ddp, param):
-    """RuntimeError for a gradient that would be in no average of a DistributedDataParallel."""
+    """Check that a gradient is not too late for the average of its step.
+
+    Raises RuntimeError if its bucket has been sent in this step, or, with grad_reduce_in_fp32, if
+    finish_grad_sync() has finished the step.
+    """
     if ddp._bucket_of[param] < ddp._num_sent:
         raise RuntimeError(
-            f"gradient of {ddp._names[param]} after it was sent: put all backwards of a step but "
-            "the last under no_sync(), and give checkpoints use_reentrant=False, or do not overlap"
+            f"a gradient of {ddp._names[param]} arrived after its bucket was sent; run every "
+            "backward of a step except the last under no_sync(), and use activation checkpoints "
+            "with use_reentrant=False, or set overlap_grad_reduce=False"
         )
     if ddp._grads_are_averaged and ddp.grad_reduce_in_fp32:
         raise RuntimeError(
-            f"gradient of {ddp._names[param]} after finish_grad_sync(): with "
-            "grad_reduce_in_fp32 call zero_grad_buffer() before each step"
+            f"a gradient of {ddp._names[param]} arrived after finish_grad_sync(); with "
+            "grad_reduce_in_fp32, call zero_grad_buffer() before each step"
         )
 
 
 def _check_parameters(ddp):
-    """Raise ValueError if the parameters that require a gradient are not those in the buffers."""
+    """Check that the buffers hold the gradients of exactly the parameters that require one.
+
+    Raises ValueError if a parameter was replaced, frozen or unfrozen after the wrapping.
+    """
     for name, param in ddp.module.named_parameters():
         if param.requires_grad == (param in ddp._slices):
             continue
@@ -5431,30 +5483,41 @@ def _check_parameters(ddp):
 
 
 def _check_loss_is_mean(model):
-    """ValueError where torch averages a model's gradients over ranks, before they are divided."""
+    """Check that torch does not average the gradients of this model over ranks.
+
+    Raises ValueError if it does.  The loss is a sum over tokens here, and each rank would divide
+    the average over ranks by the number of its tokens alone.
+    """
     if _num_processes() == 1:
         return
-    # Told by name: torch.distributed.fsdp is slow to import, and most jobs do without it.
+    # The classes are found by name, because torch.distributed.fsdp is slow to import.
     averaging = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
     for part in model.modules():
         for kind in type(part).__mro__:
             if kind.__name__ in averaging and kind.__module__.startswith("torch."):
                 raise ValueError(
-                    f"a {kind.__name__} of torch averages over the ranks, and the loss is a sum, "
-                    "which the tokens of this rank alone would divide: have loss_func return a "
-                    "mean, (loss, report), or take this module's DistributedDataParallel"
+                    f"torch's {kind.__name__} averages gradients over ranks, so a sum of losses "
+                    "would be divided by the tokens of this rank only; return a mean from "
+                    "loss_func, (loss, report), or use megatron_min.DistributedDataParallel"
                 )
 
 
 def _check_rampup(sizes, global_batch_size, samples_per_round):
-    """ValueError unless global batches grow, by these sizes, to the last one, in whole rounds."""
+    """Check that sizes, a range, leads to global_batch_size in full rounds.
+
+    Raises ValueError if global_batch_size is not in sizes, or if a size is not a positive multiple
+    of samples_per_round.
+    """
     if global_batch_size not in sizes:
-        raise ValueError(f"ramp-up {sizes}: wanted equal steps up to {global_batch_size}")
+        raise ValueError(
+            f"rampup_batch_size: increments of {sizes.step} from {sizes.start} do not reach "
+            f"global_batch_size {global_batch_size}"
+        )
     for size in sizes:
         if min(size, samples_per_round) < 1 or size % samples_per_round:
             raise ValueError(
-                f"a global batch of {size} samples is no multiple of micro_batch_size * "
-                f"data_parallel_size, {samples_per_round}"
+                f"a global batch of {size} samples: expected a positive multiple of "
+                f"micro_batch_size * data_parallel_size, {samples_per_round}"
             )
 
 
@@ -6214,24 +6277,27 @@ def _check_no_secrets(names, is_input=False):
 # ==============================================================================
 # Question: what do the other ranks do when one rank fails?
 #
-# Without this section they would wait for it in the next collective, until a timeout ends them, and
-# none of their logs would say why.
+# Without this section, a rank that fails would leave the other ranks waiting in their next
+# collective.  A timeout would end them, and none of their logs would say why.
 #
 #            step()             smallest of all     rank 2 broadcasts    every rank raises
-#   rank 0   works     -> 4 --+                   +-- kind and sentence --> "rank 2: no such file"
+#   rank 0   works     -> 4 --+                   +-- kind and message ---> "rank 2: no such file"
 #   rank 1   works     -> 4 --+--> all_reduce     +-----------------------> "rank 2: no such file"
 #   rank 2   raises    -> 2 --+     gives 2       +-----------------------> its own error
 #   rank 3   works     -> 4 --+                   +-----------------------> "rank 2: no such file"
 #
-# A rank that works gives the number of ranks; a rank that fails gives its own number.  If all work,
-# nothing more is sent.  A process that dies, or is told to end, takes part in nothing: its launcher
-# (torchrun) stops the others and names it.
+# A rank on which step() works sends the number of ranks, here 4.  A rank on which it fails sends
+# its own number.  If step() works on all ranks, nothing more is sent.
+#
+# A process that dies, or is ended by a signal, takes no part in this.  Its launcher (torchrun)
+# stops the other processes and names it.
 
 
 def _call_catching(step, *arguments):
-    """Call a function: return (what it returns, None), or (None, the error that it raises).
+    """Call a function.  Return its result and None, or None and the error that it raised.
 
-    Ends of a process pass; a panic of native code, which is no Exception, is an error.
+    KeyboardInterrupt, SystemExit and GeneratorExit are not caught.  Every other BaseException is,
+    because a panic of native code is not an Exception.
     """
     try:
         return step(*arguments), None
@@ -6242,7 +6308,10 @@ def _call_catching(step, *arguments):
 
 
 def _device_of_group(group=None) -> torch.device:
-    """The device of tensors that the group can send; it may be one of "cpu:gloo,cuda:nccl"."""
+    """Return the device of the tensors that a group can send.
+
+    A group may have several backends, such as "cpu:gloo,cuda:nccl".
+    """
     if _is_distributed() and "nccl" in torch.distributed.get_backend_config(group):
         return torch.device("cuda")
     return torch.device("cpu")
@@ -6251,14 +6320,16 @@ def _device_of_group(group=None) -> torch.device:
 def _on_every_rank(
     step: typing.Callable[[], typing.Any] | None, group: typing.Any = None
 ) -> typing.Any:
-    """Call step() on every rank of a group; if it fails on one rank, it fails on every rank.
+    """Call step() on every rank of a group.  If it fails on one rank, raise an error on every rank.
 
-    A rank whose step is None calls nothing: it waits for the other ranks.
+    A rank whose step is None calls nothing, and only waits for the other ranks.
 
-    It returns what step() returns on this rank.  A rank that failed raises its own error, the
-    others that of the lowest rank that failed.  step() may use collectives that all ranks reach.
+    Returns what step() returns on this rank.  A rank on which step() failed raises its own error.
+    Every other rank raises an error with the message of the lowest rank that failed.
+
+    step() may call collectives, if every rank reaches each of these calls.
     """
-    world = torch.distributed.get_world_size(group) if _is_distributed() else 1
+    world = _world_size(group)
     if world == 1:
         return None if step is None else step()
     result, error = (None, None) if step is None else _call_catching(step)
@@ -6270,29 +6341,30 @@ def _on_every_rank(
     return result
 
 
-def _raise_on_every_rank(source, error, group):
-    """Raise on every rank of the group that the group's rank number `source` has failed.
+def _raise_on_every_rank(failed_rank, error, group):
+    """Raise an error on every rank of a group, because its rank failed_rank has failed.
 
-    Every rank calls it with its own error, which it raises, or with None: then it is a ValueError
-    or a StopIteration if it was one there, else a RuntimeError with the name of its class.  The
-    sentence begins with the number of the rank in the whole job.
+    Every rank of the group calls this function, with its own error or with None.  A rank that has
+    an error raises it.  Every other rank raises an error with the message of failed_rank: a
+    ValueError or StopIteration if failed_rank has one, else a RuntimeError that names the class.
+    The message begins with the number that failed_rank has in the whole job.
     """
-    sentence = f"rank {_rank()}: "
-    with contextlib.suppress(Exception):  # of a class that has no words
-        sentence += str(error)
+    message = f"rank {_rank()}: "
+    with contextlib.suppress(Exception):  # the __str__() of the error may fail
+        message += str(error)
     if isinstance(error, ValueError):
         kind = ValueError
     elif isinstance(error, StopIteration):
         kind = StopIteration
     else:
         kind = RuntimeError
-        sentence += f" ({type(error).__name__})"
-    told = [kind, sentence]
-    torch.distributed.broadcast_object_list(told, group=group, group_src=source)
+        message += f" ({type(error).__name__})"
+    kind_and_message = [kind, message]
+    torch.distributed.broadcast_object_list(kind_and_message, group=group, group_src=failed_rank)
     if error is not None:
         raise error
-    kind, sentence = told
-    raise kind(sentence)
+    kind, message = kind_and_message
+    raise kind(message)
 
 
 # ==============================================================================
@@ -6307,17 +6379,23 @@ def _raise_on_every_rank(source, error, group):
 #   _make_batch                         _c_make_batch                  read_samples
 #   GPTDataset.__getitem__              _c_getitem                     read_samples
 #
-# An adapter takes the arguments of its definition and gives the same result, or the same error.
-# functools.wraps() gives it the docstring of the definition, and keeps the definition as
-# adapter.__wrapped__.  What a loop refuses, an array with gaps or a place that it cannot trust, is
-# left to the definition, which can use it, or raises the error with its sentence.
+# An adapter takes the arguments of its definition, and returns the same result or raises the same
+# error.  functools.wraps() gives it the docstring of the definition, and keeps the definition as
+# adapter.__wrapped__.  A loop rejects an array with gaps, or an index out of range.  The adapter
+# then calls the definition, which either handles this input or raises the error.
 #
-# _helpers.c is built as the extension module _megatron_min.  MEGATRON_MIN_C=0 leaves the module
-# out, =1 makes it an error that it cannot be used, unset takes it if it is there.  One of another
-# VERSION may want other arguments, or lack a loop, and so cannot be used; one whose multiply-adds
-# are fused refuses to be imported, as its blends would be other ones.
+# _helpers.c is built as the extension module _megatron_min.  The environment variable
+# MEGATRON_MIN_C says whether to use it:
+#
+#   MEGATRON_MIN_C=0   do not use it
+#   MEGATRON_MIN_C=1   use it; raise ImportError if it is missing or cannot be used
+#   otherwise          use it if possible; issue a warning if it is there but cannot be used
+#
+# A build with a different VERSION is not used, because its functions may be missing or take
+# different arguments.  A build with fused multiply-adds raises ImportError when it is imported,
+# because it would compute different blends.
 
-_VERSION_OF_C = 2  # that of _helpers.c; both change together, when a function of C does
+_VERSION_OF_C = 2  # VERSION in _helpers.c; change both if a function of C changes
 
 IMPLEMENTATION = "python"
 if os.environ.get("MEGATRON_MIN_C") != "0":
@@ -6327,20 +6405,21 @@ if os.environ.get("MEGATRON_MIN_C") != "0":
         _version = getattr(_megatron_min, "VERSION", None)  # older builds have none
         if _version != _VERSION_OF_C:
             raise ImportError(
-                f"wanted version {_VERSION_OF_C}, got {_version} of {_megatron_min}: build it again"
+                f"{_megatron_min.__spec__.origin}: expected version {_VERSION_OF_C}, got "
+                f"{_version}; build it again"
             )
         IMPLEMENTATION = "c"
     except ImportError as error:
         if os.environ.get("MEGATRON_MIN_C") == "1":
-            sentence = (
-                f"MEGATRON_MIN_C=1 asks for the C kernels: {error}.  Build them (pip install . in "
-                "a clone of megatron_min), or unset MEGATRON_MIN_C"
+            _message = (
+                f"MEGATRON_MIN_C=1, but the C kernels cannot be used: {error}.  To build them, run "
+                "pip install . in a clone of megatron_min.  To go without, set MEGATRON_MIN_C=0"
             )
             if __name__ == "__main__":
-                sys.exit(sentence)
-            raise ImportError(sentence) from error
+                sys.exit(_message)
+            raise ImportError(_message) from error
         if not isinstance(error, ModuleNotFoundError):
-            warnings.warn(f"the C kernels are there, and cannot be used: {error}", stacklevel=2)
+            _warn(f"the C kernels cannot be used, so Python does their work: {error}")
 
 
 @functools.wraps(_fill_rows)
@@ -6351,13 +6430,14 @@ def _c_fill_rows(*arguments):
     _c_fill_rows.__wrapped__(*arguments)
 
 
-_generators = threading.local()  # one of each thread that builds
+_generators = threading.local()  # one random_state for each thread
 
 
 def _random_state(seed: int) -> np.random.RandomState:
-    """Return np.random.RandomState(seed), which is good until the next call in this thread.
+    """Return np.random.RandomState(seed), which is valid until the next call in this thread.
 
-    To make one takes numpy 0.25 ms, a fifth of a small corpus: it draws a seed of its own first.
+    numpy needs 0.25 ms to make a RandomState, because it draws a random seed first.  This is a
+    fifth of the time that a small corpus takes, so each thread makes only one and seeds it anew.
     """
     if not hasattr(_generators, "random_state"):
         _generators.random_state = np.random.RandomState()
@@ -6365,7 +6445,7 @@ def _random_state(seed: int) -> np.random.RandomState:
     return _generators.random_state
 
 
-_FEW_ITEMS = 4096  # fewer are shuffled by numpy before C has got the generator's state
+_FEW_ITEMS = 4096  # with fewer items, copying numpy's state to C takes longer than the shuffle
 
 
 @functools.wraps(shuffle)
@@ -6375,7 +6455,7 @@ def _c_shuffle(items, random_state):
         state = random_state.get_state(legacy=False)  # a copy
         if state["bit_generator"] == "MT19937":
             generator = state["state"]
-            # C refuses before it changes anything; else it changes items and key in place.
+            # C changes items and key in place, or raises an error before it changes anything.
             with contextlib.suppress(TypeError, ValueError):
                 generator["pos"] = _megatron_min.shuffle(items, generator["key"], generator["pos"])
                 random_state.set_state(state)
@@ -6391,17 +6471,19 @@ def _c_fill_blend(*arguments):
     _c_fill_blend.__wrapped__(*arguments)
 
 
-_NO_EOD = -(2**63)  # an id that no token has
+_NO_EOD = -(2**63)  # no token has this id
 
 
-# The loop writes a batch as a table, of which a sample is a row.  With S = 4:
+# read_samples writes a batch as a table, in which each sample is one row.  For a blend it is called
+# once for each dataset, and writes the rows of this dataset.  With S = 4:
 #
 #   indices   tokens     labels     loss_mask   position_ids
-#   0         b b b c    b b c c    1 1 1 1     0 1 2 3          of a blend each of its datasets
-#   2         a a a a    a a a b    1 1 1 1     0 1 2 3          writes rows of its own
+#   0         b b b c    b b c c    1 1 1 1     0 1 2 3
+#   2         a a a a    a a a b    1 1 1 1     0 1 2 3
 #
-# It serves a GPTDataset of a mapped pair, and blends of such with the config of the blend.  A
-# subclass of one of these classes may say itself what a sample is: it gets the definitions.
+# It is used for a GPTDataset whose pair is memory-mapped, and for a blend of these datasets that
+# share the config of the blend.  A subclass may override what a sample is, so it always gets the
+# definition.
 
 
 @functools.wraps(_make_batch)
@@ -6417,12 +6499,12 @@ def _c_getitem(self, idx):
     columns = _make_columns(self, [idx])
     if columns is None:
         return _c_getitem.__wrapped__(self, idx)
-    # values[0, ...] of the 1-D max_seqlen is an array without axes; values[0] would be a number
+    # max_seqlen is 1-D: values[0, ...] is an array without axes, but values[0] would be a number
     return {key: torch.from_numpy(values[0, ...]) for key, values in columns.items()}
 
 
 def _make_columns(dataset, indices):
-    """A batch as a table, {key: array (B, ...)}; None if the loop cannot make it."""
+    """Make a batch as a table, {key: array (B, ...)}.  Return None if C cannot do it."""
     columns = {}
     if type(dataset) is GPTDataset:
         rows_of_parts = [(dataset, range(len(indices)), indices)]
@@ -6440,13 +6522,13 @@ def _make_columns(dataset, indices):
         if not is_served or not _fill_columns(part, columns, rows, ks):
             return None
     for row, idx in enumerate(indices):
-        if idx is None:  # it fills up the batch
+        if idx is None:  # the padding sample has no loss
             columns["loss_mask"][row] = 0
     return columns
 
 
 def _empty_columns(config, count):
-    """An empty table for so many samples; its keys are in upstream's order."""
+    """Make a table for count samples, not yet filled, with its keys in upstream's order."""
     S = config.sequence_length
     columns = {}
     columns["tokens"] = np.empty((count, S), np.int64)
@@ -6462,9 +6544,9 @@ def _empty_columns(config, count):
 
 
 def _fill_columns(dataset, columns, rows, samples):
-    """Write samples into rows of a table, in one pass over their tokens.
+    """Write samples into these rows of a table.  Return whether C could do it.
 
-    False if an array is not what the loop takes, or it met a place that it cannot trust.
+    It cannot if an array has the wrong type, or if an index in it is out of range.
     """
     config = dataset.config
     corpus = dataset.dataset
@@ -7760,45 +7842,49 @@ class _ParquetRows(_Rows):
 # ==============================================================================
 # Question: which documents are in a sample, and which samples read a document?
 #
-#   trace(dataset, k)         a sample      ->  its spans: which tokens of which documents
-#   find(dataset, pair, i)    a sequence    ->  the samples that hold tokens of it
+#   trace(dataset, k)         sample k      ->  its spans: which tokens of which documents it holds
+#   find(dataset, pair, i)    sequence i    ->  the samples that hold tokens of it
 #
-# Both follow from the orders of section 4, and read no token.  trace() goes down this table, as
-# GPTDataset.pieces() does, and find() goes up:
+# Both functions use only the index arrays of section 4, and read no token.  trace() goes down this
+# table, as GPTDataset.pieces() does.  find() goes up.
 #
 #   array            trace() goes from        to                        find() goes back by
 #   shuffle_index    sample k                 sample j of the stream    its inverse
 #   sample_index     sample j of the stream   positions d .. d'         binary search
-#   document_index   positions d .. d'        sequences                 one pass over it
+#   document_index   positions d .. d'        sequences                 one pass over the array
 #
-# A BlendedDataset has two arrays above these: they say which sample of which dataset sample i is.
+# In a BlendedDataset, two more arrays come first: they give the dataset of sample i of the blend,
+# and the number that this sample has there.
 
 
 class Span(typing.NamedTuple):
-    """A run of tokens of one sequence in one sample.  Offsets and lengths are in tokens."""
+    """Consecutive tokens of one sequence in one sample.  Offsets and lengths are in tokens."""
 
-    path_prefix: str | None  # the pair; None for mock data
-    sequence: int  # the number of the sequence in the pair
-    document: int  # the document of the pair that the sequence belongs to
-    offset: int  # where the run begins in the sequence
-    length: int  # how many tokens it has
-    byte_offset: int | None  # where it begins in the .bin file, in bytes; None without a file
-    sample_offset: int  # where it begins in the sample
-    input: str | None  # the file that the document was made from; None: no record
-    input_document: int | None  # the number of the document in there, counted from 0
+    path_prefix: str | None  # the pair.  None: mock data
+    sequence: int  # number of the sequence in the pair
+    document: int  # number of the document in the pair that the sequence belongs to
+    offset: int  # where the span begins in the sequence
+    length: int  # number of tokens in the span
+    byte_offset: int | None  # where the span begins in the .bin file, in bytes.  None: no file
+    sample_offset: int  # where the span begins in the sample
+    input: str | None  # input file that the document comes from.  None: the pair has no record
+    input_document: int | None  # number of the document in this file, counted from 0
 
 
 def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
-    """Return the spans of sample k, in order: its S + x tokens, or fewer if it is padded.
+    """Return the spans of sample k, in order.
 
-    A subclass that changes tokens when it reads them is traced to the tokens before the change.
+    Together they hold the S + x tokens of the sample, or fewer if it is padded.  If a subclass
+    changes tokens when it reads them, the spans describe the tokens before the change.
+
+    Raises IndexError if k is out of range, and ValueError for a dataset of a different class.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
     >>> sizes = [3, 0, 0]
     >>> builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
     >>> train, valid, test = builder.build()
-    >>> for span in trace(train, 0):                    # b b b c c: all of bbb, and two c
+    >>> for span in trace(train, 0):                   # b b b c c: all of bbb, and cc of cccccc
     ...     print(span.sequence, span.offset, span.length, span.byte_offset, span.sample_offset)
     1 0 3 4 0
     2 0 2 7 3
@@ -7812,28 +7898,28 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
     _check_is_gpt_dataset(dataset)
     prefix = dataset.dataset_path
     spans = []
-    place = 0
+    start = 0
     for sequence, offset, length in dataset.pieces(k):
         if length > 0:
             document, at, name, number = _locate_in_files(dataset.dataset, sequence, offset)
-            span = Span(prefix, sequence, document, offset, length, at, place, name, number)
+            span = Span(prefix, sequence, document, offset, length, at, start, name, number)
             spans.append(span)
-            place += length
+            start += length
     return spans
 
 
 def _locate_in_files(pair, sequence, offset):
     """Return the document, byte_offset, input and input_document of a Span."""
-    if not isinstance(pair, IndexedDataset):  # mock data, or a reader of the user's own
+    if not isinstance(pair, IndexedDataset):  # mock data, or a reader that the user wrote
         return sequence, None, None, None
-    # Of documents that begin at the same sequence only the last one has sequences.
-    # bisect, as np.searchsorted() would copy the entries, which lie unaligned in the file.
+    # If several documents begin at the same sequence, only the last of them has sequences.
+    # np.searchsorted() would copy the array first, because its items are unaligned in the file.
     document = bisect.bisect_right(pair.document_indices, sequence) - 1
     byte_offset = int(pair.sequence_pointers[sequence]) + offset * DType.size(pair.dtype)
     record = _record_of(pair)  # section 20
     begins = record.get("begins", [0])
     i = bisect.bisect_right(begins, document) - 1
-    if i + 1 == len(begins):  # no record, or one of fewer documents
+    if i + 1 == len(begins):  # there is no record, or it names too few documents
         return document, byte_offset, None, None
     name, _ = record["inputs"][i]
     return document, byte_offset, name, document - begins[i]
@@ -7842,41 +7928,47 @@ def _locate_in_files(pair, sequence, offset):
 def find(
     dataset: GPTDataset | BlendedDataset, path_prefix: str | os.PathLike | None, sequence: int
 ) -> list[int]:
-    """Return the samples that hold at least one token of a sequence of a pair, in order.
+    """Return the sorted numbers of the samples that hold at least one token of a sequence.
 
-    path_prefix   the pair, by the path that the dataset was given, or by another that means the
-                  same place; None for mock data
-    Cost          one pass over the orders, 4 or 8 bytes for each sample; a few binary searches for
-                  each epoch; and the samples that are found
+    path_prefix   path of the pair: the path that the dataset was made with, or any path that leads
+                  to the same files.  None: mock data
+    sequence      number of the sequence in the pair
+    Cost          O(samples + entries of document_index), with 4 or 8 bytes of memory for each
+                  sample; then O(log(samples)) for each epoch, and O(pieces) for each sample found
+
+    Raises IndexError if the pair does not have this sequence, and ValueError if the dataset does
+    not read this pair or is of a different class.
     """
     parts = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
     for part in parts:
         _check_is_gpt_dataset(part)
-    wanted = [d for d, part in enumerate(parts) if _is_pair_of(part, path_prefix)]
-    if len(wanted) == 0:
+    of_pair = [d for d, part in enumerate(parts) if _is_pair_of(part, path_prefix)]
+    if len(of_pair) == 0:
         names = ", ".join(_label_of_dataset(part) for part in parts)
         raise ValueError(f"{path_prefix} is not a pair of this dataset, which has {names}")
-    found = []
-    for d in wanted:
+    all_samples = []
+    for d in of_pair:
         samples = _samples_of_sequence(parts[d], sequence)
         if isinstance(dataset, BlendedDataset):
-            # The samples 0, 1, 2, ... of a part come in this order in the blend, which may take
-            # fewer of them than the part has.
-            places = np.flatnonzero(dataset.dataset_index == d)
-            samples = [int(places[k]) for k in samples if k < len(places)]
-        found += samples
-    return sorted(found)
+            # A blend takes samples 0, 1, 2, ... of a part in this order, but maybe not all of them.
+            i_of_k = np.flatnonzero(dataset.dataset_index == d)
+            samples = [int(i_of_k[k]) for k in samples if k < len(i_of_k)]
+        all_samples += samples
+    return sorted(all_samples)
 
 
 def _check_is_gpt_dataset(dataset):
-    """ValueError for a dataset that has not the orders of section 4."""
+    """Check that a dataset has the index arrays of section 4.  Raises ValueError if not."""
     if not isinstance(dataset, GPTDataset):
-        found = type(dataset).__name__
-        raise ValueError(f"wanted a GPTDataset, or a BlendedDataset of such, got {found}")
+        name = type(dataset).__name__
+        raise ValueError(f"expected a GPTDataset, or a BlendedDataset of GPTDatasets, got {name}")
 
 
 def _is_pair_of(dataset, path_prefix):
-    """Does a dataset read this pair?  A relative path means a place in the folder of now."""
+    """Return whether a dataset reads this pair.
+
+    A relative path is resolved against the current folder.
+    """
     given = None if path_prefix is None else os.fsdecode(path_prefix)
     opened = getattr(dataset.dataset, "absolute_prefix", dataset.dataset_path)
     if given == dataset.dataset_path or None in (given, opened):
@@ -7885,31 +7977,28 @@ def _is_pair_of(dataset, path_prefix):
 
 
 def _files_of_pair(path_prefix):
-    """Return the places of both files of a pair, without symbolic links; a URL stays as it is."""
+    """Return the paths of both files of a pair, without symbolic links.  A URL stays as it is."""
     prefix = _absolute_path(path_prefix)
     paths = [get_idx_path(prefix), get_bin_path(prefix)]
     return paths if _is_remote(prefix) else [os.path.realpath(path) for path in paths]
 
 
 def _samples_of_sequence(dataset, sequence):
-    """The samples of a GPTDataset that hold a token of a sequence, in any order."""
+    """Return the samples of a GPTDataset that hold a token of a sequence, in any order."""
     i = _as_index(sequence, len(dataset.dataset), f"{_label_of_dataset(dataset)}, its pair")
     shuffle_index = dataset.shuffle_index
-    numbers = np.empty_like(shuffle_index)  # sample j of the stream -> k
-    numbers[shuffle_index] = np.arange(len(shuffle_index), dtype=shuffle_index.dtype)
-    starts = dataset.sample_index[:, 0]  # the position of each start, and that of the last end
+    k_of_j = np.empty_like(shuffle_index)  # the inverse of shuffle_index
+    k_of_j[shuffle_index] = np.arange(len(shuffle_index), dtype=shuffle_index.dtype)
+    starts = dataset.sample_index[:, 0]  # the position at which each sample starts
     positions = np.flatnonzero(dataset.document_index == i)
-    # A position's tokens: in samples that start there, and in the last one that starts before.
+    # The tokens at a position are in the samples that start at it, and in the last that starts
+    # before it.
     firsts = np.searchsorted(starts, positions) - 1
     ends = np.searchsorted(starts, positions, "right")
     samples = set()
     for first, end in zip(firsts.tolist(), ends.tolist(), strict=True):
-        samples.update(numbers[max(0, first) : end].tolist())
-    found = []
-    for k in samples:
-        if any(piece[0] == i and piece[2] > 0 for piece in dataset.pieces(k)):
-            found.append(k)
-    return found
+        samples.update(k_of_j[max(0, first) : end].tolist())
+    return [k for k in samples if any(s == i and n > 0 for s, _, n in dataset.pieces(k))]
 
 
 # ==============================================================================
