@@ -4586,16 +4586,18 @@ def _naming_place(place):
 def _naming_action(name, action, kind=ValueError):
     """Say in an error which action failed on what: an OSError, or kind("name: action: message").
 
-    An OSError keeps its errno.  MemoryError passes unchanged: it is not the fault of what is named.
+    An OSError stays an OSError, with its errno if it has one.  MemoryError passes unchanged: it is not the fault of what is named.
     """
     try:
         yield
     except MemoryError:
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            reason = f"{action}: {error.strerror}"
-            raise OSError(error.errno, reason, os.fsdecode(name)) from error
+        if isinstance(error, OSError):
+            kind = OSError
+            if error.errno is not None:
+                reason = f"{action}: {error.strerror}"
+                raise OSError(error.errno, reason, os.fsdecode(name)) from error
         raise kind(f"{name}: {action}: {_message_of(error)}") from error
 
 
@@ -6720,17 +6722,45 @@ def _read_eos_token(folder):
 class _GigatokenTokenizer(HuggingFaceTokenizer):
     """A tokenizer.json, with the ids that the package gigatoken makes.
 
-    For the usual files, as of GPT-2 and Llama 3, they are those of the package tokenizers.
+    For the usual files, as of GPT-2 and Llama 3, they are those of the package tokenizers.  Raises
+    ValueError if the two packages make different ids of a probe.
     """
 
     # gigatoken 0.10 keeps each word that it has seen, in about 11 bytes for each byte of it.  So it
     # is made anew after so much text: that costs 7 % of the time, and a worker stays below 1 GiB.
     _MOST_BYTES = 48 << 20
+    _PROBE = (
+        "The quick brown fox isn't THE cat's; they'll go to the lab, of course (or not).",
+        "na\u00efve e\u0301 \u03ba\u03b1\u03bb\u03b7 \u043c\u0438\u0440 \u05e9\u05dc\u05d5\u05dd",
+        "\u0645\u0631\u062d \u0928\u092e\u0938\u094d\u0924\u0947 \u4f60\u597d\u3002 \ud55c\uad6d",
+        "0 12 345 6789 1234567890, 3.14 and 1e-9; \u00bd \u0663\u0664 \U0001f642",
+        "def f(x):\n\treturn x[0] == 'a' if x else {}  # no\r\n\n\n    f(__name__)\n",
+        " a,  two   three\t\ttabs \n \u00a0\u2028 \n end  ",
+    )
 
     def __init__(self, path: str | os.PathLike, eod_token: str | None = None) -> None:
         super().__init__(path, eod_token)
         self.unique_identifiers["package"] = "gigatoken"
         self._reset_gigatoken()
+        self._check_probe()
+
+    def _check_probe(self):
+        """Check that both packages make the same ids of texts that often tell them apart.
+
+        Raises ValueError if they do not.  The texts are _PROBE, up to 1,000 tokens, as some span
+        words in an unusual file, and each added token alone, inside a word and between spaces.
+        """
+        some_ids = range(0, self.vocab_size, self.vocab_size // 1000 + 1)
+        texts = [*self._PROBE, *(self.detokenize([token]) for token in some_ids)]
+        for added in self._tokenizer.get_added_tokens_decoder().values():
+            texts += [added.content, f"a{added.content}b", f"a {added.content} b"]
+        for text, found in zip(texts, self.tokenize_batch(texts), strict=True):
+            # one at a time: a batch would start threads, which no fork survives
+            if found.tolist() != HuggingFaceTokenizer.tokenize(self, text):
+                raise ValueError(
+                    f"{self.path}: gigatoken and tokenizers make different ids of {text!r:.60}; "
+                    'use the package tokenizers: the name without "gigatoken:"'
+                )
 
     def _reset_gigatoken(self):
         """Make gigatoken's own tokenizer, which has seen no text yet."""
@@ -6771,15 +6801,21 @@ def build_tokenizer(
 
     eod_token           the text of the end-of-document token, of a tokenizer.json alone
     add_special_tokens  of a tokenizer.json by the package tokenizers, see HuggingFaceTokenizer
+    Raises              FileNotFoundError if the name is a path, and nothing is there; ValueError
+                        if gigatoken makes different ids than tokenizers
 
     >>> build_tokenizer("null:100").eod
     100
     """
     name = os.fsdecode(name)
+    path = name.removeprefix("gigatoken:")
+    if ":" not in path and path != "bytes" and not os.path.exists(path):
+        names = "bytes, null:VOCAB, a tokenizer.json, its folder, or module:attribute"
+        raise FileNotFoundError(f"{path}: no such tokenizer.json or folder; expected {names}")
     if name.startswith("gigatoken:"):
         if add_special_tokens:
             raise ValueError(f"{name}: only the package tokenizers can add special tokens")
-        return _GigatokenTokenizer(name.removeprefix("gigatoken:"), eod_token)
+        return _GigatokenTokenizer(path, eod_token)
     if name.endswith(".json") or (name != "bytes" and os.path.isdir(name)):
         return HuggingFaceTokenizer(name, eod_token, add_special_tokens)
     if eod_token or add_special_tokens:
@@ -6801,6 +6837,8 @@ def build_tokenizer(
             found = found()
     finally:
         sys.path.remove(folder)
+    if folder not in sys.path:
+        sys.path.append(folder)  # worker processes look for the module there
     _check_tokenizer(found, ["vocab_size", "tokenize"])
     return found
 
@@ -6870,7 +6908,8 @@ def _check_tokenizer_of_corpus(tokenizer, append_eod):
 # The pairs of the shards, merged in order, are the files of one job, byte for byte.  Each pair has
 # a record of what it was made from, such as this one of books_text_document_00001_of_00003:
 #
-#   {"tokenizer": {...}, "bin": 1200, "idx": 162,       the sizes of the pair, in bytes
+#   {"tokenizer": {...}, "append_eod": true,            null: some documents end in eod
+#    "bin": 1200, "idx": 162,                           the sizes of the pair, in bytes
 #    "inputs": [["b.jsonl", 1], ["c.jsonl.gz", 5]],     document 0 is that of b.jsonl
 #    "job": "5d41402abc4b2a76b9719d911017c592"}         of a shard: a digest of all
 #                                                       inputs and of append_eod
@@ -6932,12 +6971,12 @@ def preprocess(
     else:
         inputs = [_Input("texts", None, _iter_lines_of_rows(texts, json_keys))]
     suffix = "_sentence" if split_sentences else "_document"
-    job = None
+    more = {"append_eod": append_eod}  # for the records
     index, count = shard
     if count > 1:
         suffix += f"_{index:05}_of_{count:05}"  # so that the names sort as the shards do
         sizes = [[os.path.basename(each.name), each.size] for each in inputs]
-        job = _md5(json.dumps([sizes, bool(append_eod)]))  # what all shards have in common
+        more["job"] = _md5(json.dumps([sizes, bool(append_eod)]))  # what all shards have in common
         inputs = _inputs_of_shard(inputs, index, count)
     prefixes = {key: f"{os.fsdecode(output_prefix)}_{key}{suffix}" for key in json_keys}
     identity = _identity_of_tokenizer(tokenizer)
@@ -6949,7 +6988,7 @@ def preprocess(
     )
     counts = [[each.name, each.documents] for each in inputs]
     for prefix in prefixes.values():
-        _write_record(prefix, identity, counts, job)
+        _write_record(prefix, identity, counts, more)
     if verbose:
         documents = sum(each.documents for each in inputs)
         rate = num_bytes / 1e6 / (time.perf_counter() - started)
@@ -6976,9 +7015,11 @@ def _check_preprocess_arguments(input, output_prefix, texts, json_keys, workers,
         raise ValueError("a daemonic process, as this one is, may start no other: use workers=1")
     if (input is None) == (texts is None):
         raise ValueError("preprocess wants one of input, which are paths, and texts")
-    is_table = isinstance(texts, collections.abc.Mapping) or hasattr(texts, "columns")
-    if is_table or isinstance(texts, (str, bytes)):
-        raise ValueError("texts must be an iterable of texts or dicts, such as a table's column")
+    is_table = hasattr(texts, "columns") or hasattr(texts, "to_pylist")  # the latter: a column
+    if is_table or isinstance(texts, (str, bytes, collections.abc.Mapping)):
+        advice = "give the rows of a table, by .to_pylist() or .to_dict('records')"
+        found = f"an iterable of texts or dicts, got one {type(texts).__name__}"
+        raise ValueError(f"texts: expected {found}; {advice}")
 
 
 def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
@@ -7041,6 +7082,7 @@ class _Input:
     def __init__(self, path, size, lines=None):
         self.path = path
         self.size = size
+        self.written = _modification_time(path)
         self.name = _label_of_input(path)  # for messages and records
         self.compression = _decompressor_of(self.name)
         is_known = size is not None and self.compression is None
@@ -7080,6 +7122,12 @@ def _find_sizes(path):
         found = glob.glob(path, recursive=True)
         paths = sorted(name for name in found if not os.path.isdir(name))
     return [(name, os.path.getsize(name) if os.path.isfile(name) else None) for name in paths]
+
+
+def _modification_time(path):
+    """Return when a local file was written last; None for a URL and all else that is no file."""
+    # A link or a chmod would change st_ctime_ns.
+    return os.stat(path).st_mtime_ns if os.path.isfile(path) else None
 
 
 def _label_of_input(path):
@@ -7152,9 +7200,12 @@ def _iter_lines(source):
         yield from file if source.compression is None else source.compression.open(file)
         if source.size is not None:
             came = file.tell()
-            if (came, _find_sizes(source.path)) != (source.size, [(source.path, source.size)]):
-                told = f"it had {source.size:,} bytes when the job began"
-                raise OSError(f"{told}, and {came:,} came, or it has another size now")
+            found = came, _find_sizes(source.path), _modification_time(source.path)
+            if found != (source.size, [(source.path, source.size)], source.written):
+                told = f"it had {source.size:,} bytes when the job began, and {came:,} came"
+                raise OSError(
+                    f"{told}, or it was written meanwhile; start again when it is complete"
+                )
 
 
 def _iter_lines_of_rows(texts, json_keys):
@@ -7183,10 +7234,13 @@ def _iter_blocks(inputs):
                 yield source, lines
                 lines = []
                 size = 0
-        yield source, lines
+        if len(lines) > 0:
+            yield source, lines
 
 
 # -- Workers -----------------------------------------------------------------------------------
+
+_worker_start = threading.Lock()  # several jobs may run in threads of one process
 
 
 def _parse_object(line):
@@ -7270,7 +7324,7 @@ class _Encoder:
             documents = [list(itertools.chain(*map(split, parts))) for parts in documents]
         texts = list(itertools.chain(*documents))
         tokenize_batch = _attribute_of(self.tokenizer, "tokenize_batch")
-        if tokenize_batch is None:
+        if tokenize_batch is None or len(texts) == 0:  # it may not take an empty list
             found = map(self.tokenizer.tokenize, texts)
         else:
             found = tokenize_batch(texts)
@@ -7306,18 +7360,20 @@ def _iter_encoded_blocks(encoder, blocks, workers):
     turns = []  # (process of a worker, pipe to it, block that it has, or None)
     try:
         for _ in range(workers):
-            pipe, end_of_worker = context.Pipe()
-            process = context.Process(
-                target=_run_worker, args=(end_of_worker, encoder), daemon=True
-            )
-            turns.append((process, pipe, None))
-            with warnings.catch_warnings():
-                # Python 3.12 and later warn of threads here: the worker does without them.
-                warnings.filterwarnings("ignore", ".*multi-threaded.* fork", DeprecationWarning)
-                # In a thread: Python loses a signal that comes while the main thread forks.
-                with concurrent.futures.ThreadPoolExecutor(1) as thread:
-                    thread.submit(process.start).result()
-            end_of_worker.close()  # so that the pipe ends when the worker does
+            # A worker that another job forked in between would hold these ends of pipes open.
+            with _worker_start:
+                pipe, end_of_worker = context.Pipe()
+                process = context.Process(
+                    target=_run_worker, args=(end_of_worker, encoder), daemon=True
+                )
+                turns.append((process, pipe, None))
+                with warnings.catch_warnings():
+                    # Python 3.12 and later warn of threads here: the worker does without them.
+                    warnings.filterwarnings("ignore", ".*multi-threaded.* fork", DeprecationWarning)
+                    # In a thread: Python loses a signal that comes while the main thread forks.
+                    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+                        thread.submit(process.start).result()
+                end_of_worker.close()  # so that the pipe ends when the worker does
         blocks = itertools.chain(blocks, [None] * workers)  # a last round takes what is left
         for number, block in enumerate(blocks):
             process, pipe, done = turns[number % workers]
@@ -7381,7 +7437,8 @@ def merge(
 
     The new pair is the one that a single builder would have written; its record lists the inputs of
     all.  The output may not be one of them.  Of shards, in whatever folders they lie, all must be
-    there, in order, made from the same inputs; and the records may not name different tokenizers.
+    there, in order, with their records, made from the same inputs; and the records may not name
+    different tokenizers.  A warning says if only some pairs were made with append_eod.
     Cost: each byte is copied once.  Upstream: tools/merge_datasets.py.
 
     >>> prefix = toy_corpus()
@@ -7397,6 +7454,7 @@ def merge(
     records = {prefix: _record_of(IndexedDataset(prefix)) for prefix in prefixes}
     _check_shards(prefixes, records)
     tokenizer = _common_tokenizer(records)
+    eod = _common_eod(records)
     dtype = IndexedDataset(prefixes[0]).dtype
     inputs = []
     with IndexedDatasetBuilder(get_bin_path(output_prefix), dtype, multimodal) as builder:
@@ -7406,42 +7464,54 @@ def merge(
             # a pair without a record, such as upstream's, is an input of its own
             documents = len(builder.document_indices) - before
             inputs += records[prefix].get("inputs", [[prefix, documents]])
-    _write_record(output_prefix, tokenizer, inputs)
+    _write_record(output_prefix, tokenizer, inputs, eod)
 
 
 def _check_shards(prefixes, records):
     """Check that of a job whose shards are merged all are there, in order, of the same inputs."""
-    wanted = []  # the names of the shards of a job that must come next, in order
+    wanted = iter(())  # the names of the shards of a job that must come next, in order
     jobs = set()  # what the records of these shards say of their job
     for prefix in [*prefixes, "the end"]:
         name = os.path.basename(prefix)  # each machine may have a folder of its own
-        shard = re.fullmatch(r"(.*)_\d{5}_of_(\d{5})", name)
-        if shard is not None and len(wanted) == 0:
-            wanted = [f"{shard[1]}_{index:05}_of_{shard[2]}" for index in range(int(shard[2]))]
+        shard = re.fullmatch(r"(.*)_\d{5,}_of_(\d{5,})", name)
+        next_name = next(wanted, None)
+        if shard is not None and next_name is None:
+            stem, count = shard.groups()
+            wanted = (f"{stem}_{index:05}_of_{count}" for index in range(int(count)))
+            next_name = next(wanted, None)
             jobs.clear()
-        next_name = wanted.pop(0) if len(wanted) > 0 else name
-        if name != next_name:
+        if next_name not in (name, None):
             raise ValueError(f"wanted {next_name} in the place of {prefix}: merge all shards")
-        if shard is not None and records[prefix] != {}:
+        if shard is not None:
+            if records[prefix] == {}:
+                advice = "copy its .record.json, too; rename a pair that was not made by --shard"
+                raise ValueError(f"{prefix}: a shard without its record: {advice}")
             jobs.add(records[prefix].get("job"))
         if len(jobs) > 1:
             raise ValueError(f"{prefix}: not of the inputs, or append_eod, of the shards before it")
 
 
-def _make_record(path_prefix, tokenizer, inputs, job):
-    """The record of a pair, which is there; an error if it would be one of another form."""
+def _make_record(path_prefix, tokenizer, inputs, more):
+    """The record of a pair, which is there; an error if it would be one of another form.
+
+    more   a dict that may hold append_eod, which a record of an older release lacks, and job
+    """
     record = {
         "tokenizer": None if tokenizer is None else dict(tokenizer),
         "inputs": [[str(name), int(documents)] for name, documents in inputs],
         "bin": os.path.getsize(get_bin_path(path_prefix)),
         "idx": os.path.getsize(get_idx_path(path_prefix)),
     }
-    return record if job is None else record | {"job": str(job)}
+    if "append_eod" in more:
+        record["append_eod"] = None if more["append_eod"] is None else bool(more["append_eod"])
+    if "job" in more:
+        record["job"] = str(more["job"])
+    return record
 
 
-def _write_record(path_prefix, tokenizer, inputs, job=None):
+def _write_record(path_prefix, tokenizer, inputs, more=()):
     """Write the record of a pair, which is there."""
-    record = _make_record(path_prefix, tokenizer, inputs, job)
+    record = _make_record(path_prefix, tokenizer, inputs, more)
     with _NewFile(f"{os.fsdecode(path_prefix)}.record.json", synced=False) as file:
         file.write(json.dumps(record, indent=1).encode())
 
@@ -7457,7 +7527,7 @@ def _record_of(pair):
             prefix = pair.absolute_prefix
             found = json.loads(pathlib.Path(f"{prefix}.record.json").read_bytes())
             inputs = found["inputs"]
-            if found == _make_record(prefix, found["tokenizer"], inputs, found.get("job")):
+            if found == _make_record(prefix, found["tokenizer"], inputs, found):
                 counts = (documents for _, documents in inputs)
                 record = found | {"begins": list(itertools.accumulate(counts, initial=0))}
         pair._memo["record"] = record
@@ -7471,30 +7541,71 @@ def _identity_of_tokenizer(tokenizer):
     return identity if isinstance(identity, dict) else None
 
 
-def _common_tokenizer(records):
-    """The tokenizer that {name: record} name, or None; ValueError if they name several."""
+def _common_tokenizer(records, advice="preprocess all of them with one tokenizer"):
+    """Return the tokenizer that {name: record} name, or None.
+
+    Raises ValueError, with the first value that differs and the advice, if they name several.
+    """
     found = {name: record.get("tokenizer") for name, record in records.items()}
     named = {name: identity for name, identity in found.items() if identity is not None}
     first = next(iter(named), None)
     for name, identity in named.items():
-        # Which package reads a tokenizer.json makes no other tokenizer.
-        if identity | {"package": None} != named[first] | {"package": None}:
-            made = f"{name} was made with the tokenizer {identity}"
-            raise ValueError(f"{made}, and that of {first} is {named[first]}")
+        same = {"package": None}  # which package reads a tokenizer.json makes no other tokenizer
+        difference = _first_difference(named[first] | same, identity | same)  # section 13
+        if difference is not None:
+            key, wanted, got = difference
+            expected = f"expected the tokenizer of {first}, whose {key} is {wanted!r:.60}"
+            raise ValueError(f"{name}: {expected}, got {got!r:.60}; {advice}")
     return named.get(first)
 
 
+_EOD_WORDS = {True: "with eod", False: "without eod", None: "partly with eod"}
+
+
+def _common_eod(records):
+    """Return {"append_eod": what {name: record} say}, or {} if none of them says it.
+
+    If they differ, the value is None, and a warning names two that do.
+    """
+    said = {name: each["append_eod"] for name, each in records.items() if "append_eod" in each}
+    first = next(iter(said), None)
+    for name, value in said.items():
+        if value != said[first]:
+            found = f"made {_EOD_WORDS[value]}, and {first} {_EOD_WORDS[said[first]]}"
+            _warn(f"{name}: {found}; preprocess one again (append_eod) unless this is meant")
+            return {"append_eod": None}
+    return {"append_eod": said[first]} if len(said) > 0 else {}
+
+
+def _words_of_record(record):
+    """Return what made a pair, such as "; ByteTokenizer, with eod"; "" if its record is {}."""
+    words = []
+    identity = record.get("tokenizer")
+    if identity is not None:
+        digits = str(identity.get("tokenizer.json", ""))[:8]  # of an md5
+        words.append(f"{identity.get('class', 'a tokenizer')} {digits}".strip())
+    if "append_eod" in record:
+        words.append(_EOD_WORDS[record["append_eod"]])
+    return "; " + ", ".join(words) if len(words) > 0 else ""
+
+
 def _check_tokenizers(opened, tokenizer):
-    """ValueError if {prefix: corpus} are of several tokenizers; a warning if not of a config's."""
+    """Check the tokenizers of {prefix: corpus}, which must be the same, and their eods.
+
+    Warns if a corpus was made with a different tokenizer than the config's, and if eods differ.
+    """
     of_config = {"the config": {"tokenizer": _identity_of_tokenizer(tokenizer)}}
+    advice = "give the config the tokenizer of this corpus, or preprocess the corpus again"
     records = {}
     for prefix, pair in opened.items():
         if isinstance(pair, IndexedDataset):
             records[prefix] = _record_of(pair)
-            _, difference = _call_catching(_common_tokenizer, of_config | {prefix: records[prefix]})
+            both = of_config | {prefix: records[prefix]}
+            _, difference = _call_catching(_common_tokenizer, both, advice)
             if difference is not None:
-                warnings.warn(str(difference), stacklevel=3)
+                _warn(str(difference))
     _common_tokenizer(records)
+    _common_eod(records)
 
 
 # ==============================================================================
@@ -8032,7 +8143,8 @@ def main(argv: list[str] | None = None) -> int:
 
     It works in any thread, but answers signals only in the main thread.
     """
-    options = _make_parser().parse_args(argv)
+    program = "megatron-min" if argv is not None else _words_of_start()
+    options = _make_parser(program).parse_args(argv)
     arrived = []
 
     def exit_at_signal(number, frame):
@@ -8056,13 +8168,22 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         code = 1
         if len(arrived) == 0:  # what a signal stops may raise an error of its own
-            print(f"megatron-min: {_message_of(error)}", file=sys.stderr)
+            print(f"{program}: {_message_of(error)}", file=sys.stderr)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     if len(arrived) > 0:
         sys.exit(128 + arrived[0])
     return code
+
+
+def _words_of_start():
+    """Return the words with which this process was started, in front of those of the command."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    words = sys.argv[0] if spec is None else f"-m {spec.name}"
+    if words.startswith("-m ") or words.endswith(".py"):
+        return f"{os.path.basename(sys.executable)} {words}"
+    return os.path.basename(words)  # a script, such as the one that pip makes
 
 
 def _print_warning(message, *details):
@@ -8084,15 +8205,16 @@ def _print_line(line):
 
 
 def _print_pair(label, dataset):
-    """Print a line about a pair."""
+    """Print a line about a pair, which ends with what made it, from its record."""
     num_documents = len(dataset.document_indices) - 1
     tokens = f"{dataset.num_tokens:,} tokens of {np.dtype(dataset.dtype)}"
-    _print_line(f"{label}: {len(dataset):,} sequences, {num_documents:,} documents, {tokens}")
+    made = _words_of_record(_record_of(dataset))
+    _print_line(f"{label}: {len(dataset):,} sequences, {num_documents:,} documents, {tokens}{made}")
 
 
-def _make_parser():
+def _make_parser(program):
     """Return the parser of all commands; each stores the function that runs it as options.run."""
-    parser = argparse.ArgumentParser("megatron-min", description="Text to training batches.")
+    parser = argparse.ArgumentParser(program, description="Text to training batches.")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     commands = {}
     for name, run, text in (
@@ -8103,7 +8225,7 @@ def _make_parser():
         ("demo", _run_demo, "real text to blended, resumable batches, in a few seconds"),
     ):
         commands[name] = subparsers.add_parser(name, help=text, description=text)
-        commands[name].set_defaults(run=run)
+        commands[name].set_defaults(run=run, program=program)
 
     several = {"nargs": "+", "action": "extend"}  # given again, a flag adds to what it has
     pair = {"type": _without_ending}  # as a shell completes names, and its * finds pairs
@@ -8177,7 +8299,7 @@ def _run_merge(options):
 
 def _run_inspect(options):
     tokenizer = build_tokenizer(options.tokenizer, options.eod_token, options.add_special_tokens)
-    dataset = IndexedDataset(options.prefix)
+    dataset = IndexedDataset(options.prefix, check=True)
     _print_pair(options.prefix, dataset)
     if len(dataset) == 0:
         return
@@ -8187,14 +8309,15 @@ def _run_inspect(options):
     tokens = dataset.get(0, 0, min(16, int(lengths[0]))).tolist()
     _print_line(f"sequence 0: {tokens}")
     own = {"tokenizer": _identity_of_tokenizer(tokenizer)}
-    records = {options.prefix: _record_of(dataset), "this command": own}
-    _, difference = _call_catching(_common_tokenizer, records)
+    records = {"this command": own, options.prefix: _record_of(dataset)}
+    advice = "name the tokenizer of the pair with --tokenizer"
+    _, difference = _call_catching(_common_tokenizer, records, advice)
     if difference is not None:
         _print_line(f"not decoded: {difference}")
     elif all(isinstance(token, int) and 0 <= token < tokenizer.vocab_size for token in tokens):
         _print_line(f"decoded: {tokenizer.detokenize(tokens)!r}")
     else:
-        _print_line("not decoded: name the tokenizer of the pair with --tokenizer")
+        _print_line(f"not decoded: {advice}")
 
 
 def _run_verify(options):
@@ -8238,7 +8361,8 @@ def _run_demo(options):
             equal.append(torch.equal(batch["tokens"], other["tokens"]))
         _print_line(f"4. Resumed: {len(equal)} more steps, equal: {all(equal)}")
     _print_line("Next, your own text, a JSON object with a text on each line of a file:")
-    _print_line("megatron-min preprocess --input corpus.jsonl --output-prefix corpus --append-eod")
+    words = "preprocess --input corpus.jsonl --output-prefix corpus --append-eod"
+    _print_line(f"{options.program} {words}")
 
 
 def get_blend_from_list(
