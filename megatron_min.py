@@ -4586,7 +4586,8 @@ def _naming_place(place):
 def _naming_action(name, action, kind=ValueError):
     """Say in an error which action failed on what: an OSError, or kind("name: action: message").
 
-    An OSError stays an OSError, with its errno if it has one.  MemoryError passes unchanged: it is not the fault of what is named.
+    An OSError stays an OSError, with its errno if it has one.  MemoryError passes unchanged: it is
+    not the fault of what is named.
     """
     try:
         yield
