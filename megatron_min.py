@@ -1650,7 +1650,7 @@ class GPTDataset(MegatronDataset):
 
     def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
         """Return several samples.  torch's DataLoader calls this."""
-        return _read_at_once(self, indices)  # section 10
+        return _read_gpt_samples(self, indices)  # section 10
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of sample idx, int64 (S + x,), and the sequence of each of its pieces.
@@ -2311,16 +2311,8 @@ class BlendedDataset(_Identified):
         return {"dataset_id": dataset_id, **self.datasets[d][k]}
 
     def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
-        """Return several samples, with one call of each dataset that gives any of them."""
-        if type(self) is not BlendedDataset:  # a subclass may override __getitem__()
-            return [self[idx] for idx in indices]
-        samples = [None] * len(indices)
-        for d, (rows, ks) in self.places(indices).items():
-            of_dataset = _getitems(self.datasets[d], ks)
-            for row, sample in zip(rows, of_dataset, strict=True):
-                dataset_id = torch.from_numpy(np.array(d, np.int64))
-                samples[row] = {"dataset_id": dataset_id, **sample}
-        return samples
+        """Return several samples.  torch's DataLoader calls this."""
+        return _read_blend_samples(self, indices)  # section 10
 
     def _locate(self, idx):
         """Return (d, k): sample idx is sample k of dataset d.
@@ -2331,31 +2323,6 @@ class BlendedDataset(_Identified):
         i = _as_index(0 if idx is None else idx, len(self), "the samples of a blend")
         k = None if idx is None else int(self.dataset_sample_index[i])
         return int(self.dataset_index[i]), k
-
-    def places(self, indices: typing.Sequence[int | None]) -> dict[int, tuple[list, list]]:
-        """Group several samples by dataset: return {d: (rows, ks)}.
-
-        For each row of rows and the k at the same index of ks, sample indices[row] of the blend is
-        sample k of dataset d.
-        """
-        places = {}
-        for row, idx in enumerate(indices):
-            d, k = self._locate(idx)
-            rows, ks = places.setdefault(d, ([], []))
-            rows.append(row)
-            ks.append(k)
-        return places
-
-
-def _getitems(dataset: typing.Any, indices: typing.Sequence[int | None]) -> list[dict]:
-    """Return several samples of any dataset, in one call if it has a method for that."""
-    while type(dataset) in (torch.utils.data.Subset, _PaddedSubset):  # the latter: section 10
-        # None, the padding sample, is passed on as it is
-        indices = [k if k is None else dataset.indices[k] for k in indices]
-        dataset = dataset.dataset
-    if hasattr(dataset, "__getitems__"):
-        return dataset.__getitems__(indices)
-    return [dataset[idx] for idx in indices]
 
 
 def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
@@ -3342,58 +3309,76 @@ def _select_positions(tensor, dim, places):
 # ==============================================================================
 # Question: how are batches prepared ahead, and what does a checkpoint save?
 #
-#   sampler       0 1 2 3 4 ...        indices of each batch
-#   threads           2 3              num_workers of them make batches ahead
-#   training loop   1                  uses the batch that is ready
+#   sampler         0 1 2 3 4 ...    yields the sample numbers of batch 0, batch 1, ...
+#   threads             2 3          prepare the next batches
+#   training loop     1              uses a batch that was prepared
 #
-# Threads serve GPTDataset, and blends of it, where C is there: it fills batches without Python's
-# lock, so the loop is not held up.  Any other dataset is read by torch's DataLoader, with
-# num_workers processes.  With num_workers=0 a batch is made when the loop asks for it.
+# If C is available (section 18), num_workers threads prepare the batches of a GPTDataset or of a
+# blend of GPTDatasets.  C fills a batch without Python's lock, so the training loop keeps running.
+# Without C, or for any other dataset, torch's DataLoader starts num_workers processes.  With
+# num_workers=0, a batch is made when the loop requests it.
 #
-# The sampler runs ahead of the training loop.  A saved position counts the batches that the loop
-# was given, so what was made ahead and not used is made again after a resume.
+# The sampler runs ahead of the training loop.  So the saved position counts only the batches that
+# the loop has received.  After a resume, batches that were prepared but not used are prepared
+# again.
 #
-# A state has this position, whether the pass has ended there, and the history: what decided the
-# samples before the position, as JSON.  No sample is read for it.  The history of 24 samples of a
-# blend:
+# A state holds this position, whether the pass has ended there, and a history: the values that
+# decided the samples before the position, as JSON.  Saving a state reads no sample.  After 24
+# samples of a blend, the history is:
 #
-#   {"sampler": {"kind of the sampler": "single"},    cyclic has a seed and more
+#   {"sampler": {"kind of the sampler": "single"},    "cyclic" adds its seed and more
 #    "data": {"class": "BlendedDataset",
 #             "corpus 0": {"class": "GPTDataset",
 #                          "name (not compared)": "wiki",
-#                          "fingerprint": {...},      of the pair (section 1)
-#                          "random_seed": 1234, ...}, and more, as _settings_of() says
+#                          "fingerprint": {...},      see IndexedDataset.fingerprint()
+#                          "random_seed": 1234, ...}, and more: see _settings_of()
 #             "which corpus gave which sample (weights, blend_phases)": 1403640103}}
-#                                                     a CRC-32 of dataset_index[:24]
+#                                                     the CRC-32 of dataset_index[:24]
 #
-# The job that loads a state makes the same of its own data and sampler, and goes on where it finds
-# the same.  (Section 8 says which ranks and sizes of batches it may have.)  If the pass had ended,
-# the job begins the next one, unless a batch of the old pass is left here.  What does not change
-# the samples that were consumed is not asked about: with stable_order a longer run, or a phase that
-# comes later; a corpus that has given no sample yet; settings of masks and positions.  Not noticed
-# are documents that were edited in the middle of a pair, and what a class of the user's own does.
+# A job that loads this state computes the history of its own data and sampler, also for 24 samples.
+# If the two histories are equal, the job resumes.  (Section 8 says when its number of ranks or its
+# micro_batch_size may be different.)  If the saved pass had ended, the job starts the next pass.
+# But if a batch of the old pass is left, because the dataset is longer or a round is smaller now,
+# the job continues with this batch.
+#
+# The comparison ignores what cannot change the tokens of these 24 samples, or their order:
+#
+#   - paths of files
+#   - settings of masks and positions
+#   - corpora that gave no sample yet
+#   - with stable_order, the length of the run and all later phases
+#
+# Two changes are not noticed: an edit in the middle of a pair that keeps all lengths, and new code
+# in a class that the user has defined.
 
-_STATE_VERSION = 8  # a number to count up when the same history comes to mean other samples
-_LABEL_KEY = "name (not compared)"  # for messages: a copy may have another
+_STATE_VERSION = 8  # increment when an equal history could stand for other samples
+_LABEL_KEY = "name (not compared)"  # for messages; a copy of a pair may have a different name
+_EPOCH_KEYS = ("stable_order, or one epoch", "epochs", "last epoch shuffled alone")
 
 
 class PretrainingDataLoader(torch.utils.data.DataLoader):
-    """A DataLoader whose position can be saved, as with torchdata's StatefulDataLoader.
+    """A DataLoader whose position can be saved, like torchdata's StatefulDataLoader.
 
-    dataset        any dataset; one that can be asked for sample None (of a Subset its dataset), if
-                   the sampler fills up batches with it
+    dataset        any dataset.  If the sampler pads batches with None, dataset[None] must be a
+                   padding sample.  (A Subset passes None on to its dataset)
     batch_sampler  a sampler of section 8
-    num_workers    how many threads, or processes, make batches ahead; 0: none
-    arguments      further arguments of DataLoader, such as collate_fn or prefetch_factor.  With
-                   any of them but pin_memory, DataLoader makes the batches of a GPTDataset, too
+    num_workers    how many threads or processes prepare batches in advance.  0: none
+    kwargs         further arguments of DataLoader, such as collate_fn or prefetch_factor.  With any
+                   of them except pin_memory, DataLoader makes the batches of a GPTDataset, too
 
-    len() counts the batches of a whole turn, also after a resume.  The first iterator after
-    load_state_dict() goes on where the state was taken, or, if the pass had ended there, begins the
-    next one.  The iterator after it begins at 0, and warns if the first was left before its end;
-    with a cyclic sampler it begins behind the last batch.  Where several run, the state is that of
-    the newest; with persistent_workers the older ones raise a RuntimeError.  What worker processes
-    draw depends on torch.initial_seed(), the data-parallel rank and the place where the iterator
-    begins, unless a generator is given.
+    len() is the number of batches in a full pass, also after a resume.
+
+    The first iterator starts at the consumed_samples of the sampler.  After load_state_dict(), the
+    next iterator starts at the saved position, or starts the next pass if the saved one had ended.
+    Every other iterator starts at sample 0; with a cyclic sampler, it starts after the last batch
+    that the loop received.  A warning is issued if an iterator starts at sample 0 although the
+    resumed one was left before its end.
+
+    If several iterators are in use, the state describes the newest one.  With persistent_workers,
+    the older ones raise RuntimeError.
+
+    If no generator is given, the random numbers in worker processes depend only on
+    torch.initial_seed(), the data-parallel rank, and the sample at which the iterator starts.
 
     >>> loader = PretrainingDataLoader(range(6), MegatronPretrainingSampler(6, 0, 2, 0, 1))
     >>> state = [loader.state_dict() for batch in loader][0]          # after the first batch
@@ -3408,46 +3393,44 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         dataset: typing.Any,
         batch_sampler: _Sampler,
         num_workers: int = 0,
-        **arguments: typing.Any,
+        **kwargs: typing.Any,
     ) -> None:
         num_workers = _as_whole(num_workers, "num_workers")
-        _check_loader(batch_sampler, arguments)
+        _check_loader(batch_sampler, kwargs)
         if type(dataset) is torch.utils.data.Subset:
             dataset = _PaddedSubset(dataset.dataset, dataset.indices)
         may_use_threads = IMPLEMENTATION == "c" and _is_plain(dataset)
-        self.makes_own_batches = may_use_threads and arguments.keys() <= {"pin_memory"}
+        self.makes_own_batches = may_use_threads and kwargs.keys() <= {"pin_memory"}
         self.num_threads = num_workers if self.makes_own_batches else 0
-        num_workers -= self.num_threads  # torch starts no processes where there are threads
-        super().__init__(dataset, batch_sampler=batch_sampler, num_workers=num_workers, **arguments)
-        self._has_generator = self.generator is not None  # that of the arguments
+        num_workers -= self.num_threads  # with threads, torch starts no processes
+        super().__init__(dataset, batch_sampler=batch_sampler, num_workers=num_workers, **kwargs)
+        self._has_generator = self.generator is not None  # the caller gave one
         self.consumed_samples = batch_sampler.consumed_samples
-        self.is_end_of_pass = 0  # 1: the newest iterator has ended by itself; cyclic: always 0
-        # stands for the newest iterator; None: none has begun since a state was loaded
-        self._current_iterator = object()
-        self._resumed_end = 0  # the place where the pass ends that went on from a state
-        self._memo = {}  # what was asked of the datasets: now, so that a state asks no storage
-        _provenance_of(dataset, None, self._memo)
+        self.is_end_of_pass = 0  # see state_dict()
+        self._current_iterator = None  # an object that stands for the newest iterator
+        self._is_loaded = False  # True: no iterator has begun since load_state_dict()
+        self._resumed_end = 0  # the sample at which the resumed pass ends, or 0 if none was resumed
+        self._memo = {}  # results that are not computed twice
+        _provenance_of(dataset, None, self._memo)  # asks storage now, so that no state has to
 
     def __iter__(self) -> typing.Iterator[dict]:
         sampler = self.batch_sampler
         if sampler.kind == "cyclic":
-            # This sampler advances its own number as it runs ahead of the loop: set it back to the
-            # last batch that the loop was given.  The others set theirs to 0 for a further pass.
+            # This sampler advances next_start as it runs ahead of the loop.  Set it back to the
+            # last batch that the loop received.  (The other samplers set it to 0 when they begin.)
             sampler.next_start = self.consumed_samples
         begin = sampler.next_start
         end = self._end_of_pass(begin)
         if begin != self.consumed_samples < self._resumed_end:
-            warnings.warn(
-                f"the iterator that went on from the state was left at sample "
-                f"{self.consumed_samples}, and this one begins at sample {begin}: to go on there, "
-                "load the state again, and keep its first iterator",
-                stacklevel=2,
+            _warn(
+                f"the iterator that resumed from a saved state was left at sample "
+                f"{self.consumed_samples}, and this one starts at sample {begin}; to read the rest "
+                "of that pass, call load_state_dict() again and use its first iterator to the end"
             )
-        is_resumed = self._current_iterator is None and not self.is_end_of_pass
-        self._resumed_end = end if is_resumed else 0
-        this_iterator = object()
-        self._current_iterator = this_iterator
-        batches = self._own_batches() if self.makes_own_batches else self._batches_of_torch(begin)
+        self._resumed_end = end if self._is_loaded and not self.is_end_of_pass else 0
+        self._is_loaded = False
+        self._current_iterator = this_iterator = object()
+        batches = self._iter_own_batches() if self.makes_own_batches else self._iter_torch_batches()
         consumed = begin
         for batch in batches:
             consumed = min(consumed + sampler.samples_per_round, end)
@@ -3455,33 +3438,31 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                 self.consumed_samples = consumed
                 self.is_end_of_pass = 0
             yield batch
-            is_newest = self._current_iterator is this_iterator
-            if self._current_iterator is None or (self.persistent_workers and not is_newest):
-                raise RuntimeError(
-                    "load_state_dict() was called or, with persistent_workers, a newer iterator "
-                    "has begun while this one was running: go on with a new one, iter(loader)"
-                )
-        if consumed < end:  # torch takes a StopIteration of a dataset for the end
-            raise RuntimeError(f"the batches ended at sample {consumed}, not at {end}")
+            _check_iterator(self, this_iterator)
+        if consumed < end:
+            raise RuntimeError(
+                f"the batches ended at sample {consumed}, but the pass ends at sample {end}; check "
+                "that the dataset does not raise StopIteration, which ends an iteration"
+            )
         if self._current_iterator is this_iterator:
             self.is_end_of_pass = int(self._end_of_pass(consumed) == consumed)
 
     def _end_of_pass(self, begin):
-        """Return the sample at which a pass ends that begins, or continues, at sample begin."""
+        """Return the sample at which the pass ends that starts, or continues, at sample begin."""
         sampler = self.batch_sampler
         end = sampler.total_samples
-        if sampler.kind == "cyclic":  # the next pass begins where this one ends
-            turn = begin // sampler.active_total_samples
-            end = (turn + 1) * sampler.active_total_samples
+        if sampler.kind == "cyclic":  # the next pass begins at the sample where this one ends
+            pass_number = begin // sampler.active_total_samples
+            end = (pass_number + 1) * sampler.active_total_samples
         if sampler.drop_last:
             end -= (end - begin) % sampler.samples_per_round
         return end
 
-    def _own_batches(self):
-        """Batches of our own datasets; by threads, if there are any, a few ahead.
+    def _iter_own_batches(self):
+        """Yield the batches of the pass.  Threads, if there are any, prepare a few in advance.
 
-        An error comes at the place of its batch.  Once this iterator is gone, what no thread has
-        begun is not made, and nobody waits.
+        An error in a batch is raised when the loop requests this batch.  When the iterator is
+        closed, batches that no thread has begun are cancelled, and nobody waits for the others.
         """
         if not self.num_threads:
             yield from map(self._make_batch, self.batch_sampler)
@@ -3498,29 +3479,33 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _batches_of_torch(self, begin):
-        """Batches that torch's DataLoader makes, from a place on.
+    def _iter_torch_batches(self):
+        """Yield the batches of the pass, as torch's DataLoader makes them.
 
-        For an iterator torch draws a number, from which each of its worker processes has its seed:
-        from the global generator only ranks with a loader would draw it, and their dropout would
-        differ from that of the others.  And it fails where the default device is not the CPU.
+        For each iterator, DataLoader draws a number from a generator, to seed its worker processes.
+        By default, this is the global generator of torch.  Only ranks with a loader would draw from
+        it, and their dropout would then differ from the dropout of the other ranks.  So this method
+        sets a new generator for each iterator.
+
+        DataLoader fails if torch's default device is not the CPU.
         """
         if not self._has_generator:
-            place = [torch.initial_seed(), self.batch_sampler.data_parallel_rank, begin]
-            [seed] = np.random.SeedSequence(place).generate_state(1, np.uint64).tolist()
+            sampler = self.batch_sampler
+            entropy = [torch.initial_seed(), sampler.data_parallel_rank, sampler.next_start]
+            [seed] = np.random.SeedSequence(entropy).generate_state(1, np.uint64).tolist()
             self.generator = torch.Generator().manual_seed(seed)
         with torch.device("cpu"):
             batches = super().__iter__()
+        end = object()
         while True:
-            try:
-                with torch.device("cpu"):  # not around the yield, where the caller's code runs
-                    batch = next(batches)
-            except StopIteration:
+            with torch.device("cpu"):  # not around the yield, where the caller's code runs
+                batch = next(batches, end)
+            if batch is end:
                 return
             yield batch
 
     def _make_batch(self, indices):
-        """One batch; where there is a GPU, in pinned memory, from which it copies faster."""
+        """Return a batch, in pinned memory if there is a GPU: copies from there are faster."""
         batch = _make_batch(self.dataset, indices)
         if self.pin_memory and torch.cuda.is_available():
             batch = {key: values.pin_memory() for key, values in batch.items()}
@@ -3529,16 +3514,17 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     # ---- the state
 
     def state_dict(self) -> dict:
-        """Return the four keys of a state: three numbers and a text.
+        """Return the state: a dict of three integers and a string.
 
         version            the format of the state
-        consumed_samples   samples that all ranks together have used
-        is_end_of_pass     1: the newest iterator has ended by itself; 0: it has not.  With a cyclic
-                           sampler it is always 0, because consumed_samples counts all passes
-        history            JSON of what decided the consumed samples; "{}" if there are none
+        consumed_samples   how many samples all ranks together have used
+        is_end_of_pass     1 if the newest iterator has read its pass to the end, otherwise 0.  With
+                           a cyclic sampler always 0, because consumed_samples counts all passes
+        history            what decided the consumed samples, as JSON; "{}" if there are none
 
-        It is equal on all ranks that read.  The loader of a tensor-parallel rank that is sent its
-        batches stays at sample 0: save the state of a rank that reads.
+        The state is the same on all ranks that read data.  A tensor-parallel rank that receives its
+        batches from another rank does not use its loader, which stays at sample 0.  So save the
+        state of a rank that reads.
         """
         return {
             "version": _STATE_VERSION,
@@ -3548,146 +3534,277 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         }
 
     def load_state_dict(self, state_dict: dict, strict: bool = True) -> None:
-        """Go on where the state was taken, in the next iterator: one that runs raises RuntimeError.
+        """Make the next iterator resume at the saved position.
 
-        If the pass had ended there, the next iterator begins the next pass.  But if a batch of the
-        old pass is left here (the dataset is longer, or a round smaller), it yields this batch.
+        If the saved pass had ended, the next iterator starts the next pass.  But if a batch of the
+        old pass is left (because the dataset is longer or a round is smaller now), the iterator
+        yields this batch first.  The next() of an iterator that has already begun raises
+        RuntimeError.
 
-        ValueError names the first thing of the history that is another one here; strict=False goes
-        on all the same, if a pass of the sampler can start there.
+        strict   True: raise ValueError if version or history differ from what this loader would
+                 save.  The error names the first value that differs.  False: skip the comparison
+
+        Raises ValueError if state_dict is not a state, or if the sampler cannot start at the saved
+        position.
+
+        A run that is to grow needs stable_order=True in its first job.
         """
         if strict:
-            version = state_dict.get("version")
-            _check_same_history({"version": version}, {"version": _STATE_VERSION})
-        else:  # older states lack the key
-            state_dict = {"is_end_of_pass": 0} | state_dict
-        with _naming_action(
-            "the state", "expected version, consumed_samples, is_end_of_pass, history"
-        ):
+            _check_same_history({"version": state_dict.get("version")}, {"version": _STATE_VERSION})
+        else:
+            state_dict = {"is_end_of_pass": 0} | state_dict  # older states lack this key
+        with _naming_action("cannot resume", "the state is not one of a PretrainingDataLoader"):
             consumed = operator.index(state_dict["consumed_samples"])
             had_ended = operator.index(state_dict["is_end_of_pass"]) > 0
-            past = _parse_history(state_dict["history"]) if strict else None
+            history = _parse_history(state_dict["history"]) if strict else {}
         _check_start(self.batch_sampler, consumed)
         if strict:
-            _check_same_history(past, _parse_history(self._history_json(consumed)))
-        self._current_iterator = None
+            _check_same_history(history, _parse_history(self._history_json(consumed)))
+        self._is_loaded = True
         self._resumed_end = 0
         self.consumed_samples = consumed
         self.is_end_of_pass = int(had_ended and self._end_of_pass(consumed) == consumed)
         self.batch_sampler.next_start = 0 if self.is_end_of_pass else consumed
 
     def _history_json(self, consumed_samples):
-        """The JSON of what decided the consumed samples; "{}" if there is none."""
+        """Return what decided the consumed samples, as JSON, or "{}" if there are none."""
         if consumed_samples == 0:
             return "{}"
         sampler = self.batch_sampler
-        order = {"kind of the sampler": sampler.kind}  # but for cyclic: 0, 1, 2, ...
-        n = consumed_samples
+        settings = {"kind of the sampler": sampler.kind}
+        n = consumed_samples  # without "cyclic", these are samples 0 .. n - 1
         if sampler.kind == "cyclic":
-            n = sampler.samples_shuffled()  # each of them may have been consumed
-            turn, done = divmod(consumed_samples, sampler.active_total_samples)
-            order["seed of the sampler"] = sampler.seed
-            order["data_sharding"] = sampler.data_sharding
-            order["samples that are shuffled"] = n
-            order["pass"] = turn
-            order["samples done in the pass"] = done
+            n = sampler.samples_shuffled()  # each of these may have been consumed
+            pass_number, done = divmod(consumed_samples, sampler.active_total_samples)
+            settings["seed of the sampler"] = sampler.seed
+            settings["data_sharding"] = sampler.data_sharding
+            settings["samples that are shuffled"] = n
+            settings["pass"] = pass_number
+            settings["samples done in the pass"] = done
             if sampler.data_sharding:
-                order["data_parallel_size"] = sampler.data_parallel_size
-        past = {"sampler": order, "data": _provenance_of(self.dataset, n, self._memo)}
-        return json.dumps(past, default=_as_json)
+                settings["data_parallel_size"] = sampler.data_parallel_size
+        history = {"sampler": settings, "data": _provenance_of(self.dataset, n, self._memo)}
+        return json.dumps(history, default=_as_json)
+
+
+def build_pretraining_data_loader(
+    dataset: typing.Any,
+    consumed_samples: int,
+    *,
+    micro_batch_size: int,
+    data_parallel_rank: int | None = None,
+    data_parallel_size: int | None = None,
+    dataloader_type: str = "single",
+    data_sharding: bool = True,
+    num_workers: int = 0,
+    full_validation: bool = False,
+    drop_last: bool = True,
+    seed: int = 0,
+) -> typing.Any:
+    """Return a PretrainingDataLoader of this rank's micro-batches, or None if there are no samples.
+
+    dataset              any dataset, or None.  Lists of datasets are rejected
+    consumed_samples     where to start: how many samples all ranks together have used (section 8)
+    data_parallel_rank   number of this data-parallel rank.  None: 0, in a job of one process only
+    data_parallel_size   number of data-parallel ranks.  None: 1, in a job of one process only
+    dataloader_type      "single" or "cyclic": the sampler (section 8).  "external": dataset is
+                         already a loader, and is returned as it is
+    full_validation      True: read each sample once, one sample per rank and round, whatever
+                         dataloader_type and micro_batch_size are
+    drop_last            for "single".  True: drop the last samples, if they do not fill a round.
+                         False: read them in a short round
+    data_sharding, seed  for "cyclic": arguments of its sampler
+    num_workers          how many threads or processes prepare batches in advance
+
+    Raises ValueError for an argument out of range.  Raises it, too, if the job has several
+    processes, and data_parallel_rank or data_parallel_size is None.
+
+    Upstream differs: its settings are global, and it has no seed.
+
+    >>> loader = build_pretraining_data_loader(range(8), 0, micro_batch_size=2)
+    >>> next(iter(loader)), loader.state_dict()["consumed_samples"]
+    (tensor([0, 1]), 2)
+    """
+    if dataset is None or dataloader_type == "external":
+        return dataset
+    if len(dataset) == 0:  # a split for which no samples were requested
+        return None
+    _check_data_of_loader(dataset, data_parallel_rank, data_parallel_size)
+    rank = 0 if data_parallel_rank is None else data_parallel_rank
+    ranks = 1 if data_parallel_size is None else data_parallel_size
+    sizes = [len(dataset), consumed_samples, micro_batch_size, rank, ranks]
+    if full_validation:
+        sampler = MegatronFullValidationSampler(
+            len(dataset), rank, ranks, consumed_samples=consumed_samples
+        )
+    elif dataloader_type == "single":
+        sampler = MegatronPretrainingSampler(*sizes, drop_last)
+    elif dataloader_type == "cyclic":
+        sampler = MegatronPretrainingRandomSampler(dataset, *sizes, data_sharding, seed=seed)
+    else:
+        raise ValueError(
+            f"dataloader_type: expected single, cyclic or external, got {dataloader_type!r}"
+        )
+    is_pinned = torch.cuda.is_available()
+    return PretrainingDataLoader(dataset, sampler, num_workers, pin_memory=is_pinned)
+
+
+# -- How a batch is read -----------------------------------------------------------------------
 
 
 def _make_batch(dataset: typing.Any, indices: typing.Sequence[int | None]) -> dict:
-    """Return what a batch is: the samples of its indices, stacked, {key: tensor (B, ...)}."""
+    """Return a batch, {key: tensor (B, ...)}: the samples with these indices, stacked.
+
+    Section 18 replaces this function with a faster one.
+    """
     return torch.utils.data.default_collate(_getitems(dataset, indices))
 
 
-def _is_plain(dataset: typing.Any) -> bool:
-    """Is it a GPTDataset, or a blend of such with the blend's config, and of no subclass?"""
-    if type(dataset) is not BlendedDataset:
-        return type(dataset) is GPTDataset
-    parts = dataset.datasets
-    return all(type(part) is GPTDataset and part.config is dataset.config for part in parts)
+def _getitems(dataset: typing.Any, indices: typing.Sequence[int | None]) -> list[dict]:
+    """Return several samples of any dataset, in one call if it has a method for that."""
+    while type(dataset) in (torch.utils.data.Subset, _PaddedSubset):
+        # None, the padding sample, is passed on as it is
+        indices = [k if k is None else dataset.indices[k] for k in indices]
+        dataset = dataset.dataset
+    if hasattr(dataset, "__getitems__"):
+        return dataset.__getitems__(indices)
+    return [dataset[idx] for idx in indices]
 
 
 class _PaddedSubset(torch.utils.data.Subset):
-    """A Subset that torch asks for sample None, too, which fills up a batch."""
+    """A Subset that passes None on to its dataset.  torch's DataLoader calls __getitems__()."""
 
     def __getitems__(self, indices):
         return _getitems(self, indices)
 
 
-# -- What decides the samples ------------------------------------------------------------------
+def _is_plain(dataset: typing.Any) -> bool:
+    """Return whether dataset is a GPTDataset, or a blend of GPTDatasets that share its config.
+
+    Instances of subclasses do not count, because a subclass may override what a sample is.
+    """
+    parts = dataset.datasets if type(dataset) is BlendedDataset else [dataset]
+    return all(type(part) is GPTDataset and part.config is dataset.config for part in parts)
 
 
-def _provenance_of(dataset, n, kept):
-    """What decides the first n samples of a dataset, None: all: {setting, in words: value}.
+def _read_gpt_samples(dataset, indices):
+    """Return several samples of a GPTDataset.  Their pieces are read together."""
+    if type(dataset) is not GPTDataset:  # a subclass may override __getitem__()
+        return [dataset[idx] for idx in indices]
+    pieces_of_samples = [dataset.pieces(0 if idx is None else idx) for idx in indices]
+    parts = iter(_read_pieces(dataset.dataset, list(itertools.chain(*pieces_of_samples))))
+    samples = []
+    for idx, pieces in zip(indices, pieces_of_samples, strict=True):
+        row = np.concatenate([next(parts) for _ in pieces], dtype=np.int64)
+        samples.append(dataset._make_sample(idx, row))
+    return samples
 
-    kept   a dict, for further calls: what was asked of each dataset once
+
+def _read_blend_samples(blend, indices):
+    """Return several samples of a blend, with one call of each dataset that gives any of them."""
+    if type(blend) is not BlendedDataset:  # a subclass may override __getitem__()
+        return [blend[idx] for idx in indices]
+    samples = [None] * len(indices)
+    for d, (rows, ks) in _rows_of_datasets(blend, indices).items():
+        for row, sample in zip(rows, _getitems(blend.datasets[d], ks), strict=True):
+            dataset_id = torch.from_numpy(np.array(d, np.int64))
+            samples[row] = {"dataset_id": dataset_id, **sample}
+    return samples
+
+
+def _rows_of_datasets(blend, indices):
+    """Group several samples of a blend by dataset: return {d: (rows, ks)}.
+
+    For each row of rows and the k at the same index of ks, sample indices[row] of the blend is
+    sample k of dataset d.
+    """
+    rows_of_datasets = {}
+    for row, idx in enumerate(indices):
+        d, k = blend._locate(idx)
+        rows, ks = rows_of_datasets.setdefault(d, ([], []))
+        rows.append(row)
+        ks.append(k)
+    return rows_of_datasets
+
+
+# -- The history: what decides the samples -----------------------------------------------------
+
+
+def _provenance_of(dataset, n, memo):
+    """Return what decides the first n samples of a dataset: {setting: value}.
+
+    n      None: all samples of the dataset
+    memo   a dict with results of earlier calls, {id(dataset): result}
     """
     if isinstance(dataset, BlendedDataset):
-        mix, parts = _settings_of_blend(dataset, n, kept)
+        blend_settings, parts = _settings_of_blend(dataset, n, memo)
         settings = {"class": type(dataset).__name__}
         for d in parts:
-            settings[f"corpus {d}"] = _provenance_of(dataset.datasets[d], None, kept)
-        return settings | mix
+            settings[f"corpus {d}"] = _provenance_of(dataset.datasets[d], None, memo)
+        return settings | blend_settings
     data = getattr(dataset, "dataset", None)
     if isinstance(dataset, torch.utils.data.Subset):
         indices = np.asarray(dataset.indices[:n], np.int64)
-        if np.any(indices < 0):  # -1 is the last
+        if np.any(indices < 0):  # -1 is the last sample
             indices = indices % len(data)
         n = int(indices.max()) + 1
         settings = {"class": "Subset", "indices": _md5(indices.tobytes())}
     else:
-        if id(dataset) not in kept:
-            kept[id(dataset)] = _settings_of(dataset)
-        settings = kept[id(dataset)]
+        if id(dataset) not in memo:
+            memo[id(dataset)] = _settings_of(dataset)
+        settings = memo[id(dataset)]
         if isinstance(dataset, torch.utils.data.ConcatDataset):
-            return settings | _what_decides_parts(dataset, n, kept)
-        if data is None or isinstance(dataset, GPTDataset):  # whose settings are of its pair, too
+            return settings | _provenance_of_parts(dataset, n, memo)
+        if data is None or isinstance(dataset, GPTDataset):  # its settings cover its pair
             return settings
-    return settings | {"data": _provenance_of(data, n, kept)}
+    return settings | {"data": _provenance_of(data, n, memo)}
 
 
-def _what_decides_parts(dataset, n, kept):
-    """What decides the first n samples of a ConcatDataset, of each dataset that gave one."""
+def _provenance_of_parts(concat, n, memo):
+    """Return what decides the first n samples of a ConcatDataset, for each dataset that gave any.
+
+    A dataset may grow if no later one gave a sample, and datasets may be added at the end.
+    """
     firsts = []
-    decided = {"first sample of each dataset": firsts}
-    end = 0
-    for part in dataset.datasets:
-        begin = end
-        end += len(part)
+    settings = {"first sample of each dataset": firsts}
+    for part, end in zip(concat.datasets, concat.cumulative_sizes, strict=True):
+        begin = end - len(part)
         if begin < end and (n is None or begin < n):  # an empty dataset gives none
             own_n = None if n is None else min(n, end) - begin
-            decided[f"dataset {len(firsts)}"] = _provenance_of(part, own_n, kept)
+            settings[f"dataset {len(firsts)}"] = _provenance_of(part, own_n, memo)
             firsts.append(begin)
-    return decided
+    return settings
 
 
-def _settings_of_blend(blend, n, kept):
-    """How a blend mixes its first n samples, and the numbers of the datasets that gave one.
+def _settings_of_blend(blend, n, memo):
+    """Return {setting: value} for the first n samples of a blend, and which datasets gave them.
 
-    What is kept of the last n goes on from there: anew, 10^9 samples take seconds.
+    memo keeps the checksum and the counts of the last call, and a call with a larger n continues
+    from them: reading 10^9 entries takes seconds.
     """
     if n is None:
-        mix = {"weights": blend.weights, "blend_phases": blend.phases, "size": blend.size}
-        return mix, range(len(blend.datasets))
-    last_n, checksum, given = kept.get(id(blend), (0, 0, 0))
+        settings = {"weights": blend.weights, "blend_phases": blend.phases, "size": blend.size}
+        return settings, range(len(blend.datasets))
+    last_n, checksum, counts = memo.get(id(blend), (0, 0, 0))
     if last_n > n:
-        last_n, checksum, given = 0, 0, 0
+        last_n, checksum, counts = 0, 0, 0
     new = np.ascontiguousarray(blend.dataset_index[last_n:n], np.int16)
     checksum = zlib.crc32(new, checksum)
-    given = np.add(given, _count_datasets(new, len(blend.datasets)))
-    kept[id(blend)] = n, checksum, given
-    mix = {"which corpus gave which sample (weights, blend_phases)": checksum}
+    counts = np.add(counts, _count_datasets(new, len(blend.datasets)))
+    memo[id(blend)] = n, checksum, counts
+    settings = {"which corpus gave which sample (weights, blend_phases)": checksum}
     if type(blend)._build_indices is not BlendedDataset._build_indices:
         samples = np.ascontiguousarray(blend.dataset_sample_index[:n], np.int64)
-        mix["which sample each corpus gave"] = zlib.crc32(samples)
-    return mix, np.flatnonzero(given).tolist()
+        settings["which sample each corpus gave"] = zlib.crc32(samples)
+    return settings, np.flatnonzero(counts).tolist()
 
 
 def _settings_of(dataset):
-    """What decides the samples of a dataset, no blend or Subset, as it was when it was built."""
+    """Return what decides the samples of a dataset that is neither a blend nor a Subset.
+
+    The settings of a MegatronDataset are mostly taken from unique_identifiers, which keep the
+    values of the build.  The config may have been changed since then.
+    """
     settings = {
         "class": type(dataset).__name__,
         _LABEL_KEY: os.path.basename(_label_of_dataset(dataset)),
@@ -3712,91 +3829,85 @@ def _settings_of(dataset):
 
 
 def _settings_of_orders(dataset):
-    """What decides which tokens the samples of a GPTDataset are, and their order."""
+    """Return what decides which tokens are in the samples of a GPTDataset, and their order."""
     identifiers = dataset.unique_identifiers
     settings = {"sequence_length": identifiers["sequence_length"]}
     for name in ("add_extra_token_to_sequence", "drop_last_partial_validation_sequence"):
         settings[name] = identifiers.get(name, True)
-    method = "_build_document_sample_shuffle_indices"
-    if getattr(type(dataset), method) is not getattr(GPTDataset, method):
+    method = GPTDataset._build_document_sample_shuffle_indices
+    if type(dataset)._build_document_sample_shuffle_indices is not method:
         for name in dataset.index_names:
             settings[f"{name} (CRC-32)"] = zlib.crc32(np.ascontiguousarray(getattr(dataset, name)))
         return settings
     settings["random_seed"] = identifiers["random_seed"]
+    by_epochs_key, epochs_key, last_epoch_key = _EPOCH_KEYS
     plan = dataset.epoch_plan
+    # With stable_order, each epoch is shuffled separately.  Then more epochs change nothing before
+    # them, except that a short last sample moves to their end.  A single epoch is shuffled in the
+    # same way without stable_order.
     is_by_epochs = identifiers.get("stable_order", False) or plan.num_epochs == 1
-    settings["stable_order, or one epoch"] = is_by_epochs
+    settings[by_epochs_key] = is_by_epochs
     keeps_short = not settings["drop_last_partial_validation_sequence"]
-    if keeps_short or not is_by_epochs:  # else those that are added change nothing before
-        settings["epochs"] = plan.num_epochs
+    if keeps_short or not is_by_epochs:
+        settings[epochs_key] = plan.num_epochs
     if not is_by_epochs:
-        settings["last epoch shuffled alone"] = plan.separate_final_epoch
+        settings[last_epoch_key] = plan.separate_final_epoch
     return settings
 
 
-def build_pretraining_data_loader(
-    dataset: typing.Any,
-    consumed_samples: int,
-    *,
-    micro_batch_size: int,
-    data_parallel_rank: int | None = None,
-    data_parallel_size: int | None = None,
-    dataloader_type: str = "single",
-    data_sharding: bool = True,
-    num_workers: int = 0,
-    full_validation: bool = False,
-    drop_last: bool = True,
-    seed: int = 0,
-) -> typing.Any:
-    """Return a PretrainingDataLoader of this rank's micro-batches; None where there is no sample.
+# -- Two histories are compared ----------------------------------------------------------------
 
-    dataloader_type      "single", "cyclic" (section 8), or "external": dataset is a loader already,
-                         and is returned as it is
-    data_parallel_rank   None: 0, in a job of one process; so data_parallel_size 1
-    full_validation      every sample once, one for each rank and round, whatever micro_batch_size
-    drop_last            of single: leave out the last samples, which fill no whole round
-    data_sharding, seed  of cyclic: those of its sampler
-    Upstream             build_pretraining_data_loader
 
-    >>> loader = build_pretraining_data_loader(range(8), 0, micro_batch_size=2)
-    >>> next(iter(loader)), loader.state_dict()["consumed_samples"]
-    (tensor([0, 1]), 2)
-    """
-    if dataset is None or dataloader_type == "external":
-        return dataset
-    if len(dataset) == 0:  # a split of which nothing is wanted
-        return None
-    _check_data_of_loader(dataset, data_parallel_rank, data_parallel_size)
-    rank = 0 if data_parallel_rank is None else data_parallel_rank
-    ranks = 1 if data_parallel_size is None else data_parallel_size
-    sizes = [len(dataset), consumed_samples, micro_batch_size, rank, ranks]
-    if full_validation:
-        sampler = MegatronFullValidationSampler(
-            len(dataset), rank, ranks, consumed_samples=consumed_samples
-        )
-    elif dataloader_type == "single":
-        sampler = MegatronPretrainingSampler(*sizes, drop_last)
-    elif dataloader_type == "cyclic":
-        sampler = MegatronPretrainingRandomSampler(dataset, *sizes, data_sharding, seed=seed)
-    else:
+def _check_same_history(saved, current):
+    """Check that two histories are equal.  Raises ValueError that names the first difference."""
+    difference = _first_difference(saved, current)
+    if difference is not None:
+        name, was, now = ("not set" if part is None else part for part in difference)
         raise ValueError(
-            f"dataloader_type: wanted single, cyclic or external, got {dataloader_type!r}"
+            f"cannot resume: {name} was {was} when the state was saved, and is {now} now.  Restore "
+            "the data, settings and release of the saved run (a run that is to grow needs "
+            "stable_order=True in its first job).  To resume anyway, at the risk of repeated or "
+            "skipped samples, call load_state_dict(state, strict=False)"
         )
-    is_pinned = torch.cuda.is_available()
-    return PretrainingDataLoader(dataset, sampler, num_workers, pin_memory=is_pinned)
 
 
-def _read_at_once(dataset, indices):
-    """Several samples of a GPTDataset, whose pieces are read together; None is padding."""
-    if type(dataset) is not GPTDataset:  # a subclass may say itself what a sample is
-        return [dataset[idx] for idx in indices]
-    pieces_of_samples = [dataset.pieces(0 if idx is None else idx) for idx in indices]
-    parts = iter(_read_pieces(dataset.dataset, list(itertools.chain(*pieces_of_samples))))
-    samples = []
-    for idx, pieces in zip(indices, pieces_of_samples, strict=True):
-        text = np.concatenate([next(parts) for _ in pieces], dtype=np.int64)
-        samples.append(dataset._make_sample(idx, text))
-    return samples
+def _parse_history(text):
+    """Return the history in a JSON text as one dict: the values of the sampler and of the data."""
+    history = json.loads(text)
+    return history.get("sampler", {}) | history.get("data", {})
+
+
+def _first_difference(was, now):
+    """Return the difference to report, as (name, value in was, value in now), or None.
+
+    was, now   what _provenance_of() returned, after a way through JSON
+    """
+    return min(_iter_differences(was, now, ""), key=_is_secondary, default=None)
+
+
+def _is_secondary(difference):
+    """Return whether a difference is usually the consequence of a different setting.
+
+    A value that is missing on one side is one, and so are the epochs of a corpus.  They are
+    reported only if nothing else differs.
+    """
+    name, was, now = difference
+    return name.startswith(_EPOCH_KEYS) or was is None or now is None
+
+
+def _iter_differences(was, now, suffix):
+    """Yield each difference as (name, value in was, value in now), with None for a missing value.
+
+    suffix   the end of the names, such as " of corpus 1 (wiki)"
+    """
+    for key in was | now:
+        old = was.get(key)
+        new = now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            label = f" ({new[_LABEL_KEY]})" if _LABEL_KEY in new else ""
+            yield from _iter_differences(old, new, f" of {key}{label}{suffix}")
+        elif old != new and key != _LABEL_KEY:
+            yield f"{key}{suffix}", old, new
 
 
 # ==============================================================================
@@ -5376,77 +5487,45 @@ def _check_divisible_documents(bounds, cp_size):
         )
 
 
-def _check_loader(sampler, arguments):
-    """ValueError for batches that a state cannot count; a warning where there is none."""
-    if not arguments.get("in_order", True):
+def _check_loader(sampler, kwargs):
+    """Check that a state can count the batches of a loader, and warn if there are none.
+
+    Raises ValueError for in_order=False.
+    """
+    if not kwargs.get("in_order", True):
         raise ValueError("in_order=False: a state counts batches, so they must come in order")
     if len(sampler) == 0:
-        warnings.warn(
-            f"a loader without a batch: {sampler.total_samples} samples are fewer than the "
-            f"{sampler.samples_per_round} of a round (micro_batch_size * data_parallel_size): ask "
-            "for more samples, or for drop_last=False",
-            stacklevel=4,
+        _warn(
+            f"the loader has no batch: {sampler.total_samples} samples are fewer than the "
+            f"{sampler.samples_per_round} of a round (micro_batch_size * data_parallel_size); "
+            "request more samples, or set drop_last=False"
         )
+
+
+def _check_iterator(loader, iterator):
+    """Check that an iterator of a loader may continue.  Raises RuntimeError if it is outdated."""
+    if loader._is_loaded:
+        raise RuntimeError("load_state_dict() was called; use a new iterator, iter(loader)")
+    if loader.persistent_workers and loader._current_iterator is not iterator:
+        raise RuntimeError("persistent_workers: a newer iterator has begun; use only the newest")
 
 
 def _check_data_of_loader(dataset, rank, size):
-    """ValueError for a list of datasets, and where a job of several does not say the rank."""
+    """Check that a loader gets one dataset and, in a job of several processes, rank and size.
+
+    Raises ValueError.
+    """
     if isinstance(dataset, (list, tuple)) and isinstance(dataset[0], torch.utils.data.Dataset):
         raise ValueError(
-            f"got {len(dataset)} datasets, such as several validation sets: make a loader for each"
+            f"dataset: expected one dataset, got {len(dataset)} (such as several validation "
+            "datasets); make a loader for each"
         )
     if _num_processes() > 1 and (rank is None or size is None):
         raise ValueError(
-            f"this is a job of {_num_processes()} processes, which would all read the same "
-            "samples: give data_parallel_rank and data_parallel_size (0 and 1, if that is meant, "
-            "as with tensor parallelism alone)"
+            f"data_parallel_rank and data_parallel_size are needed in a job of {_num_processes()} "
+            "processes; give 0 and 1 if all processes are to read the same samples, as with tensor "
+            "parallelism alone"
         )
-
-
-def _check_same_history(state, here):
-    """ValueError for what a state says, where here it is another one."""
-    difference = _first_difference(state, here)
-    if difference is not None:
-        words, was, now = difference
-        raise ValueError(
-            f"the state does not fit: {words} was {was} in the state, and is {now}.  Go on with "
-            "the data, settings and release of the state (a run that is to grow wants "
-            "stable_order=True from its first start), or unchecked, where samples may come twice "
-            "or never: load_state_dict(state, strict=False)"
-        )
-
-
-def _parse_history(text):
-    """All that a history says, of the sampler and of the data."""
-    past = json.loads(text)
-    return past.get("sampler", {}) | past.get("data", {})
-
-
-def _first_difference(was, now):
-    """Return the first thing that differs: (its words, its value in was, in now), or None.
-
-    was, now   answers of _provenance_of(), from JSON
-    """
-    return min(_iter_differences(was, now, ""), key=_is_secondary, default=None)
-
-
-def _is_secondary(difference):
-    """What may follow from another one is told last: what is missing, and epochs of a corpus."""
-    words, was, now = difference
-    is_of_epochs = words.startswith(("stable_order, or", "epochs", "last epoch"))
-    return is_of_epochs or was is None or now is None
-
-
-def _iter_differences(was, now, of):
-    """Yield all that differs; of is what the words end with, such as " of corpus 1 (wiki)"."""
-    for key in was | now:
-        old = was.get(key)
-        new = now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            name = f" ({new[_LABEL_KEY]})" if _LABEL_KEY in new else ""
-            yield from _iter_differences(old, new, f" of {key}{name}{of}")
-        elif old != new and key != _LABEL_KEY:
-            yield f"{key}{of}", old, new
 
 
 def _check_gradient_in_time(ddp, param):
@@ -6514,7 +6593,7 @@ def _make_columns(dataset, indices):
     elif type(dataset) is BlendedDataset:
         columns["dataset_id"] = np.empty(len(indices), np.int64)
         rows_of_parts = []
-        for d, (rows, ks) in dataset.places(indices).items():
+        for d, (rows, ks) in _rows_of_datasets(dataset, indices).items():
             columns["dataset_id"][rows] = d
             rows_of_parts.append((dataset.datasets[d], rows, ks))
     else:
