@@ -352,18 +352,13 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.absolute_prefix = _absolute_path(self.path_prefix)
         self._idx_path = get_idx_path(self.absolute_prefix)
         self._bin_path = get_bin_path(self.absolute_prefix)
-        self._open()
+        _open_pair(self)  # reads the .idx, calls _set_arrays(), opens the .bin: section 15
 
-    def _open(self):
-        """Open both files.  Unpickling calls this, too."""
-        self._memo = {}  # results that are not computed twice: verified, fingerprint, record
-        idx_stamp = _stamp_or_hint(self._idx_path)  # its stamp: its size and time (section 15)
-        local_path = self._idx_path
-        if _is_remote(local_path):
-            local_path = _fetch_index(self._idx_path, idx_stamp, self.object_storage_config)
-        content, _ = _read_or_map_file(local_path)  # its bytes, as an array: section 15
+    def _set_arrays(self, content):
+        """Set the dtype and the arrays of the .idx file, from its bytes (an array of uint8)."""
         code, n, m = _parse_idx_header(self._idx_path, content, self.multimodal)
         self.dtype = DType.dtype_from_code(code)
+        self._token_bytes = DType.size(self.dtype)
         self.sequence_lengths = np.frombuffer(content, np.int32, n, 34)
         self.sequence_pointers = np.frombuffer(content, np.int64, n, 34 + 4 * n)
         self.document_indices = np.frombuffer(content, np.int64, m, 34 + 12 * n)
@@ -371,24 +366,6 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.sequence_modes = None
         if self.multimodal:
             self.sequence_modes = np.frombuffer(content, np.int8, n, 34 + 12 * n + 8 * m)
-        bin_stamp = _stamp_or_hint(self._bin_path)
-        self._token_bytes = DType.size(self.dtype)
-        self.num_tokens = bin_stamp["size"] // self._token_bytes
-        _check_ends_of_pair(self, bin_stamp["size"])
-        if _is_remote(self._bin_path):
-            self._tokens = _RemoteFile(self._bin_path, self.dtype)
-        else:
-            tokens_of_file = _MappedTokens if self.mmap else _FileTokens
-            self._tokens = tokens_of_file(self._bin_path, self.dtype)
-            _check_unchanged(self._bin_path, bin_stamp, "opened")  # e.g. truncated
-        # If the .idx is unchanged, nobody replaced the pair while it was being opened (section 14).
-        _check_unchanged(self._idx_path, idx_stamp, "opened")
-        self._stamps = {"idx": idx_stamp, "bin": bin_stamp}
-        self._arrays_in_files = {
-            name: getattr(self, name) for name in _REOPENED_ATTRIBUTES
-        }  # section 15
-        if self.check:
-            self.verify()
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -487,7 +464,7 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     def __getstate__(self):
         """Return the identity of the pair, and all attributes except the contents of the files."""
-        return _picklable_state(self) | {"_note": _identity_of_pair(self)}
+        return _picklable_state(self) | {"_identity": _identity_of_pair(self)}
 
     def __setstate__(self, state):
         """Open the pair again.  Raises DatasetFormatError if its data have changed."""
@@ -5758,120 +5735,145 @@ def _sync_folder(folder):
 # ==============================================================================
 # Question: when can index arrays from an earlier job be used again?
 #
-# When they are what is asked for, and the data are the same.  Three things say so:
+# The first job that needs an index array builds and saves it; later jobs load it.  A saved array is
+# valid if the same thing was requested and the data are the same.  Three values decide this:
 #
-#   description   what was asked for?  Its md5 is in the names of the files; what upstream's leaves
-#                 out is in the manifest (made_from)
-#   stamp         size and time of a file: has it changed since somebody looked?
-#   fingerprint   sizes, lengths, and the ends of the tokens: are these the data, wherever they are?
+#   description   What was requested: upstream's text of the settings.  Settings that this text
+#                 omits are added if they do not have their defaults.  The MD5 of the text is in
+#                 every file name.  What else the arrays depend on, such as the documents of the
+#                 split, is in the manifest, as made_from.
+#   stamp         The size of a file and the time of its last change (on object storage, its ETag,
+#                 for example).  If the stamp is the same, the file was not touched.
+#   fingerprint   The sizes of both files of the pair, and checksums of the sequence lengths and of
+#                 both ends of the .bin.  It is the same for every copy of the pair, touched or
+#                 not.  It does not notice an edit in the middle of the .bin that keeps the size.
 #
-# A note of a pair, in a manifest or a pickle, has the stamps of both files and the fingerprint.
-# Where the stamps are still the same, the fingerprint is believed without being made again.
+# A stamp is cheap.  A fingerprint is not: it reads all sequence lengths.  So manifests and pickled
+# datasets hold the identity of a pair: both stamps and the fingerprint.  While the stamps are the
+# same, the saved fingerprint is trusted.  When one differs, the whole .idx is verified, and the
+# fingerprint is computed again and compared.
 #
-#   <hash>-GPTDataset-train-description.txt
-#                          -document_index.npy   and -sample_index.npy, -shuffle_index.npy
-#                          -manifest.json        written last: what the arrays were made from; the
-#                          note of the pair; what a start needs to know of the arrays (facts); of
-#                          each file its size and a CRC-32, of a large one its time, too; a CRC-32
-#                          of all this
+# These are the files of one dataset, in the cache folder:
 #
-#   found at a start                               then
-#   a manifest of the same data, and its files     the arrays are read, large ones mapped
-#   no manifest, or one of another format          built and saved: a cache of upstream's, perhaps,
-#                                                  or one whose making was cut off
-#   a large array of another time                  the same: another job may have written it at the
-#                                                  same moment, of other data
-#   anything else: damaged, or of other data       built and saved, with a warning that says why
-#   a folder that cannot be written                built, with a warning; they stay in memory
+#   <hash>-GPTDataset-train-description.txt      what was requested
+#   <hash>-GPTDataset-train-document_index.npy   the arrays; likewise -sample_index.npy and
+#                                                -shuffle_index.npy
+#   <hash>-GPTDataset-train-manifest.json        written last.  Its keys:
+#       format      version of this layout
+#       made_from   what else the arrays depend on (see above)
+#       pair        identity of the pair, or null for a blend and for a user's own reader
+#       facts       the epoch plan, or how many samples a blend takes of each dataset
+#       files       dtype, shape, size and CRC-32 of each array; above 1 MiB, also the modification
+#                   time of its file
+#       crc32       CRC-32 of the manifest itself
 #
-# A pair that was touched, and a copy that is opened by the same name, find the cache, too.  Of an
-# array file above 1 MiB the CRC-32 is that of its ends: it is not read whole at a start.  So the
-# manifest has the file's modification time as well: a cache is copied with its times, or its large
-# arrays are built again.  The file is synced before it has its name: then no loss of power can
-# leave holes in it.
+#   What a job finds                           What it does
+#   a manifest for the same data               loads the arrays; memory-maps files over 64 KiB
+#   no manifest, or one in another format      builds and saves.  (Upstream wrote the cache, or an
+#                                              earlier job was interrupted.)
+#   an array over 1 MiB with a different time  builds and saves.  (Another job wrote it, or it was
+#                                              copied without its time.)
+#   a damaged file, or one for other data      builds and saves, and warns why
+#   a folder that it cannot write to           builds, keeps the arrays in memory, and warns
+#
+# An array file over 1 MiB is not read in full.  The job compares its size, its modification time
+# and the CRC-32 of its first and last 4,096 bytes with the manifest.  Such a file is synced to disk
+# before it is renamed into place, so a power failure cannot leave a hole in it.
 
-_CACHE_FORMAT = 7  # a number to count up when the same manifest comes to mean other arrays
-_CHECKED_BYTES = 1 << 20  # an array file of up to so many is read, and checked, at each start
+_CACHE_FORMAT = 7  # increment when an old manifest would describe different arrays
+_CHECKED_BYTES = 1 << 20  # array files up to this size are read and checked in full
 
 
 def _load_or_build(dataset, split, made_from, pair):
-    """Find the index arrays of a dataset in files, or build and save them: return (facts, arrays).
+    """Return (facts, arrays): load the index arrays of a dataset, or build and save them.
 
-    made_from is a flat dict of what they are made from, as JSON has it; pair the pair that they are
-    made from, or None.  dataset._build_arrays() builds both; its errors pass.
-    dataset._arrays_in_files becomes {name: array} of the arrays that are in files: all, or none.
+    made_from   a flat dict that json can write: what the arrays depend on, besides the description
+                and the pair
+    pair        the IndexedDataset that the arrays were made from, or None
+
+    dataset._build_arrays() builds facts and arrays; its errors are raised.  If the arrays are in
+    files, this function sets dataset._arrays_in_files to {name: array}.
     """
     if not dataset._cache_folder:
         return dataset._build_arrays()
     if _is_remote(dataset._cache_folder):
         raise ValueError("path_to_cache must be a local folder, got a URL")
     name = f"{dataset.unique_description_hash}-{type(dataset).__name__}-{split.name}"
-    stem = os.path.join(dataset._cache_folder, name)
+    stem = os.path.join(dataset._cache_folder, name)  # each file's path begins with it
     in_files = {}
     try:
         facts, in_files = _read_arrays(stem, made_from, pair)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        warnings.warn(f"the index cache {stem}-* is rebuilt: {reason}", stacklevel=4)
+        _warn(f"the index cache {stem}-* is rebuilt: {_message_of(error)}")
     if not in_files:
         facts, arrays = dataset._build_arrays()
-        note = None if pair is None else _identity_of_pair(pair)
-        manifest = {"format": _CACHE_FORMAT, "made_from": made_from, "pair": note, "facts": facts}
+        identity = None if pair is None else _identity_of_pair(pair)
+        manifest = dict(format=_CACHE_FORMAT, made_from=made_from, pair=identity, facts=facts)
         arrays_by_name = dict(zip(dataset.index_names, arrays, strict=True))
         try:
             in_files = _write_arrays(stem, arrays_by_name, dataset.unique_description, manifest)
         except OSError as error:
-            reason = f"the indices stay in memory: {error}"
-            warnings.warn(f"the index cache {stem}-* cannot be written: {reason}", stacklevel=4)
+            _warn(
+                f"the index cache {stem}-* cannot be written: {error}; the arrays stay in memory. "
+                "To keep them for later jobs, set path_to_cache to a folder that can be written"
+            )
             return facts, arrays
     dataset._arrays_in_files = in_files
     return facts, list(in_files.values())
 
 
 def _read_arrays(stem, made_from, pair):
-    """Return (facts, {name: array}) of the files; the latter is empty without a usable manifest.
+    """Return (facts, {name: array}) from the cache files, or (None, {}) if there is no cache.
 
-    An exception says what is wrong with them.
+    There is no cache if there is no manifest, if it is in a different format, or if an array file
+    above 1 MiB has a different time.  If files are damaged, or made from different data, an
+    exception says so.
     """
     path = pathlib.Path(f"{stem}-manifest.json")
     try:
         text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None, {}
-    manifest = json.loads(text)
+    with _naming_place("manifest.json"):
+        manifest = json.loads(text)
     if manifest.get("format") != _CACHE_FORMAT:
         return None, {}
     if manifest.pop("crc32") != zlib.crc32(json.dumps(manifest).encode()):
-        raise DatasetFormatError("manifest.json is damaged")
+        raise DatasetFormatError("manifest.json is damaged (its CRC-32 differs)")
     if manifest["made_from"] != made_from:
-        raise DatasetFormatError(f"it was made from {manifest['made_from']}, now from {made_from}")
-    note = manifest["pair"]
-    if pair is not None and not _has_identity(pair, note):
-        raise DatasetFormatError(f"the pair was {note}, is {_identity_of_pair(pair)}")
+        difference = _difference_of(manifest["made_from"], made_from)
+        raise DatasetFormatError(f"it was made from different data ({difference})")
+    identity = manifest["pair"]
+    if pair is not None and not _has_identity(pair, identity):
+        difference = _difference_of(identity["fingerprint"], pair.fingerprint())
+        raise DatasetFormatError(f"the corpus has changed ({difference})")
     in_files = {}
     has_times = True
-    for name, noted in manifest["files"].items():
-        content, written = _read_or_map_file(f"{stem}-{name}.npy")
-        found = noted | _size_and_crc32(content)
-        if found != noted:
-            raise DatasetFormatError(f"{name}.npy: wanted {noted}, got {found}")
-        in_files[name] = _as_array(content, noted)
-        wanted = noted.get("mtime_ns", written)
-        has_times &= written in (wanted, wanted - wanted % 10**9)  # tar keeps whole seconds
+    for name, entry in manifest["files"].items():
+        content, mtime_ns = _read_or_map_file(f"{stem}-{name}.npy")
+        actual = entry | _size_and_crc32(content)
+        if actual != entry:
+            difference = _difference_of(entry, actual)
+            raise DatasetFormatError(f"{name}.npy is not the file that was saved ({difference})")
+        in_files[name] = _as_array(content, entry)
+        saved = entry.get("mtime_ns", mtime_ns)
+        has_times &= mtime_ns in (saved, saved - saved % 10**9)  # tar keeps only whole seconds
     if not has_times:
         return None, {}
-    # Another job may have renamed its own files in meanwhile: it removes the manifest first.
+    # While the arrays were opened, another job may have replaced some of them.  A job that writes
+    # removes the manifest before it renames an array.
     if path.read_bytes() != text:
-        raise DatasetFormatError("another job has written it meanwhile")
+        raise DatasetFormatError("another job rewrote it while it was being read")
     return manifest["facts"], in_files
 
 
 def _read_or_map_file(path: str | os.PathLike) -> tuple[np.ndarray, int]:
-    """Return the bytes of an .idx or array file, and its st_mtime_ns; the bytes are read-only.
+    """Return the bytes of an .idx or array file, read-only, and its modification time in ns.
 
-    A mapping holds a file descriptor, of which hundreds of corpora would take too many: a file of
-    at most 64 KiB is read, and so is one that the system refuses to map.  The array keeps a mapping
-    alive.  The time is that of the file that was opened, whatever has its name by then.
+    Files of at most 64 KiB are read, because each mapping holds a file descriptor, and hundreds of
+    corpora would need too many of them.  A file that the system refuses to map is read, too.  The
+    returned array keeps its mapping alive.  Bytes and time are of the same file, even if another
+    job replaces it meanwhile.
     """
     is_large = os.path.getsize(path) > 64 << 10
     with _naming_action(path, "cannot be read", OSError), open(path, "rb") as file:
@@ -5885,15 +5887,22 @@ def _read_or_map_file(path: str | os.PathLike) -> tuple[np.ndarray, int]:
         return content, os.fstat(file.fileno()).st_mtime_ns
 
 
-def _as_array(content, noted):
-    """The array in the bytes of a file, whose dtype and shape are noted."""
-    dtype = np.dtype(noted["dtype"])
-    header_bytes = len(content) - math.prod(noted["shape"]) * dtype.itemsize
-    return np.frombuffer(content, dtype, offset=header_bytes).reshape(noted["shape"])
+def _as_array(content, entry):
+    """Return the array in the bytes of an .npy file, which ends with the array's values.
+
+    The manifest's entry has its dtype and shape: parsing the headers of hundreds of small files
+    would take a fifth of the time of a start.
+    """
+    dtype = np.dtype(entry["dtype"])
+    header_bytes = len(content) - math.prod(entry["shape"]) * dtype.itemsize
+    return np.frombuffer(content, dtype, offset=header_bytes).reshape(entry["shape"])
 
 
 def _size_and_crc32(content):
-    """Of the bytes of an array file; the CRC-32 of a large one is that of 4,096 at each end."""
+    """Return the size and the CRC-32 of the bytes of an array file, as the manifest holds them.
+
+    Above 1 MiB, the CRC-32 covers only the first and the last 4,096 bytes.
+    """
     size = len(content)
     if size > _CHECKED_BYTES:
         content = np.concatenate([content[:4096], content[-4096:]])
@@ -5901,30 +5910,28 @@ def _size_and_crc32(content):
 
 
 def _write_arrays(stem, arrays, description, manifest):
-    """Write the files; return {name: array}, read-only and mapped as a later start has them.
+    """Write the cache files.  Return {name: array}, opened from the files as a later job does.
 
-    The old manifest and description are removed first, and the new ones are the last to get
-    their names: so a crash on the way leaves neither beside a mix of old and new arrays.
-    (Upstream trusts arrays that have a description.)
+    The old manifest and the old description are removed first.  The new description and the new
+    manifest get their names last.  So after a crash, neither is beside a mixture of old and new
+    arrays.  (Upstream trusts the arrays if there is a description.)
     """
     os.makedirs(os.path.dirname(stem), exist_ok=True)
     in_files = {}
     manifest["files"] = {}
-    with contextlib.ExitStack() as new_files:  # its end gives them their names
+    with contextlib.ExitStack() as new_files:  # at its end, the files get their names
         for name, values in arrays.items():
             new_file = new_files.enter_context(_NewFile(f"{stem}-{name}.npy"))
             np.save(new_file, values)
             new_file.synced = new_file.file.tell() > _CHECKED_BYTES
             new_file.finish()
-            # opened before it has its name, under which another job may put its own
-            content, written = _read_or_map_file(new_file.temporary)
-            # of hundreds of small corpora, to parse the headers takes a fifth of a start
-            noted = {"dtype": values.dtype.str, "shape": values.shape}
-            noted |= _size_and_crc32(content)
-            if noted["size"] > _CHECKED_BYTES:
-                noted["mtime_ns"] = written  # a rename keeps it
-            manifest["files"][name] = noted
-            in_files[name] = _as_array(content, noted)
+            # It is opened by its temporary name: another job may write a file with the final one.
+            content, mtime_ns = _read_or_map_file(new_file.temporary)
+            entry = {"dtype": values.dtype.str, "shape": values.shape} | _size_and_crc32(content)
+            if entry["size"] > _CHECKED_BYTES:
+                entry["mtime_ns"] = mtime_ns  # a rename keeps this time
+            manifest["files"][name] = entry
+            in_files[name] = _as_array(content, entry)
         for ending in ("manifest.json", "description.txt"):
             pathlib.Path(f"{stem}-{ending}").unlink(missing_ok=True)
     manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
@@ -5939,73 +5946,123 @@ def _write_arrays(stem, arrays, description, manifest):
 
 
 def _file_stamp(path: str | os.PathLike) -> dict:
-    """Return what tells a file from one that is written later: its size, and its last change."""
+    """Return the stamp of a file: its size, and the time of its last change.
+
+    Raises FileNotFoundError if the file is missing.
+    """
     if _is_remote(path):
         return _RemoteFile(path).stamp()
     stat = os.stat(path)
-    # What unpacks or copies a file may set its st_mtime_ns to an old time, but not its st_ctime_ns.
+    # A program that unpacks or copies a file may set an old st_mtime_ns, but not st_ctime_ns.
     return {"size": stat.st_size, "changed": max(stat.st_mtime_ns, stat.st_ctime_ns)}
 
 
+def _open_pair(pair):
+    """Open the files of an IndexedDataset, and set all attributes that depend on the files.
+
+    The constructor and unpickling call this function.
+    """
+    pair._memo = {}  # results that are not computed twice: verified, fingerprint, record
+    idx_stamp = _stamp_or_hint(pair._idx_path)
+    local_path = pair._idx_path
+    if _is_remote(local_path):
+        local_path = _fetch_index(local_path, idx_stamp, pair.object_storage_config)
+    content, _ = _read_or_map_file(local_path)
+    pair._set_arrays(content)
+    bin_stamp = _stamp_or_hint(pair._bin_path)
+    pair.num_tokens = bin_stamp["size"] // pair._token_bytes
+    _check_ends_of_pair(pair, bin_stamp["size"])
+    if _is_remote(pair._bin_path):
+        pair._tokens = _RemoteFile(pair._bin_path, pair.dtype)
+    else:
+        tokens_of_file = _MappedTokens if pair.mmap else _FileTokens
+        pair._tokens = tokens_of_file(pair._bin_path, pair.dtype)
+        _check_unchanged(pair._bin_path, bin_stamp, "opened")
+    # If the .idx is unchanged, nobody replaced the pair while it was being opened (section 14).
+    _check_unchanged(pair._idx_path, idx_stamp, "opened")
+    pair._stamps = {"idx": idx_stamp, "bin": bin_stamp}
+    pair._arrays_in_files = {name: getattr(pair, name) for name in _REOPENED_ATTRIBUTES}
+    if pair.check:
+        pair.verify()
+
+
 def _fingerprint_of_pair(pair):
-    """What IndexedDataset.fingerprint() returns; it is made once."""
+    """Return the fingerprint of a pair, which is computed once (see IndexedDataset.fingerprint).
+
+    It describes the files, even if a user has set other arrays.
+    """
     if "fingerprint" not in pair._memo:
-        some = min(4096 // pair._token_bytes, pair.num_tokens)
-        ends = pair._arrays_in_files["_tokens"].read_many(
-            [(0, some), (pair.num_tokens - some, some)]
-        )
+        in_files = pair._arrays_in_files
+        count = min(4096 // pair._token_bytes, pair.num_tokens)
+        ends = in_files["_tokens"].read_many([(0, count), (pair.num_tokens - count, count)])
         pair._memo["fingerprint"] = {
             "idx_size": pair._stamps["idx"]["size"],
             "bin_size": pair._stamps["bin"]["size"],
-            "lengths_crc32": zlib.crc32(pair._arrays_in_files["sequence_lengths"]),
+            "lengths_crc32": zlib.crc32(in_files["sequence_lengths"]),
             "bin_ends_crc32": zlib.crc32(np.concatenate(ends)),
         }
     return pair._memo["fingerprint"]
 
 
 def _identity_of_pair(pair):
-    """What is noted of a pair: its fingerprint, and the stamps of the files that have it."""
+    """Return the identity of a pair: the stamps of both files, and the fingerprint."""
     return {"stamps": pair._stamps, "fingerprint": pair.fingerprint()}
 
 
-def _has_identity(pair, note):
-    """Are these the data of a note?  Where its stamps do not say so, the whole .idx is checked."""
+def _has_identity(pair, identity):
+    """Return whether a pair has the fingerprint in a saved identity.
+
+    If the stamps are the same, and both have a time, the saved fingerprint is trusted.  Otherwise
+    the whole .idx is verified, because the fingerprint covers only the lengths in it.
+    """
     has_times = all(stamp["changed"] for stamp in pair._stamps.values())
-    if has_times and note["stamps"] == pair._stamps:
-        pair._memo["fingerprint"] = note["fingerprint"]
+    if has_times and identity["stamps"] == pair._stamps:
+        pair._memo["fingerprint"] = identity["fingerprint"]
     else:
-        pair.verify()  # of the arrays of the .idx a fingerprint has the lengths alone
-    return note["fingerprint"] == pair.fingerprint()
+        pair.verify()
+    return identity["fingerprint"] == pair.fingerprint()
+
+
+def _difference_of(was, now):
+    """Return the first difference between two flat dicts as a text: "bin_size was 13, is 16"."""
+    field, old, new = _first_difference(was, now)
+    if "crc32" in field or re.search("[0-9a-f]{32}", f"{old} {new}"):
+        return f"different {field}"  # the values are checksums, which help no reader
+    return f"{field} was {old}, is {new}"
+
+
+def _replaced_error(name, was, now):
+    """Return the error for data whose fingerprint changed after their dataset was pickled."""
+    difference = _difference_of(was, now)
+    return DatasetFormatError(
+        f"{name} was replaced after the dataset was pickled ({difference}); build the dataset again"
+    )
 
 
 def _lengths_in_use(reader, name):
-    """Return {name: CRC-32 of a reader's lengths}, or {} if a pair has the lengths of its file.
+    """Return {name: CRC-32 of reader.sequence_lengths}, or {} if a fingerprint covers the lengths.
 
-    A user may set the sequence_lengths of a pair, and its fingerprint stays the same.
+    The fingerprint of a pair covers the lengths in its file.  A user may set different lengths.
     """
     lengths = getattr(reader, "sequence_lengths", [])
     if isinstance(reader, IndexedDataset):
-        of_file = reader._arrays_in_files["sequence_lengths"]
-        if lengths is of_file or np.array_equal(lengths, of_file):
+        in_file = reader._arrays_in_files["sequence_lengths"]
+        if lengths is in_file or np.array_equal(lengths, in_file):
             return {}
     return {name: zlib.crc32(np.asarray(lengths, np.int64))}
 
 
-# What a pair opens, and what was asked of it since then.
+# Attributes of an IndexedDataset that its pickle leaves out: _open_pair() sets them again.
 _REOPENED_ATTRIBUTES = (
-    "sequence_lengths",
-    "sequence_pointers",
-    "document_indices",
-    "sequence_modes",
-    "_tokens",
-)
-_REOPENED_ATTRIBUTES += ("_stamps", "_memo")
+    "sequence_lengths", "sequence_pointers", "document_indices", "sequence_modes", "_tokens",
+    "_stamps", "_memo",
+)  # fmt: skip
 
 
 def _picklable_state(dataset):
-    """The state of a dataset or a pair for a pickle, without what another process finds in files.
+    """Return the attributes of a dataset or a pair, without what another process finds in files.
 
-    An array that a user has set, or a subclass, is not that of the file, and stays.
+    An array that a user or a subclass has set is not in a file, so it stays in the state.
     """
     state = vars(dataset).copy()
     for name, values in state.pop("_arrays_in_files").items():
@@ -6014,41 +6071,50 @@ def _picklable_state(dataset):
     return state
 
 
-def _restore_arrays(dataset, state, find_or_build):
-    """Set the state of a pickle, and what it left out: find_or_build(dataset) has all arrays."""
+def _restore_arrays(dataset, state, load_or_build):
+    """Set the attributes of a pickled dataset, and the index arrays that its pickle left out.
+
+    load_or_build(dataset) returns all index arrays.
+    """
     vars(dataset).update(state)
     dataset._arrays_in_files = {}
     if any(name not in state for name in dataset.index_names):
-        arrays = find_or_build(dataset)
+        arrays = load_or_build(dataset)
         for name, values in zip(dataset.index_names, arrays, strict=True):
             vars(dataset).setdefault(name, values)
 
 
 def _restore_pair(pair, state):
-    """Give a pair the state of its pickle, and open its files, which must be those of the note."""
+    """Set the attributes of a pickled pair, and open its files again.
+
+    Raises DatasetFormatError if the files do not have the identity in the pickle.
+    """
     state = dict(state)
-    note = state.pop("_note")
+    identity = state.pop("_identity")
     vars(pair).update(state)
-    pair._open()
-    if not _has_identity(pair, note):
-        found = f"{pair.fingerprint()}: the pair was replaced after the dataset was pickled"
-        wanted = note["fingerprint"]
-        raise _bad_format(pair.path_prefix, "fingerprint", wanted, f"{found}: build it again")
-    vars(pair).update(state)  # an array that a user has set
+    _open_pair(pair)
+    if not _has_identity(pair, identity):
+        raise _replaced_error(pair.path_prefix, identity["fingerprint"], pair.fingerprint())
+    vars(pair).update(state)  # arrays that a user has set replace the arrays of the files
 
 
 # -- The cache of a dataset ---------------------------------------------------------------------
 
 
 def _as_json(value):
-    """What stands in a text of JSON for a tokenizer, or for a Path or a number of numpy in one."""
+    """Return what json writes in place of an object that it does not know.
+
+    For a tokenizer this is its unique_identifiers; for all other objects, such as a Path or a numpy
+    integer, it is str(value).
+    """
     return getattr(value, "unique_identifiers", str(value))
 
 
 def _identifiers_of_orders(dataset):
-    """What upstream's identifiers of a GPTDataset leave out, so that others could share its files.
+    """Return the settings of a GPTDataset that change its arrays, but are not in upstream's text.
 
-    With all defaults it is nothing, and the names of the files are upstream's.
+    Only values other than the defaults are returned.  So with all defaults, the names of the cache
+    files are upstream's.
     """
     identifiers = {}
     if not dataset._x:
@@ -6061,9 +6127,10 @@ def _identifiers_of_orders(dataset):
 
 
 def _load_or_build_orders(dataset):
-    """What _build_arrays() of a GPTDataset returns, now or where the files were made.
+    """Return (plan, arrays) as GPTDataset._build_arrays() does, from the cache if possible.
 
-    Of a pair the manifest has the fingerprint; a reader of the user's own has only its lengths.
+    The manifest holds the identity of a pair.  A user's own reader has no identity, so made_from
+    holds a CRC-32 of its lengths.
     """
     made_from = {"documents": _digest_of_documents(dataset)} | _identifiers_of_orders(dataset)
     pair = dataset.dataset
@@ -6074,7 +6141,12 @@ def _load_or_build_orders(dataset):
 
 
 def _folder_of_cache(dataset):
-    """The folder of the config, or one beside the pair, or beside the copy of its .idx, or None."""
+    """Return the absolute path of the cache folder of a dataset, or None if it is not cached.
+
+    The folder is path_to_cache of the config.  If this is None, blends and datasets without a path
+    are not cached.  The folder of a corpus is then beside its pair or, for a URL, in the folder for
+    local copies of .idx files.
+    """
     if dataset.config.path_to_cache:
         return _absolute_path(dataset.config.path_to_cache)
     if isinstance(dataset, BlendedDataset) or dataset.dataset_path is None:
@@ -6089,7 +6161,7 @@ def _folder_of_cache(dataset):
 
 
 def _digest_of_documents(dataset):
-    """The documents of a MegatronDataset: a range, or a digest of their numbers."""
+    """Return a text for the documents of a MegatronDataset: their range, or an MD5 of the array."""
     documents = dataset._documents
     if not isinstance(documents, range):
         documents = _md5(documents.astype(np.int64).tobytes())
@@ -6097,14 +6169,17 @@ def _digest_of_documents(dataset):
 
 
 def _as_range(documents):
-    """Numbers of documents as a range, if they follow each other, else as an array."""
+    """Return document numbers as a range if they are consecutive, otherwise as an array.
+
+    Raises TypeError if they are not integers.
+    """
     if isinstance(documents, range) and documents.step == 1:
         return documents
     documents = np.asarray(documents)
     if len(documents) == 0:
         return range(0)
     if documents.dtype.kind not in "iu":
-        raise TypeError(f"numbers of documents must be integers, got {documents.dtype}")
+        raise TypeError(f"document numbers must be integers, got {documents.dtype}")
     if np.array_equal(documents, documents[0] + np.arange(len(documents))):
         return range(int(documents[0]), int(documents[-1]) + 1)
     return documents
@@ -6115,17 +6190,17 @@ def _as_range(documents):
 # ==============================================================================
 # Question: how are tokens read over a network, or without memory mapping?
 #
-# Object storage is everything with a name such as s3://bucket/corpus or https://host/corpus.  It is
-# read with the package fsspec, which comes with torch, and never written.
+# A prefix such as s3://bucket/corpus or https://host/corpus names a pair on object storage.  The
+# module reads it with the package fsspec, which is installed with torch, and never writes to it.
 #
-#   s3://bucket/corpus.idx   copied once, whole, into a local folder, and opened:  a1b2....idx
+#   s3://bucket/corpus.idx   a local folder gets a complete copy, which is then opened: a1b2....idx
 #
 #   s3://bucket/corpus.bin   a a a a b b b c c c c c c       read_many([(0, 4), (8, 2)])
-#                            |-----|         |-|             asks for these two ranges, and for
-#                                                            nothing else, at the same time
+#                            |-----|         |-|             requests these two ranges at the same
+#                                                            time, and nothing else
 #
-# Requests fail now and then, and with many ranges one of them fails nearly always.  So only those
-# that failed are asked for again, after a pause:
+# A request fails now and then.  Among many requests, one fails nearly always.  So only the ranges
+# that failed are requested again, after a pause:
 #
 #   first try    range 1 ok   range 2 ok   range 3 --   range 4 ok
 #   second try                             range 3 ok
@@ -6133,13 +6208,16 @@ def _as_range(documents):
 
 @dataclasses.dataclass
 class ObjectStorageConfig:
-    """How pairs on object storage are read.  Upstream: ObjectStorageConfig.
+    """Settings that say how pairs on object storage are read.
 
-    path_to_idx_cache   folder for copies of .idx files, made absolute; None: ~/.cache/megatron_min
-    bin_chunk_nbytes    accepted, without effect: the .bin is read in exact ranges, where upstream
-                        reads blocks of 256 MiB by default
+    path_to_idx_cache   folder for local copies of .idx files; a relative path becomes absolute.
+                        None: ~/.cache/megatron_min
+    bin_chunk_nbytes    accepted and ignored: exact ranges of the .bin are read
 
-    Copies of .idx files are never removed: an object that changes leaves its old copy behind.
+    Copies of .idx files are never removed.  If an object changes, its new copy is added beside the
+    old one.
+
+    Upstream differs: by default it reads the .bin in blocks of 256 MiB.
     """
 
     path_to_idx_cache: str | os.PathLike | None = None
@@ -6160,46 +6238,58 @@ class _FileTokens:
         weakref.finalize(self, self._file.close)  # closes the file when this object is gone
 
     def read(self, first, count):
-        """Return a new array of tokens; DatasetFormatError if the file ends before."""
+        """Return a new array of count tokens, starting at token number first.
+
+        Raises DatasetFormatError if the file ends before the last of these tokens.
+        """
         size = self.dtype.itemsize
         content = _read_bytes(self._file, first * size, count * size, self.path)
         return np.frombuffer(content, self.dtype)
 
-    read_many = _MappedTokens.read_many  # one read for each
+    read_many = _MappedTokens.read_many  # calls read() for each span
 
 
 def _read_bytes(file, begin, size, path):
-    """Return the size bytes of an open file from begin on; DatasetFormatError if it ends before.
+    """Return size bytes of an open file, starting at byte offset begin.
 
-    The position of the file, which threads and forks share, is neither used nor changed.
+    Raises DatasetFormatError if the file ends too early.  Threads and forked processes share the
+    current position of the file; it is neither used nor changed.
     """
     content = bytearray()
-    while len(content) < size:  # the system may return a part of what is there
+    while len(content) < size:  # the system may return fewer bytes than requested
         with _naming_action(path, "cannot be read", OSError):
             part = os.pread(file.fileno(), size - len(content), begin + len(content))
         if not part:
-            raise _bad_format(path, f"bytes at {begin}", size, len(content))
+            raise DatasetFormatError(
+                f"{path} ended after {len(content)} of {size} bytes at offset {begin}: it was "
+                "truncated after it was opened; restore the file, and open it again"
+            )
         content += part
     return content
 
 
 class _RemoteFile:
-    """An object on object storage, of tokens of a dtype; is_input: of text, and no file of a pair.
+    """An object on object storage: the .bin or .idx of a pair, or an input of preprocess().
 
-    A request is made again after growing pauses, unless its error stays; the error names the
-    object.  Threads, forked processes and pickles may use it: fsspec has a connection for each.
+    dtype      dtype of the tokens that read() returns; the default returns bytes
+    is_input   True: an input, whose URL may have a query or be a chain (see _check_no_secrets)
+
+    A failed request is repeated, after pauses that grow, unless its error is permanent.  An error
+    names the object.  Threads, forked processes and unpickled copies may use this object, because
+    fsspec gives each of them a connection.
     """
 
     _RETRY_DELAYS = (0.1, 0.3, 1, 3)  # seconds before each further try
-    # errors that stay, and the statuses of HTTP that mean them
-    _PERMANENT_ERRORS = {
+    _PERMANENT_ERRORS = {  # errors that would come again, and the HTTP statuses with this meaning
         FileNotFoundError: (404, 410),
         PermissionError: (401, 403),
         io.UnsupportedOperation: (),
     }
-    # the names under which storages tell an ETag, a digest or the time of the last change
-    _VERSION_KEYS = ("ETag", "etag", "blob_id", "sha")
-    _VERSION_KEYS += ("Last-Modified", "LastModified", "modificationTime", "mtime", "created")
+    # Keys of fsspec's info() that say which version of an object it is; storages differ in them.
+    _VERSION_KEYS = (
+        "ETag", "etag", "blob_id", "sha",
+        "Last-Modified", "LastModified", "modificationTime", "mtime", "created",
+    )  # fmt: skip
 
     def __init__(self, url, dtype=np.uint8, is_input=False):
         _check_no_secrets(url, is_input)
@@ -6207,11 +6297,11 @@ class _RemoteFile:
         self.dtype = np.dtype(dtype)
 
     def read(self, first, count):
-        """Return a new array of count tokens from token first on."""
+        """Return a new array of count tokens, starting at token number first."""
         return self.read_many([(first, count)])[0]
 
     def read_many(self, spans):
-        """Return new arrays, whose ranges are fetched at the same time."""
+        """Return a new array for each (first, count); all ranges are fetched at the same time."""
         size = self.dtype.itemsize
         ranges = [(first * size, (first + count) * size) for first, count in spans]
         contents = {(begin, end): None for begin, end in ranges if begin < end}
@@ -6219,89 +6309,102 @@ class _RemoteFile:
         return [np.frombuffer(contents.get(span, b""), self.dtype) for span in ranges]
 
     def _fetch_missing(self, file_system, path, contents):
-        """Fetch the ranges that contents lacks; what came is kept, and an error raised."""
+        """Fetch the ranges whose value in contents, {(begin, end): bytes or None}, is None.
+
+        All ranges that were fetched are stored in contents.  Then the last error, if any, is
+        raised.
+        """
         missing = [span for span, content in contents.items() if content is None]
         begins = [begin for begin, _ in missing]
         ends = [end for _, end in missing]
-        found = file_system.cat_ranges([path] * len(missing), begins, ends, on_error="return")
+        answers = file_system.cat_ranges([path] * len(missing), begins, ends, on_error="return")
         error = None
-        for (begin, end), content in zip(missing, found, strict=True):
+        for (begin, end), content in zip(missing, answers, strict=True):
             if isinstance(content, BaseException):
                 error = content
             elif len(content) == end - begin:
                 contents[begin, end] = content
             else:
-                error = OSError(f"bytes {begin} to {end} came as {len(content)} bytes")
+                error = OSError(f"got {len(content)} bytes for the range {begin} to {end}")
                 if len(content) > end - begin:
-                    raise io.UnsupportedOperation(f"{error}: the server does not know ranges")
+                    advice = "copy the object to a storage that supports them"
+                    raise io.UnsupportedOperation(f"{error}: range requests are ignored; {advice}")
         if error is not None:
             raise error
 
     def stamp(self):
-        """Return {"size": bytes, "changed": ...}, which tell the object from a later one."""
-        found = self._with_retries(self._info)
-        if found["size"] is None:
-            raise OSError(f"{self.url}: the storage tells no size, so it has no ranges")
-        changed = [str(found[name]) for name in self._VERSION_KEYS if name in found]
-        return {"size": found["size"], "changed": " ".join(changed)}
+        """Return {"size": bytes, "changed": text}, the stamp of the object (section 15).
+
+        The text is empty if the storage does not report a version.
+        """
+        info = self._with_retries(self._info)
+        if info["size"] is None:
+            raise OSError(
+                f"{self.url}: the storage reports no size; copy the object to one that does"
+            )
+        changed = [str(info[name]) for name in self._VERSION_KEYS if name in info]
+        return {"size": info["size"], "changed": " ".join(changed)}
 
     def _info(self, file_system, path):
-        """What the storage says of the object."""
-        file_system.invalidate_cache(path)  # an older answer would be of no use
-        found = file_system.info(path)
-        if found["type"] == "directory":
-            raise FileNotFoundError("a folder, and no object")
-        return found
+        """Return fsspec's info() of the object.  Raises FileNotFoundError for a folder."""
+        file_system.invalidate_cache(path)  # otherwise fsspec may repeat an older answer
+        info = file_system.info(path)
+        if info["type"] == "directory":
+            raise FileNotFoundError("this is a folder, not an object")
+        return info
 
-    def find(self):
-        """Return [(URL, size or None)] of the object; if it is not there, of what it matches."""
+    def resolve(self):
+        """Return [(URL, size or None)] of the object, or of all objects that match the URL."""
         with contextlib.suppress(FileNotFoundError):
             return [(self.url, self._with_retries(self._info)["size"])]
         return self._with_retries(self._glob)
 
     def _glob(self, file_system, path):
-        """The (URL, size) of all objects that match a pattern, sorted."""
+        """Return the (URL, size or None) of all objects that match a pattern, sorted."""
         file_system.invalidate_cache()
         matches = []
-        for name, found in sorted(file_system.glob(path, detail=True).items()):
-            if found["size"] is None:  # as in the list of a web page
-                found = file_system.info(name)
-            matches.append((file_system.unstrip_protocol(name), found["size"]))
+        for name, info in sorted(file_system.glob(path, detail=True).items()):
+            if info["size"] is None:  # e.g. in a listing that is a web page
+                info = file_system.info(name)
+            matches.append((file_system.unstrip_protocol(name), info["size"]))
         return matches
 
     def _with_retries(self, function, *arguments):
-        """Call a function until it succeeds, as often as there are pauses, and once more."""
-        import fsspec  # it comes with torch
+        """Return function(file_system, path, *arguments); repeat the call after each retry delay.
 
-        file_system, path = fsspec.core.url_to_fs(self.url)  # fsspec returns the one it has
+        Raises the error of the last call, or a permanent error at once, with the URL in front.
+        """
+        import fsspec  # it is installed with torch
+
+        file_system, path = fsspec.core.url_to_fs(self.url)  # fsspec reuses its file systems
         _keep_file_systems()
-        for pause in (*self._RETRY_DELAYS, None):
+        for delay in (*self._RETRY_DELAYS, None):
             try:
                 return function(file_system, path, *arguments)
             except Exception as error:
                 if self.url.startswith("http") and isinstance(error, FileNotFoundError):
-                    # fsspec says so whatever happened; the cause is what did
+                    # fsspec raises it for every failure; __cause__ is the error that happened
                     error = error.__cause__ or error
-                kind = OSError  # it may pass
-                for lasting, statuses in self._PERMANENT_ERRORS.items():
-                    if isinstance(error, lasting) or getattr(error, "status", None) in statuses:
-                        kind = lasting
-                if pause is None or kind is not OSError:
+                kind = OSError  # not permanent
+                for permanent, statuses in self._PERMANENT_ERRORS.items():
+                    if isinstance(error, permanent) or getattr(error, "status", None) in statuses:
+                        kind = permanent
+                if delay is None or kind is not OSError:
                     raise kind(f"{self.url}: {type(error).__name__}: {error}") from error
-            time.sleep(pause)
+            time.sleep(delay)
 
 
-_file_systems = {}  # {id: file system}: a set would drop one that equals an older one
+_file_systems = {}  # {id: file system}; a set would drop a file system that equals an older one
 
 
 def _keep_file_systems():
-    """Keep all file systems of fsspec for the life of this process, and so in its forks.
+    """Keep all file systems of fsspec alive in this process, and so in processes forked from it.
 
-    In a forked process fsspec drops those that it has.  If they were collected there, their
-    finalizers would remove the parent's sockets from the event loop that both processes share, and
-    the parent's next request would wait 300 s.
+    In a forked process, fsspec drops its references to the file systems.  If they were collected
+    there, their finalizers would remove the parent's sockets from the event loop, which both
+    processes share.  The parent's next request would then wait 300 s.
     """
-    import fsspec  # it comes with torch
+    import fsspec  # it is installed with torch
 
     for kind in list(fsspec.registry.values()):
         cached = list(getattr(kind, "_cache", {}).values())
@@ -6309,15 +6412,16 @@ def _keep_file_systems():
 
 
 def _fetch_index(url, stamp, config):
-    """Return the path of a local copy of an .idx file; make it if none of the same size is there.
+    """Return the path of a local copy of an .idx file, which is made unless there is one.
 
-    Its name says which object it is of, and which state of it; one without a state is copied each
-    time.  Processes may copy it at the same time: each copy appears whole.
+    The name of the copy is a hash of the URL and the stamp.  A copy with another size is made
+    again, and so is every copy if the storage reports no version.  Several processes may make a
+    copy at the same time, because each copy appears complete (section 14).
     """
     name = _md5(f"{url} {stamp['size']} {stamp['changed']}")
     copied = os.path.join(config.path_to_idx_cache, f"{name}.idx")
-    is_whole = os.path.exists(copied) and os.path.getsize(copied) == stamp["size"]
-    if not stamp["changed"] or not is_whole:
+    is_complete = os.path.exists(copied) and os.path.getsize(copied) == stamp["size"]
+    if not stamp["changed"] or not is_complete:
         os.makedirs(config.path_to_idx_cache, exist_ok=True)
         remote = _RemoteFile(url)
         at_a_time = 64 << 20  # bytes
@@ -6328,26 +6432,34 @@ def _fetch_index(url, stamp, config):
     return copied
 
 
-# Of a URL, and each link of a chain: what is more than a name or [::1], and a port; https://me@host.
+# Matches a URL, or a link of a chain, with a password.  Its first part, up to a slash, is then more
+# than a name or [IPv6 address] with an optional port.  Also matches https://user@host.
 _PASSWORD = re.compile(
     r"://(?![^/:]*(\[[^/\]]*\])?(:[0-9]+)?(/|\Z|::[^/@]*://))|https?://[^/]*@", re.IGNORECASE
 )
-_QUERY_OR_CHAIN = re.compile(r"://.*\?|::[^/]*://")
+_QUERY = re.compile(r"://.*\?")
+_CHAIN = re.compile(r"::[^/]*://")
 
 
 def _check_no_secrets(names, is_input=False):
-    """ValueError, which does not show it, for a URL with a password; names may be nested lists.
+    """Check that URLs hold no secrets.  names may be a nested list.
 
-    Unless it is an input, also for one with a query, which may be a signature, and for a chain of
-    fsspec, whose own cache would answer for an object that has changed.
+    Raises ValueError for a URL with a password.  Unless the URL is an input, this error is also
+    raised for a query, which may be a signature, and for a chain of fsspec: a cache in the chain
+    would hide changes of the object.  No message repeats the URL.
     """
     if isinstance(names, (str, bytes, os.PathLike)):
         url = os.fsdecode(names)
-        if _PASSWORD.search(url) or (not is_input and _QUERY_OR_CHAIN.search(url)):
+        if _PASSWORD.search(url) or (not is_input and _QUERY.search(url)):
             raise ValueError(
-                "a URL that holds a password, and, of a pair, a query (?) or a chain (::), is "
-                "refused, as names get into messages and files: give secrets to fsspec by its "
-                "configuration, such as FSSPEC_S3_KEY and FSSPEC_S3_SECRET in the environment"
+                'a URL may contain a secret (a password, or what follows "?"), and URLs appear in '
+                "messages and saved files; pass secrets through fsspec's configuration, for "
+                "example FSSPEC_S3_KEY and FSSPEC_S3_SECRET in the environment"
+            )
+        if not is_input and _CHAIN.search(url):
+            raise ValueError(
+                'the URL of a pair is a chain ("::"), which is accepted only for inputs; pass the '
+                "URL of the object itself"
             )
     elif isinstance(names, collections.abc.Sequence):
         for name in names:
@@ -7194,7 +7306,7 @@ def _find_inputs(paths):
 def _find_sizes(path):
     """Return [(path, bytes or None)] of a file, or, if none has this name, of all that match it."""
     if _is_remote(path):
-        return _RemoteFile(path, is_input=True).find()
+        return _RemoteFile(path, is_input=True).resolve()
     if path == "-":
         return [(path, None)]
     paths = [path]
@@ -7970,11 +8082,10 @@ class _Rows:
 
     def __setstate__(self, state):
         vars(self).update(state)
-        wanted = self._fingerprint
+        was = self._fingerprint
         self._open()
-        if self._fingerprint != wanted:
-            found = f"{self._fingerprint}: it was replaced after the dataset was pickled"
-            raise _bad_format(self.path, "fingerprint", wanted, found)
+        if self._fingerprint != was:
+            raise _replaced_error(self.path, was, self._fingerprint)
 
     def fingerprint(self):
         """What tells these rows from others, as IndexedDataset.fingerprint() does for tokens."""

@@ -504,7 +504,7 @@ def test_a_bin_of_another_size(one, pair, monkeypatch):
         os.truncate(f"{pair}.bin", size)
         with pytest.raises(one.DatasetFormatError, match=r"pair\.bin: file size"):
             one.IndexedDataset(pair)
-    with pytest.raises(one.DatasetFormatError, match=r"pair\.bin: bytes at 20"):
+    with pytest.raises(one.DatasetFormatError, match=r"pair\.bin .* at offset 20: .*open it again"):
         ds[3]
     broken = mock.Mock(side_effect=OSError(errno.EIO, "broken"))  # it names no file
     monkeypatch.setattr(os, "pread", broken)
@@ -759,7 +759,7 @@ def test_a_pickle_is_all_but_the_files(one, pair, monkeypatch):
     assert again.document_indices.tolist() == [7]  # one that was set
     assert lists(again) == [[token + 10 for token in doc] for doc in PAIR]
     patch(f"{pair}.bin", 0, b"\7")  # the .idx stays
-    with pytest.raises(one.DatasetFormatError, match="pair: .*replaced"):
+    with pytest.raises(one.DatasetFormatError, match="pair was replaced .*bin_ends_crc32.*build"):
         pickle.loads(pickled)
 
 
@@ -4002,6 +4002,7 @@ def start(mm, corpus, cache, *words, n=50, wanted=None, **fields):
     ds, messages = heard(gpt, mm, corpus, n, path_to_cache=cache, **fields)
     for word, message in zip(words, messages, strict=True):
         assert re.search(word, message)
+        assert "{" not in message  # no dict of a manifest
     if wanted is not None:
         same_arrays(arrays(ds), wanted)
     return ds
@@ -4031,7 +4032,7 @@ def test_a_cache_is_built_once_then_found(one, pair, cache, monkeypatch):
         *[{"documents": numbers} for numbers in ([0, 1], [0, 2, 1, 3], [3, 2, 1])],
     ):
         options = {"n": 9, "wanted": arrays(quiet(gpt, one, pair, 9, **fields)), **fields}
-        words = ["made from {'documents'"] if "documents" in fields else []
+        words = [r"made from different data \(.*documents"] if "documents" in fields else []
         saved = start(one, pair, cache, *words, **options)
         build.reset_mock()
         before = stamps(cache)
@@ -4065,11 +4066,11 @@ def test_what_a_start_finds_wrong_is_rebuilt(one, pair, cache, monkeypatch):
     for file, content, *words in (
         ("manifest.json", None),
         ("manifest.json", json.dumps(older).encode()),
-        ("manifest.json", text[:-1], "JSON"),
+        ("manifest.json", text[:-1], "manifest.json: "),
         ("manifest.json", json.dumps(other_facts).encode(), "damaged"),
-        ("sample_index.npy", array[:-5], "sample_index.npy: wanted"),
-        ("sample_index.npy", array[:-8] + bytes(8), "sample_index.npy: wanted"),
-        ("sample_index.npy", RUNS_CODE.ljust(len(array)), "sample_index.npy: wanted"),
+        ("sample_index.npy", array[:-5], "sample_index.npy .*size was"),
+        ("sample_index.npy", array[:-8] + bytes(8), "sample_index.npy .*crc32"),
+        ("sample_index.npy", RUNS_CODE.ljust(len(array)), "sample_index.npy .*crc32"),
         ("document_index.npy", None, "document_index.npy"),
     ):
         path = file_of(cache, file)
@@ -4100,7 +4101,7 @@ def test_what_a_start_finds_wrong_is_rebuilt(one, pair, cache, monkeypatch):
 def test_regenerated_data_make_a_cache_stale(one, tmp_path, cache):
     """Also one that is made of the old data, open still.  Upstream: the old indices are used."""
     old = random_docs(np.random.default_rng(5), most=40) * 3
-    for docs, word in (([[1, 2, 3]] * 20, "documents"), (old[::-1], "the pair was")):
+    for docs, word in (([[1, 2, 3]] * 20, "documents"), (old[::-1], "the corpus has changed")):
         corpus = mk(one, tmp_path / word, old)
         os.utime(f"{corpus}.idx", (1, 1))
         opened = start(one, corpus, cache)
@@ -4794,7 +4795,7 @@ def test_ranges_are_exact_and_only_what_failed_is_asked_for_again(one, web, some
         assert len(ranges) == len(wanted) + (fault is not None)
     web.requests.clear()
     web.faults = iter(["whole"])
-    with pytest.raises(OSError, match=r"pair\.bin: .* bytes: the server does not know ranges"):
+    with pytest.raises(OSError, match=r"pair\.bin: .*range requests are ignored; copy"):
         ds.get(1, 2, 2)
     assert len(web.requests) == 1
 
@@ -4826,7 +4827,7 @@ def test_only_what_may_pass_is_tried_again(one, web, some_pair, no_pauses):
             words = rf"/pair\.bin: {type(failure).__name__}: {failure}"
             check(ds.get, 1, kind, words, tries)
     web.faults = itertools.repeat("no length")
-    check(one.IndexedDataset, prefix, OSError, r"/pair\.idx: .* no size", 1)
+    check(one.IndexedDataset, prefix, OSError, r"/pair\.idx: .* reports no size.*copy", 1)
     web.faults = itertools.repeat(503, 3)
     assert lists(one.IndexedDataset(prefix)[:]) == lists(some_pair[1])
 
@@ -4870,7 +4871,7 @@ def test_a_url_that_may_hold_a_secret_is_refused_at_every_door(
     in_bytes = os.fsencode(password)
     calls += [(config, [one, ([in_bytes], None)]), (one.IndexedDataset, [in_bytes])]
     for function, arguments in calls:
-        with pytest.raises(ValueError, match="holds a password") as caught:
+        with pytest.raises(ValueError, match="may contain a secret|is a chain") as caught:
             function(*arguments)
         assert type(caught.value) is ValueError, arguments
         assert SECRET not in str(caught.value), arguments
@@ -6630,7 +6631,9 @@ def test_a_file_of_rows_that_is_replaced(one, tmp_path, kind, changed):
     assert pickle.loads(pickled)[changed]["tokens"].tolist() == wanted
     os.replace(new, old)
     assert ds[changed]["tokens"].tolist() == wanted
-    with pytest.raises(one.DatasetFormatError, match=f"a.{kind}: .*replaced"):
+    with pytest.raises(
+        one.DatasetFormatError, match=f"a.{kind} was replaced .*(ends_crc32|size was).*build"
+    ):
         pickle.loads(pickled)
     if kind == "jsonl":
         os.utime(old, (0, 0))  # what is written now has another time
@@ -6648,7 +6651,7 @@ def test_a_row_is_read_whole_or_not_at_all(one, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pread", read_3_bytes)
     same_samples(ds[1], wanted)
     os.truncate(path, 150)
-    with pytest.raises(ValueError, match=r"chat\.jsonl, line 2: .*bytes at 88: wanted 88, got 62"):
+    with pytest.raises(ValueError, match=r"chat\.jsonl, line 2: .* 62 of 88 bytes at offset 88"):
         ds[1]
 
 
