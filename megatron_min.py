@@ -4957,8 +4957,7 @@ def _check_config(config):
     if config.blend_per_split is not None:
         blends = config.blend_per_split
         if len(blends) != len(Split):
-            expected = "expected 3 entries (train, valid, test)"
-            raise ValueError(f"blend_per_split: {expected}, got {len(blends)}")
+            raise ValueError(f"blend_per_split: expected 3 entries, got {len(blends)}")
         if config.blend is not None or config.split is not None:
             raise ValueError("with blend_per_split, blend and split must be None")
     elif config.multiple_validation_sets:
@@ -5120,8 +5119,7 @@ def _check_corpora(opened, cls, tokenizer):
     for prefix, corpus in opened.items():
         n = cls.numel_low_level_dataset(corpus)
         if n >= 2**31:
-            advice = "divide it into several corpora"
-            raise ValueError(f"{prefix} has {n} sequences, expected at most {2**31 - 1}; {advice}")
+            raise ValueError(f"{prefix} has {n} sequences, expected at most {2**31 - 1}; divide it")
     _check_tokenizers(opened, tokenizer)  # section 20
 
 
@@ -5323,14 +5321,12 @@ def _check_start(sampler, consumed_samples):
     _as_whole(ranks, "data_parallel_size", 1)
     _as_whole(sampler.data_parallel_rank, "data_parallel_rank", 0, ranks - 1)
     _as_whole(consumed_samples, "consumed_samples", 0, math.inf if is_cyclic else total)
-    per_round = f"{sampler.samples_per_round} (micro_batch_size * data_parallel_size)"
+    a_round = f"{sampler.samples_per_round} (micro_batch_size * data_parallel_size)"
     if is_cyclic and total < sampler.samples_per_round:
-        raise ValueError(
-            f"total_samples: expected at least a full round of {per_round}, got {total}"
-        )
+        raise ValueError(f"total_samples: expected at least {a_round}, got {total}")
     if is_cyclic and consumed_samples % sampler.samples_per_round:
-        expected = f"expected full rounds of {per_round}"
-        raise ValueError(f"consumed_samples: {expected}, got {consumed_samples}")
+        expected = f"a multiple of {a_round}"
+        raise ValueError(f"consumed_samples: expected {expected}, got {consumed_samples}")
 
 
 def _check_parallel_sizes(world_size, tensor, context, pipeline):
@@ -5681,7 +5677,7 @@ def _num_processes():
 #
 #   step   corpus.bin   corpus.idx   corpus.bin.X.tmp   corpus.idx.X.tmp
 #   0      old          old          new                new                 both are synced
-#   1      old                       new                new                 old record deleted, too
+#   1      old                       new                new                 .idx and record deleted
 #   2      new                                          new
 #   3      new          new                                                 the folder is synced
 #
@@ -5695,9 +5691,9 @@ def _num_processes():
 
 
 class _NewFile(contextlib.AbstractContextManager):
-    """A binary file that gets its name, path, at the end of a with block, when it is complete.
+    """A binary file that appears under its name when it is complete, at the end of a with block.
 
-    path       made absolute, because the process may change its folder before the end
+    path       its name; made absolute, because the process may change its folder before the end
     synced     True: the disk has the file before it gets its name.  False: for files that can be
                made again
     suffix     part of the temporary name.  "": a random one.  The .idx of a pair has the suffix of
