@@ -1975,14 +1975,10 @@ def test_what_a_builder_refuses(one, corpora):
         (
             [0, None, None],
             sets,
-            "test: the size of a blend .* is None; give",
+            "test: the size .*None; give",
         ),  # valid: two datasets, test: a blend
         ([0, 5, 9], sets | {"full_validation": True}, "must be None"),
-        (
-            [20, 0, 0],
-            {"blend": two, "blend_phases": [(16, [1, 1])]},
-            "16 samples, but 20 are requested from train; add",
-        ),
+        ([20, 0, 0], {"blend": two, "blend_phases": [(16, [1, 1])]}, "16 samples, but 20 .*; add"),
         ([9, 0, 0], {}, "no blend is given"),
         ([100.9, 0, 0], {"blend": two}, r"sizes: .*100\.9"),
         (["5", 0, 0], {"blend": two}, "sizes: .*'5'"),
@@ -6464,9 +6460,7 @@ def test_a_row_is_read_whole_or_not_at_all(one, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pread", read_3_bytes)
     same_samples(ds[1], wanted)
     os.truncate(path, 150)
-    with pytest.raises(
-        ValueError, match=r"chat\.jsonl, line 2: .*bytes at 88: expected 88, got 62"
-    ):
+    with pytest.raises(ValueError, match=r"chat\.jsonl, line 2: .*bytes at 88: .* 88, got 62"):
         ds[1]
 
 
