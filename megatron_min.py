@@ -80,7 +80,7 @@ Part II, the training loop
   12. Around the loop           how many samples does a run need, and how can a step be repeated?
 Part III, the workshop
   13. What is checked           what is checked, when, and which error is raised?
-  14. Whole files               how does a file appear complete, or not at all?
+  14. Complete files            how does a file appear complete, or not at all?
   15. The index cache           when can index arrays from an earlier job be used again?
   16. Object storage            how are tokens read over a network, or without memory mapping?
   17. One error for every rank  what do the other ranks do when one rank fails?
@@ -587,7 +587,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         sequence_pointers = np.cumsum(num_bytes)
         sequence_pointers -= num_bytes  # where each sequence begins
         # The same random part in both temporary names marks the files as a pair (section 14).
-        index = _NewFile(idx_path, digits=self._bin.digits)
+        index = _NewFile(idx_path, suffix=self._bin.suffix)
         try:
             index.write(_HEADER.pack(_MAGIC, _VERSION, code, n, m))
             index.write(lengths)
@@ -1163,9 +1163,8 @@ def plan_epochs(
     >>> plan.num_epochs, plan.num_samples, plan.separate_final_epoch
     (2, 6, True)
     """
-    S = operator.index(sequence_length)
+    S, tokens_per_epoch = map(operator.index, (sequence_length, tokens_per_epoch))
     x = int(add_extra_token_to_sequence)
-    tokens_per_epoch = operator.index(tokens_per_epoch)
     num_epochs = 1
     if num_samples:
         num_samples = operator.index(num_samples)  # a numpy integer would wrap in the product
@@ -1280,13 +1279,12 @@ def build_sample_idx(
     >>> build_sample_idx(sizes, documents, 4, 1, 13, add_extra_token_to_sequence=False).tolist()
     [[0, 0], [0, 4], [2, 1], [2, 5]]
     """
-    S = operator.index(sequence_length)
+    S = _as_whole(sequence_length, "sequence_length", 1)
     x = int(add_extra_token_to_sequence)
     tokens = operator.index(num_epochs) * operator.index(tokens_per_epoch)
     document_index = document_indices  # section 1 has a different array under upstream's name
     _check_array(sizes, "sizes", np.int32)
     _check_array(document_index, "document_indices", np.int32)
-    _check_sequence_length(S)
     N = count_samples(tokens, S, drop_last_partial_sequence, x)
     rows = np.empty((N + 1, 2), _sample_index_dtype(len(document_index)))
     end_of_last = min(N * S + x, tokens) if N else 0
@@ -2501,8 +2499,10 @@ class BlendedMegatronDatasetBuilder:
             corpora = [opened[prefix] for prefix in entry.prefixes]
             parts = self._map(self._build_part, entries, corpora, entry.prefixes, entry.built_for)
             size = self.sizes[entry.split.value]
-            if size != 0 and not _has_samples(entry.split, size, parts):  # which has warned
-                continue
+            if size != 0:
+                _check_parts_have_samples(entry.split, size, parts)  # warns
+                if not any(len(part) for part in parts):
+                    continue
             if entry.is_blend:
                 datasets[entry.split] = self._make_blend(entry, corpora, parts)
             else:
@@ -3202,9 +3202,8 @@ def get_batch_on_this_cp_rank(
     >>> [get_batch_on_this_cp_rank(batch, rank, 2)["tokens"].tolist() for rank in (0, 1)]
     [[[0, 3, 4, 7]], [[1, 2, 5, 6]]]
     """
-    cp_rank = operator.index(cp_rank)
-    cp_size = operator.index(cp_size)
-    _check_cp_rank(cp_rank, cp_size)
+    cp_size = _as_whole(cp_size, "cp_size", 1)
+    cp_rank = _as_whole(cp_rank, "cp_rank", 0, cp_size - 1)
     part = dict(batch)
     if cp_size == 1:
         return part
@@ -4605,56 +4604,81 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 # ==============================================================================
 # Question: what is checked, when, and which error is raised?
 #
-#   input                    what is wrong with it                   looked at            error
-#   the name of a pair       nothing is there                        when it is opened    (b)
-#   an .idx, a pair          header or size; the ends of documents   when it is opened    (a)
-#                            or of the .bin; replaced meanwhile
-#   all entries of an .idx   lengths below 0, pointers that are not  verify(), check=True (a)
-#                            their sums, documents that decrease     before orders
-#   a place in a sequence    it is outside                           at each access       (a), (c)
-#   ids, lengths, modes      they do not fit, or do not add up       before the writing   (c)
-#   a text, its ids          they are none                           when they come       ValueError
-#   a config, a blend        a field out of its range, fields that   when it is made      ValueError
-#                            do not go together, weights, phases
-#   sizes                    no build can have them                  a builder is made    ValueError
-#   corpora                  too many sequences; several tokenizers  build()              ValueError
-#   the pair of a dataset    no eods                                 before orders        a warning
-#   data of the ranks        they differ                             end of build()       ValueError
-#   arguments of kernels     dtype, shape, range                     at each call         (c)
-#   arrays of orders         they lead out of the corpus             at each access       IndexError
-#   sizes of a sampler       below 1; it cannot begin there          when made or loaded  ValueError
-#   sizes of a run           a ramp-up without equal steps           when they are given  ValueError
-#   groups, rows, documents  ranks or tokens cannot be cut so        when they are cut    ValueError
-#   a batch                  shape; packed or not; a mask of         when it is read      ValueError
-#                            documents that would be left out
-#   a loader, a state        no rank in a job of several; no batch   when it is made      ValueError
-#                            (a warning); another history            or loaded
-#   an older iterator, a     it comes too late                       when it comes        (d)
-#   gradient
-#   a new parameter, a       its gradient would be wrong             in the step          ValueError
-#   sum of one rank
+#   input                   what may be wrong                      when it is checked    result
 #
-#   (a) DatasetFormatError, a ValueError: file, field, what was wanted, what was found
+#   a pair                  a file is missing                      it is opened          (b)
+#                           the header, the size or the last       it is opened          (a)
+#                           entries; a file changes meanwhile
+#                           a length is negative; a sequence is    verify(), check=True, (a)
+#                           not where the one before it ends;      before index arrays
+#                           document_indices decrease              are built
+#                           a sequence is not in the .bin          each access           (a)
+#   a position              it is not in the sequence or dataset   each access           IndexError
+#   ids, lengths, modes     they do not fit, or do not add up      before they are       (c)
+#                                                                  written
+#   a text, its ids         the type                               they are tokenized    ValueError
+#
+#   a config, a blend       a field is out of range; fields        it is made            ValueError
+#                           contradict each other; the weights
+#                           or phases
+#   sizes                   one is negative or a fraction, or is   the builder is made   ValueError
+#                           more than the phases have
+#   corpora                 one has too many sequences; their      build()               ValueError
+#                           tokenizers differ
+#                           they have too few tokens or samples    build()               a warning
+#   data of the ranks       they differ                            end of build()        ValueError
+#
+#   arguments of the loops  dtype, shape or range                  each call             (c)
+#   in sections 4 and 6
+#   corpus of a dataset     eods are needed, and it has none       before index arrays   a warning
+#                                                                  are built
+#   index arrays            they do not match the corpus           each access           IndexError
+#
+#   a sampler               a size is below 1; it cannot start     it is made, or a      ValueError
+#                           at this sample                         state is loaded
+#   sizes of the axes       their product does not divide the      ParallelGroups is     ValueError
+#                           number of ranks                        made
+#   a batch                 the shapes; packed differs from the    it is read            ValueError
+#                           argument; a mask would be left out
+#   rows and documents      their lengths cannot be cut for the    they are cut          ValueError
+#                           ranks
+#   a loader                the rank is missing, in a job of       it is made            ValueError
+#                           several processes
+#                           it has no batch                        it is made            a warning
+#   a state                 its history differs                    it is loaded          ValueError
+#   an iterator             a newer one has begun                  the next batch        (d)
+#   a gradient              its bucket was already sent            it arrives            (d)
+#   a parameter             it was replaced, frozen or unfrozen    each step             ValueError
+#   a loss                  it is a sum, and torch averages the    each step             ValueError
+#                           gradients
+#   a ramp-up               it does not lead to the batch size     it is made            ValueError
+#
+#   (a) DatasetFormatError, a ValueError: the message names the file and the field, the value that
+#       was expected and the value that was found
 #   (b) FileNotFoundError   (c) TypeError, ValueError or IndexError   (d) RuntimeError
 #
-# What is checked in one plain line may stand where it is used.  What the tools of part IV, and
-# object storage, refuse stands there.
+# Object storage and the tools of part IV are not in this table.  Sections 16 and 19 to 23 have
+# their own checks.
 
 
 class DatasetFormatError(ValueError):
-    """A file does not hold what its format promises: the message names file, field and values."""
+    """A file does not follow its format.  The message names the file, the field and the values."""
 
 
-# -- Small tools of all sections -------------------------------------------------------------------
+# -- How errors and warnings are made --------------------------------------------------------------
 
 
-def _bad_format(path, field, wanted, got):
-    """The error that names the four things a reader of the message needs."""
-    return DatasetFormatError(f"{path}: {field}: wanted {wanted}, got {got}")
+def _bad_format(path, field, expected, found):
+    """Return the error for a file in which a field does not have the expected value."""
+    return DatasetFormatError(f"{path}: {field}: expected {expected}, got {found}")
 
 
 def _message_of(error):
-    """The message of an error on one line; an unexpected kind of error is named."""
+    """Return the message of an error on one line.
+
+    The name of the error's class is in front if the message is empty, and for all classes except
+    ValueError, IndexError, OSError, ImportError, warnings and their subclasses.
+    """
     message = " ".join(str(error).split())
     if isinstance(error, (ValueError, IndexError, OSError, ImportError, Warning)) and message:
         return message
@@ -4663,7 +4687,10 @@ def _message_of(error):
 
 @contextlib.contextmanager
 def _naming_place(place):
-    """Put a place in front of the message of a ValueError or TypeError: "place: message"."""
+    """Put a place in front of the message of a ValueError or TypeError: "place: message".
+
+    A ValueError is raised for both.
+    """
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -4672,22 +4699,36 @@ def _naming_place(place):
 
 @contextlib.contextmanager
 def _naming_action(name, action, kind=ValueError):
-    """Say in an error which action failed on what: an OSError, or kind("name: action: message").
+    """Say in the message of an error which action failed on which object.
 
-    An OSError stays an OSError, with its errno if it has one.  MemoryError passes unchanged: it is
-    not the fault of what is named.
+    name     what messages call the object, such as its path
+    action   what failed, such as "cannot be written"
+    kind     the class of the new error, unless the error is an OSError
+
+    _raise_of_action() has the details.
     """
     try:
         yield
-    except MemoryError:
-        raise
     except Exception as error:
-        if isinstance(error, OSError):
-            kind = OSError
-            if error.errno is not None:
-                reason = f"{action}: {error.strerror}"
-                raise OSError(error.errno, reason, os.fsdecode(name)) from error
-        raise kind(f"{name}: {action}: {_message_of(error)}") from error
+        _raise_of_action(error, name, action, kind)
+
+
+def _raise_of_action(error, name, action, kind=ValueError):
+    """Raise an error again, with a message that says which action failed on which object.
+
+    The arguments are the same as in _naming_action().  An OSError stays an OSError, and keeps
+    its errno if it has one.  MemoryError and exceptions such as KeyboardInterrupt are raised
+    unchanged, because the action is not their cause.  Any other error becomes
+    kind("name: action: message").
+    """
+    if isinstance(error, MemoryError) or not isinstance(error, Exception):
+        raise error
+    if isinstance(error, OSError):
+        kind = OSError
+        if error.errno is not None:
+            reason = f"{action}: {error.strerror}"
+            raise OSError(error.errno, reason, os.fsdecode(name)) from error
+    raise kind(f"{name}: {action}: {_message_of(error)}") from error
 
 
 def _warn(message):
@@ -4705,14 +4746,14 @@ def _warn(message):
     warnings.warn(message, stacklevel=2 if frame is None else level)
 
 
-def _import_extra(module, user):
-    """Import a module of a package that is not required; user is what needs it."""
-    with _naming_action(user, f"pip install {module.partition('.')[0]}", ImportError):
-        return importlib.import_module(module)
+# -- Whole numbers and indices (all sections) ------------------------------------------------------
 
 
 def _as_index(idx, n, name):
-    """A Python index, where -1 is the last -> 0 .. n - 1; IndexError outside of -n .. n - 1."""
+    """Return an index of n entries as an int from 0 to n - 1; -1 is the last entry.
+
+    Raises IndexError for an index outside -n .. n - 1.
+    """
     i = operator.index(idx)
     if not -n <= i < n:
         raise IndexError(f"index {i} of {name}, which has {n} entries")
@@ -4720,261 +4761,253 @@ def _as_index(idx, n, name):
 
 
 def _as_whole(value, name, least=0, most=math.inf):
-    """Return a whole number of any integer type as an int; ValueError unless least to most."""
+    """Return a whole number of any integer type as an int.
+
+    Raises ValueError for any other type, and for a number outside least .. most.
+    """
     with contextlib.suppress(TypeError):
         number = operator.index(value)
         if least <= number <= most:
             return number
-    raise ValueError(f"{name}: expected a whole number from {least} to {most}, got {value!r}")
+    limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+    raise ValueError(f"{name}: expected a whole number {limits}, got {value!r}")
 
 
 def _as_size(size, name):
-    """Return a number of samples as an int, and None as None; ValueError for a fraction."""
+    """Return a number of samples as an int, and None as None.  Raises ValueError for a fraction."""
     if isinstance(size, numbers.Real) and size % 1 == 0:  # 100.0 is whole, as it is for upstream
         size = int(size)
     return None if size is None else _as_whole(size, name)
 
 
-def _label_of_dataset(dataset):
-    """What to call a dataset in a message: its path, or its class."""
-    path = getattr(dataset, "dataset_path", None)
-    return type(dataset).__name__ if path is None else str(path)
-
-
-def _label_of_epochs(dataset):
-    """What a repr() says of the epochs of a dataset; nothing if its orders are its own."""
-    plan = getattr(dataset, "epoch_plan", None)
-    return "" if plan is None else f", epochs={plan.num_epochs}"
-
-
-def _ceil_div(a, b):
-    """The least whole number that is at least a / b, without the rounding of a float."""
-    return -(-a // b)
-
-
-def _md5(data):
-    """Hex digest of a text or bytes, for names and comparisons; it protects nothing."""
-    if isinstance(data, str):
-        data = data.encode()
-    return hashlib.md5(data, usedforsecurity=False).hexdigest()
-
-
-def _is_remote(path):
-    """Whether it is a URL, as s3://bucket/corpus, or a chain, as simplecache::s3://bucket/corpus."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.:-]*://", os.fsdecode(path)) is not None
-
-
-def _absolute_path(path):
-    """Return a path that stays right when the process changes its folder; a URL stays as it is.
-
-    The path is not normalized: if link is a symbolic link, only the system knows what link/.. is.
-    """
-    path = os.fsdecode(path)
-    return path if _is_remote(path) or os.path.isabs(path) else os.path.join(os.getcwd(), path)
-
-
-def _is_distributed():
-    """Whether this process is a rank of a torch.distributed job."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _rank(group=None):
-    """This process's rank in the group, by default of the whole job; 0 without a job."""
-    return torch.distributed.get_rank(group) if _is_distributed() else 0
-
-
-def _world_size(group=None):
-    """Return the number of ranks in a group, by default in the whole job; 1 without a job."""
-    return torch.distributed.get_world_size(group) if _is_distributed() else 1
-
-
 # -- Files (sections 1 and 2) ----------------------------------------------------------------------
 
 
-def _stamp_or_hint(path):
-    """Return the stamp of a file of a pair; a FileNotFoundError names pairs that begin as it does.
+def _stamp_of_pair_file(path):
+    """Return the stamp of the .bin or the .idx of a pair (section 15).
 
-    preprocess() adds to --output-prefix: of "wiki" it makes the pair "wiki_text_document".
+    Raises FileNotFoundError if the file is missing.  If the folder holds pairs whose names begin
+    with the given prefix, the message names the first five of them: for the output_prefix "wiki",
+    preprocess() writes the pair "wiki_text_document".
     """
     try:
         return _file_stamp(path)
     except FileNotFoundError as error:
-        if _is_remote(path):
-            raise
         start = glob.escape(_without_ending(_without_ending(path)))
-        found = sorted(_without_ending(name) for name in glob.glob(f"{start}*.idx"))
-        found = [os.path.basename(name) for name in found if os.path.exists(get_bin_path(name))]
-        if len(found) == 0:
+        prefixes = sorted(_without_ending(name) for name in glob.glob(f"{start}*.idx"))
+        names = [os.path.basename(p) for p in prefixes if os.path.exists(get_bin_path(p))]
+        if not names:
             raise
-        more = "" if len(found) <= 5 else f" and {len(found) - 5:,} more"
-        words = f"{error.strerror}; the folder holds {', '.join(found[:5])}{more}"
-        raise FileNotFoundError(error.errno, words, path) from None
+        more = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
+        reason = f"{error.strerror}; the folder holds {', '.join(names[:5])}{more}"
+        raise FileNotFoundError(error.errno, reason, path) from None
 
 
 def _without_ending(path):
-    """Return the prefix of a pair that a path means, with or without .idx or .bin."""
+    """Return a path without .idx or .bin at its end: the prefix of a pair."""
     return re.sub(r"\.(idx|bin)\Z", "", path)
 
 
 def _check_slice(idx):
-    """Check that a slice of a dataset has step 1.  Raises ValueError otherwise."""
+    """Check that a slice of a dataset has step 1.  Raises ValueError if it has a different step."""
     if idx.step not in (None, 1):
         raise ValueError(f"a slice of a dataset must have step 1, got step {idx.step}")
 
 
 def _check_unchanged(path, stamp, done):
-    """DatasetFormatError for a file that has another stamp after what was done with it."""
+    """Check that a file still has this stamp after it was "opened" or "copied" (done).
+
+    Raises DatasetFormatError if its stamp is different now.
+    """
     if _file_stamp(path) != stamp:
-        raise _bad_format(path, "file", f"one that stays while it is {done}", "another")
+        advice = "open the pair again when no job writes to it"
+        raise DatasetFormatError(f"{path}: the file changed while it was {done}; {advice}")
 
 
 def _parse_idx_header(path, content, multimodal):
-    """Return (dtype code, n, m) of an .idx, which must have the size that they ask for."""
-    found = len(content)
-    if found < _HEADER.size:
-        raise _bad_format(path, "file size", f"at least {_HEADER.size} bytes", found)
-    header = _HEADER.unpack_from(content)
-    magic, version, code, n, m = header
-    if (magic, version) != (_MAGIC, _VERSION) or not 1 <= code <= 8 or m < 1:
-        wanted = f"{_MAGIC}, {_VERSION}, 1 to 8, n, and m >= 1"
-        raise _bad_format(path, "magic, version, dtype code, n, m", wanted, header)
-    size = 34 + 12 * n + 8 * m
-    sizes = [size + n] if multimodal else [size, size + n]
-    if found not in sizes:
-        raise _bad_format(path, "file size", f"{sizes} bytes, the last with modes", found)
+    """Return the dtype code, n and m from the header of an .idx file.
+
+    content is the complete file.  Raises DatasetFormatError if a field of the header is wrong, or
+    if the file does not have the size that follows from it.
+    """
+    size = len(content)
+    if size < _HEADER.size:
+        raise _bad_format(path, "file size", f"at least {_HEADER.size} bytes", size)
+    magic, version, code, n, m = _HEADER.unpack_from(content)
+    for field, is_right, expected, found in (
+        ("magic (first 9 bytes)", magic == _MAGIC, _MAGIC, magic),
+        ("version", version == _VERSION, _VERSION, version),
+        ("dtype code", 1 <= code <= 8, "1 to 8", code),
+        ("length of document_indices", m >= 1, "at least 1", m),
+    ):
+        if not is_right:
+            raise _bad_format(path, field, expected, found)
+    end = 34 + 12 * n + 8 * m
+    sizes = [end + n] if multimodal else [end, end + n]
+    if size not in sizes:
+        expected = f"{sizes[0]} bytes ({end + n} with modes)"
+        raise _bad_format(path, "file size", expected, size)
     return code, n, m
 
 
 def _check_ends_of_pair(pair, bin_size):
-    """The documents run from 0 to n, and the last sequence ends where the .bin ends."""
+    """Check that the documents include all sequences, and the last sequence ends with the .bin.
+
+    Raises DatasetFormatError if they do not.
+    """
     n = len(pair)
-    documents = [int(pair.document_indices[0]), int(pair.document_indices[-1])]
-    if documents != [0, n]:
-        raise _bad_format(pair._idx_path, "document_indices", f"from 0 to {n}", documents)
+    ends = pair.document_indices[[0, -1]].tolist()
+    if ends != [0, n]:
+        raise _bad_format(pair._idx_path, "both ends of document_indices", [0, n], ends)
     end = 0
     if n:
-        end = int(pair.sequence_pointers[-1])
-        end += int(pair.sequence_lengths[-1]) * pair._token_bytes
-    if bin_size != end or end % pair._token_bytes:
-        wanted = f"{end} bytes of {pair.dtype.__name__}, where the last sequence of the .idx ends"
-        raise _bad_format(pair._bin_path, "file size", wanted, bin_size)
+        end = int(pair.sequence_pointers[-1]) + int(pair.sequence_lengths[-1]) * pair._token_bytes
+    if end % pair._token_bytes:
+        expected = f"a multiple of {pair._token_bytes}"
+        raise _bad_format(pair._idx_path, "end of the last sequence, in bytes", expected, end)
+    if bin_size != end:
+        expected = f"{end} bytes of {pair.dtype.__name__} tokens, as the .idx says"
+        raise _bad_format(pair._bin_path, "file size", expected, bin_size)
 
 
 def _check_entries_of_idx(pair):
-    """Each entry of the .idx is what IndexedDataset.verify() says.
+    """Check each entry of the .idx, as IndexedDataset.verify() says.
 
-    In chunks, whose arrays stay in the CPU's cache: whole ones take four times as long, and 32 GB
-    for a billion sequences.  Copied, as in the file they lie at odd addresses, read slowly.
-    The arrays are those of the file: a user may have set others.
+    The arrays are checked in chunks that fit the CPU's cache: whole arrays would take four times as
+    long, and 32 GB for a billion sequences.  Each chunk is copied, because its items are unaligned
+    in the file, and unaligned reads are slow.  A user may have set the attributes of the pair, so
+    the arrays of the file are checked instead.
     """
-    size = 1 << 15
+    chunk = 1 << 15
     in_file = pair._arrays_in_files
     all_documents = in_file["document_indices"]
-    end = 0  # of the sequence before the chunk
-    for low in range(0, max(len(in_file["sequence_lengths"]), len(all_documents)), size):
-        num_bytes = in_file["sequence_lengths"][low : low + size].astype(np.int64)
+    end = 0  # end of the sequence before the chunk, in bytes
+    for low in range(0, max(len(in_file["sequence_lengths"]), len(all_documents)), chunk):
+        num_bytes = in_file["sequence_lengths"][low : low + chunk].astype(np.int64)
         num_bytes *= pair._token_bytes
-        pointers = in_file["sequence_pointers"][low : low + size].copy()
+        pointers = in_file["sequence_pointers"][low : low + chunk].copy()
         ends = np.append(end, pointers + num_bytes)
         end = ends[-1]
-        documents = all_documents[low : low + size + 1].copy()  # one of the next chunk
-        is_lower = documents[1:] < documents[:-1]
+        documents = all_documents[low : low + chunk + 1].copy()  # and the first of the next chunk
+        decreases = documents[1:] < documents[:-1]
         is_elsewhere = pointers != ends[:-1]
-        for name, first, is_wrong, wanted in (
+        for name, first, is_wrong, expected in (
             ("sequence_lengths", low, num_bytes < 0, "at least 0"),
             ("sequence_pointers", low, is_elsewhere, "the end of the sequence before it"),
-            ("document_indices", low + 1, is_lower, "at least the one before it"),
+            ("document_indices", low + 1, decreases, "at least the entry before it"),
         ):
             if is_wrong.any():
                 at = first + is_wrong.argmax()
-                found = in_file[name][at]
-                raise _bad_format(pair._idx_path, f"{name}[{at}]", wanted, found)
+                raise _bad_format(pair._idx_path, f"{name}[{at}]", expected, in_file[name][at])
 
 
 def _check_span(pair, i, pointer, size, offset, length):
-    """Sequence i lies in the .bin, and length tokens from offset on lie in it.
+    """Check that sequence i is in the .bin, and that tokens offset .. offset + length are in it.
 
-    DatasetFormatError for a place that only an unverified .idx can have; else IndexError.
+    Raises DatasetFormatError if the sequence leads out of the .bin, which happens only with an .idx
+    that was not verified.  Raises IndexError if the tokens are not all in the sequence.
     """
     token_bytes = pair._token_bytes
     end = pointer + size * token_bytes
     if pointer % token_bytes or not 0 <= pointer <= end <= pair.num_tokens * token_bytes:
-        found = f"byte {pointer}, {size} tokens"
-        raise _bad_format(pair._idx_path, f"sequence {i}", "a place in .bin", found)
+        found = f"{size} tokens at byte {pointer}"
+        raise _bad_format(pair._idx_path, f"sequence {i}", "whole tokens inside the .bin", found)
     if not 0 <= offset <= offset + length <= size:
-        wanted = f"tokens {offset} to {offset + length} of sequence {i}"
-        raise IndexError(f"{pair.path_prefix}: wanted {wanted}, which has {size}")
+        expected = f"expected a part of sequence {i}, which has {size} tokens"
+        raise IndexError(f"{pair.path_prefix}: {expected}, got {offset} to {offset + length}")
 
 
 def _as_lengths_and_modes(builder, content, lengths, modes):
-    """Return lengths and modes as arrays; ValueError for those that do not fit the tokens."""
+    """Return lengths and modes as arrays of the .idx.
+
+    Raises ValueError if they do not fit the tokens in content, or the dtypes of the .idx.
+    """
     path = builder._bin.path
     try:
         lengths = array.array("i", iter(lengths))  # array("i", bytes) would copy their memory
         if builder.multimodal:
             modes = array.array("b", bytes(len(lengths)) if modes is None else modes)
-    except OverflowError as error:  # it does not say what is too large
-        found = f"lengths {lengths!s:.60}, modes {modes!s:.60}"
-        raise ValueError(f"{path}: {found}: {error}") from None
+    except OverflowError:
+        given = f"lengths {lengths!s:.60}, modes {modes!s:.60}"
+        raise ValueError(f"{path}: a length exceeds int32, or a mode int8: {given}") from None
     num_tokens = len(content) // builder._token_dtype.itemsize
-    has_other_modes = builder.multimodal and len(modes) != len(lengths)
-    if sum(lengths) != num_tokens or (lengths and min(lengths) < 0) or has_other_modes:
-        raise ValueError(
-            f"{path}: wanted lengths >= 0 of {num_tokens} tokens, and a mode for each, got lengths "
-            f"{lengths.tolist()!s:.60} that sum to {sum(lengths)}, modes {modes!s:.60}"
-        )
+    if min(lengths, default=0) < 0:
+        raise ValueError(f"{path}: lengths must be at least 0, got {min(lengths)}")
+    if sum(lengths) != num_tokens:
+        raise ValueError(f"{path}: the lengths sum to {sum(lengths)}, not to {num_tokens} tokens")
+    if builder.multimodal and len(modes) != len(lengths):
+        raise ValueError(f"{path}: got {len(lengths)} lengths, but {len(modes)} modes")
     return lengths, modes
 
 
 def _check_appended(builder, other):
-    """The other pair has the builder's dtype, no modes that would be lost, and is not its own."""
+    """Check that a builder can append a pair.
+
+    Raises ValueError if the pair is the builder's own, if it has a different dtype, or if its modes
+    would be lost.
+    """
     source = get_bin_path(other.path_prefix)
     target = builder._bin.path
     if os.path.realpath(source) == os.path.realpath(target):
-        raise ValueError(f"{source} is both input and output: choose another output prefix")
+        raise ValueError(f"{source} is both input and output; choose a different output prefix")
     if other.dtype != builder.dtype:
-        tokens = f"{other.dtype.__name__} tokens, wanted {builder.dtype.__name__}"
-        raise ValueError(f"{source} holds {tokens} as in {target}")
+        dtypes = f"{other.dtype.__name__} tokens, and {target} {builder.dtype.__name__}"
+        raise ValueError(f"{source} holds {dtypes}; only pairs of one dtype can be merged")
     if other.has_modes and not builder.multimodal:
-        raise ValueError(f"{source} has modes, which --multimodal, or multimodal=True, keeps")
+        raise ValueError(f"{source} has modes; keep them with multimodal=True (--multimodal)")
 
 
 def _check_finished(builder):
-    """A document ends with the last sequence, and the pair has not got its names, nor failed."""
+    """Check that a builder can write its .idx.
+
+    Raises ValueError if a sequence was added after the last end_document(), or if the builder is
+    closed: its pair has its names, or a write failed.
+    """
     path = builder._bin.path
-    if not builder._bin._remove.alive:
+    if not builder._bin.is_open:
         raise ValueError(f"{path}: the builder is closed: it is finalized, or a write failed")
     last_end = builder.document_indices[-1]
     if last_end != len(builder.sequence_lengths):
-        raise ValueError(f"{path}: after sequence {last_end} end_document() was not called")
+        advice = "call end_document() before finalize()"
+        raise ValueError(f"{path}: the sequences from {last_end} on are in no document; {advice}")
 
 
 def _as_tokens(ids, dtype, values):
-    """The ids of values in an integer dtype; ValueError where one would become another number."""
+    """Return the ids as an array of an integer dtype.
+
+    values are the ids as the user gave them, for the message.  Raises ValueError if an id is not an
+    integer, or would become a different number.
+    """
     if len(ids) and ids.dtype.kind not in "biu":  # bool, signed, unsigned
-        raise ValueError(f"{dtype} tokens must be integers of 64 bits, got {values!s:.60}")
+        raise ValueError(f"token ids must be integers of at most 64 bits, got {values!s:.60}")
     tokens = ids.astype(dtype)
     misfits = (tokens != ids).nonzero()[0]
     if len(misfits):
         at = misfits[0]
-        raise ValueError(f"token {ids[at]} at {at} does not fit {dtype}: choose a larger dtype")
+        raise ValueError(f"token id {ids[at]} at {at} does not fit {dtype}; choose a larger dtype")
     return tokens
 
 
 def _as_sentences(text):
-    """The sentences of a document: a str is one, a list has several; ValueError for all else."""
+    """Return the sentences of a document: a str is one sentence, and a list of str has several.
+
+    Raises ValueError for anything else.
+    """
     sentences = [text] if isinstance(text, str) else text
     if not isinstance(sentences, list) or not all(isinstance(each, str) for each in sentences):
-        raise ValueError(f"wanted a text, or a list of sentences, got {text!r:.60}")
+        raise ValueError(f"expected a text, or a list of sentences, got {text!r:.60}")
     return sentences
 
 
-def _as_ids(tokenizer, found):
-    """What tokenize() has returned, as an array of ids; ValueError if it is none."""
-    ids = np.asarray(found)
+def _as_ids(tokenizer, values):
+    """Return the values that tokenize() has returned as an array.
+
+    Raises ValueError unless they are a list, array or tensor of integers.
+    """
+    ids = np.asarray(values)
     if ids.ndim != 1 or (len(ids) > 0 and ids.dtype.kind not in "iu"):
         name = type(tokenizer).__name__
-        raise ValueError(f"wanted a list of ids from tokenize() of {name}, got {found!r:.60}")
+        raise ValueError(f"expected a list of ids from tokenize() of {name}, got {values!r:.60}")
     return ids
 
 
@@ -4982,218 +5015,258 @@ def _as_ids(tokenizer, found):
 
 
 def _check_weights(weights, names):
-    """ValueError for other than a finite number >= 0 for each of these names, and for all 0."""
-    weights = np.array(weights).tolist()  # of a number: the number
+    """Check that there is a finite number >= 0 for each of these names, and not only 0.
+
+    Raises ValueError otherwise.
+    """
+    weights = np.array(weights).tolist()  # a single number stays a number
     if not isinstance(weights, list) or len(weights) != len(names):
-        raise ValueError(f"wanted {len(names)} weights, got {weights!r}")
+        raise ValueError(f"weights: expected a list of length {len(names)}, got {weights!r}")
     for weight, name in zip(weights, names, strict=True):
         if not isinstance(weight, numbers.Real) or not 0 <= weight < math.inf:
-            raise ValueError(f"weight of {name}: wanted a finite number >= 0, got {weight!r}")
+            raise ValueError(f"weight of {name}: expected a finite number >= 0, got {weight!r}")
     if not 0 < sum(weights) < math.inf:
-        raise ValueError(f"weights {weights}: wanted a finite sum > 0")
+        raise ValueError(f"weights: expected a finite sum above 0, got {weights}")
 
 
 def _check_is_none(value, name):
-    """Check that an argument that upstream accepts is None.  Raises ValueError otherwise."""
+    """Check that an argument that upstream accepts is None.  Raises ValueError if it is not."""
     if value is not None:
         raise ValueError(f"{name} is not supported: expected None, got {value!r:.60}")
 
 
 def _check_config(config):
-    """ValueError for a field of a config that is wrong, and for fields that do not go together."""
+    """Check the fields that name the data.
+
+    Raises ValueError for a wrong field, and for fields that contradict each other.
+    """
     _check_no_secrets([config.blend, config.blend_per_split])
     blends = [config.blend]
     if config.blend_per_split is not None:
         blends = config.blend_per_split
-        if len(blends) != len(Split) or config.blend is not None or config.split is not None:
-            raise ValueError("blend_per_split wants 3 entries, and blend and split to be None")
+        if len(blends) != len(Split):
+            raise ValueError(f"blend_per_split: expected 3 entries, got {len(blends)}")
+        if config.blend is not None or config.split is not None:
+            raise ValueError("with blend_per_split, blend and split must be None")
     elif config.multiple_validation_sets:
         raise ValueError("multiple_validation_sets needs blend_per_split")
     elif config.blend is not None and config.split is None:
         raise ValueError('a blend needs a split, such as "98,1,1"')
     for blend in blends:
-        if blend is None:
-            continue
-        with _naming_action("a blend", "wanted ([prefix, ...], [weight, ...] or None)"):
-            prefixes, weights = blend
-            is_list = isinstance(prefixes, collections.abc.Sequence)
-            if not is_list or isinstance(prefixes, (str, bytes)) or len(prefixes) == 0:
-                raise ValueError(f"got prefixes of {type(prefixes).__name__}")
-            if weights is not None:
-                _check_weights(weights, prefixes)
+        if blend is not None:
+            _check_blend(blend)
     if config.blend_phases is not None:
         if blends[0] is None:
-            raise ValueError("blend_phases mixes the corpora of train, which has no blend")
+            raise ValueError("blend_phases needs a blend of train, whose corpora it weights")
         _check_phases(config.blend_phases, blends[0][0])
 
 
+def _check_blend(blend):
+    """Check that a blend is (prefixes, weights or None).  Raises ValueError if it is not.
+
+    Messages name only the type of a wrong value, because it could hold a URL with a password.
+    """
+    form = "blend: expected ([prefix, ...], [weight, ...] or None), got"
+    if not isinstance(blend, collections.abc.Sequence) or len(blend) != 2:
+        raise ValueError(f"{form} {type(blend).__name__}")
+    prefixes, weights = blend
+    if not isinstance(prefixes, collections.abc.Sequence) or isinstance(prefixes, (str, bytes)):
+        raise ValueError(f"{form} prefixes of type {type(prefixes).__name__}")
+    if len(prefixes) == 0:
+        raise ValueError(f"{form} no prefix")
+    if weights is not None:
+        _check_weights(weights, prefixes)
+
+
 def _check_config_of_samples(config):
-    """ValueError for a GPTDatasetConfig whose samples cannot be made as it says."""
+    """Check the fields of a GPTDatasetConfig that say what a sample looks like.
+
+    Raises ValueError for a tokenizer that lacks an attribute, and for fields that contradict each
+    other.
+    """
     names = ["unique_identifiers"]
     if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
         names.append("eod")
     _check_tokenizer(config.tokenizer, names)  # section 19
     if config.hybrid_context_parallel:
-        raise ValueError("hybrid_context_parallel is not supported: use inter_document_masking")
+        raise ValueError("hybrid_context_parallel is not supported; use inter_document_masking")
     if config.reset_attention_mask and not config.has_dense_mask:
-        raise ValueError(
-            "reset_attention_mask wants create_attention_mask, and no inter_document_masking"
-        )
+        needs = "create_attention_mask=True and inter_document_masking=False"
+        raise ValueError(f"reset_attention_mask needs {needs}")
 
 
 def _check_phases(phases, names):
-    """ValueError for phases that are none of a blend of these names."""
+    """Check that phases are [(samples, weights), ...], with weights for these names.
+
+    Raises ValueError if they are not, or if a phase has no sample.
+    """
     if not isinstance(phases, collections.abc.Sequence) or len(phases) == 0:
-        raise ValueError(f"phases: wanted [(samples, weights), ...], got {phases!r:.60}")
+        raise ValueError(f"phases: expected [(samples, weights), ...], got {phases!r:.60}")
     for number, phase in enumerate(phases):
-        with _naming_action(f"phase {number}", "wanted (samples, weights), 1 sample or more"):
-            samples, weights = phase
-            if operator.index(samples) < 1:
-                raise ValueError(f"got {samples} samples")
-            _check_weights(weights, names)
+        with _naming_place(f"phase {number}"):
+            if not isinstance(phase, collections.abc.Sequence) or len(phase) != 2:
+                raise ValueError(f"expected (samples, weights), got {phase!r:.60}")
+            _as_whole(phase[0], "samples", 1)
+            _check_weights(phase[1], names)
 
 
 class _BlendTooLarge(ValueError):
-    """It has needed, {dataset: samples taken of it}: the builder makes these so large."""
+    """A blend takes more samples than a dataset has.
+
+    The attribute needed, {dataset: samples that the blend takes of it}, has each dataset that is
+    too small.  The builder makes these datasets that large.
+    """
 
 
 def _check_taken(blend):
-    """_BlendTooLarge if a dataset has fewer samples than the blend takes of it."""
+    """Check that each dataset has as many samples as a blend takes of it.
+
+    Raises _BlendTooLarge if one has fewer.
+    """
     needed = {}
-    sentences = []
+    facts = []
     for count, dataset in zip(blend.samples_taken().tolist(), blend.datasets, strict=True):
         if count > len(dataset):
             needed[dataset] = count
             has = f"{_label_of_dataset(dataset)}, which has {len(dataset):,}"
-            sentences.append(f"the blend takes {count:,} samples of {has}")
+            facts.append(f"the blend takes {count:,} samples of {has}")
     if needed:
-        error = _BlendTooLarge("; ".join(sentences))
+        error = _BlendTooLarge(f"{'; '.join(facts)}; use larger datasets, or lower these weights")
         error.needed = needed
         raise error
 
 
 def _check_sizes(config, sizes):
-    """ValueError for numbers of samples that no build can have."""
+    """Check that the phases have as many samples as are requested of train.
+
+    Raises ValueError if they have fewer.
+    """
     train, _, _ = sizes
     if config.blend_phases is not None and train is not None:
         total = sum(operator.index(samples) for samples, _ in config.blend_phases)
         if train > total:
-            raise ValueError(f"blend_phases has {total} samples, but {train} are wanted: add some")
+            limit = f"blend_phases has {total} samples, but {train} are requested from train"
+            raise ValueError(f"{limit}; add a phase, or samples to the last one")
 
 
 def _check_size_of_sets(config, prefixes, size):
-    """Check that several validation sets with full_validation have no size; else ValueError."""
+    """Check that several validation sets with full_validation have no size.
+
+    Raises ValueError if they have one.
+    """
     if config.full_validation and len(prefixes) > 1 and size is not None:
-        raise ValueError(f"full_validation: the size of valid must be None, got {size}")
+        raise ValueError(f"with full_validation, the size of valid must be None, got {size}")
 
 
 def _check_enough_samples(split, total, size):
-    """Warn where a split without a share, or an epoch of a blend, has fewer samples than wanted."""
+    """Warn if more samples of a split are requested than the total that it has."""
     if size is not None and size > total:
-        words = f"{size:,} samples are wanted of {split.name}, which has {total:,}"
-        warnings.warn(f"{words}: give it a share, or weights", stacklevel=4)
+        advice = "give weights, so that its corpora are read more than once, or request fewer"
+        if total == 0:
+            advice = "give it corpora, or a larger share of the split"
+        _warn(f"{size:,} samples are requested from {split.name}, which has {total:,}; {advice}")
 
 
 def _check_has_size(split, size):
-    """Raise ValueError if a blend with weights has no number of samples."""
+    """Check that a blend with weights has a size.  Raises ValueError if it is None."""
     if size is None:
-        raise ValueError(
-            f"{split.name}: a blend with weights needs a number of samples, but its size is None; "
-            "give a number, or leave out the weights to read each corpus once"
-        )
+        advice = "give a number, or leave out the weights to read each corpus once"
+        raise ValueError(f"{split.name}: the size of a blend with weights is None; {advice}")
 
 
-def _has_samples(split, size, parts):
-    """Return whether a split of which samples are wanted has one; warn of corpora that have none.
+def _check_parts_have_samples(split, size, parts):
+    """Warn if corpora of a split are shorter than a sample, or if no corpus has a sample.
 
-    A corpus whose documents have no tokens is no news: the split is what gave it none.
+    parts are the datasets of the corpora.  A corpus without tokens in this split does not count as
+    short, because it is empty.
     """
-    short = []  # (name, its tokens, tokens of a sample)
+    short = []  # (corpus, its tokens, tokens of a sample)
     for part in parts:
-        if len(part) == 0 and part.num_samples is None and isinstance(part, GPTDataset):
+        if isinstance(part, GPTDataset) and len(part) == 0 and part.num_samples is None:
             tokens = int(part.dataset.sequence_lengths[part.indices].sum(dtype=np.int64))
             needed = part._x + (1 if part._keeps_short else part.config.sequence_length)
             if 0 < tokens < needed:
-                short.append((_label_of_dataset(part), tokens, needed))
-    total = sum(len(part) for part in parts)
+                short.append((part, tokens, needed))
     if short:
-        name, tokens, needed = short[0]
-        warnings.warn(
-            f"{split.name}: {len(short)} of {len(parts)} corpora give no sample, because a sample "
-            f"needs {needed} tokens: {name} has {tokens}.  Give it more documents or a larger "
-            "share of the split, or reduce sequence_length",
-            stacklevel=4,
+        part, tokens, needed = short[0]
+        reason = f"a sample needs {needed} tokens, and {_label_of_dataset(part)} has {tokens}"
+        _warn(
+            f"{split.name}: {len(short)} of {len(parts)} corpora give no sample, because {reason}; "
+            "give it more documents or a larger share of the split, or reduce sequence_length"
         )
-    elif total == 0:
+    elif not any(len(part) for part in parts):
         _check_enough_samples(split, 0, size)
-    return total > 0
 
 
 def _check_corpora(opened, cls, tokenizer):
-    """ValueError for corpora, {prefix: corpus}, of too many sequences, or of several tokenizers."""
+    """Check the opened corpora, {prefix: corpus}, before datasets are built of them.
+
+    Raises ValueError if a corpus has too many sequences, or if the corpora were made with different
+    tokenizers.  Warns if this is not the tokenizer of the config.
+    """
     for prefix, corpus in opened.items():
         n = cls.numel_low_level_dataset(corpus)
         if n >= 2**31:
-            raise ValueError(f"{prefix}: {n} sequences, but int32 numbers only {2**31 - 1}")
+            raise ValueError(f"{prefix} has {n} sequences, expected at most {2**31 - 1}; divide it")
     _check_tokenizers(opened, tokenizer)  # section 20
 
 
 def _check_same_builds(datasets):
-    """ValueError on every rank, with ranks and corpus, where the ranks have built other samples."""
-    decided = _on_every_rank(functools.partial(_provenance_of_build, datasets))
+    """Check that all ranks have built the same samples.
+
+    datasets are the datasets of this rank, or None if it has built nothing.  If a rank differs from
+    rank 0, every rank raises ValueError, which names the ranks and the first difference.  If the
+    ranks agree, a single all_reduce is sent.
+    """
+    text = _on_every_rank(functools.partial(_provenance_of_build, datasets))
     ends = torch.full((2,), 2**63 - 1, device=_device_of_group())
-    if decided is not None:
-        digest = int(_md5(decided)[:15], 16)
+    if text is not None:
+        digest = int(_md5(text)[:15], 16)
         ends = torch.tensor([digest, -digest], device=_device_of_group())
     torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MIN)
-    if ends[0] == -ends[1]:  # the least and the greatest
+    if ends[0] == -ends[1]:  # the lowest digest is also the highest
         return
-    texts = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(texts, decided)
-    differences = {}  # {rank: the first difference from rank 0}; of other names alone None
-    for rank, text in enumerate(texts):
-        if text is not None:
-            differences[rank] = _first_difference(json.loads(texts[0]), json.loads(text))
-    ranks = [rank for rank, difference in differences.items() if difference is not None]
+    texts = [None] * _world_size()
+    torch.distributed.all_gather_object(texts, text)
+    of_rank_0 = json.loads(texts[0])  # rank 0 always builds
+    # None for a rank that has built nothing, or that has only other labels
+    differences = [each and _first_difference(of_rank_0, json.loads(each)) for each in texts]
+    ranks = [rank for rank, difference in enumerate(differences) if difference]
     if ranks:
-        words, was, now = differences[ranks[0]]
-        raise ValueError(
-            f"ranks {ranks} have other data than rank 0: {words} is {was} on rank 0, and {now} on "
-            f"rank {ranks[0]}.  Give all ranks the same copy and the same settings"
-        )
+        key, expected, value = differences[ranks[0]]
+        difference = f"{key} is {expected} on rank 0, and {value} on rank {ranks[0]}"
+        advice = "give all ranks the same copy and the same settings"
+        raise ValueError(f"ranks {ranks} have other data than rank 0: {difference}; {advice}")
 
 
 def _provenance_of_build(datasets):
-    """The JSON of what decides the samples of all datasets (section 10); None of None."""
+    """Return a JSON text of what decides the samples of all datasets (section 10).
+
+    Return None if datasets is None.
+    """
     if datasets is None:
         return None
-    decided = {}
-    for split, found in zip(Split, datasets, strict=True):
-        if isinstance(found, list):  # several validation sets
-            for number, dataset in enumerate(found):
-                decided[f"{split.name} {number}"] = _provenance_of(dataset, None, {})
-        elif found is not None:
-            decided[split.name] = _provenance_of(found, None, {})
-    return json.dumps(decided, default=_as_json)
+    provenance = {}
+    for split, built in zip(Split, datasets, strict=True):
+        if isinstance(built, list):  # several validation sets
+            for number, dataset in enumerate(built):
+                provenance[f"{split.name} {number}"] = _provenance_of(dataset, None, {})
+        elif built is not None:
+            provenance[split.name] = _provenance_of(built, None, {})
+    return json.dumps(provenance, default=_as_json)
 
 
-def _allow_open_files():
-    """Let this process open as many files as the system allows it."""
-    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no such limit
-        import resource
-
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-# -- Kernels, orders and samples (sections 4 to 6) -------------------------------------------------
+# -- Kernels, index arrays and samples (sections 4 to 6) -------------------------------------------
 
 
 def _check_array(values, name, dtype):
-    """A 1-D array of this dtype; TypeError or ValueError."""
+    """Check that values is a 1-D array of this dtype.
+
+    Raises TypeError for no array or a different dtype, and ValueError if the array is not 1-D.
+    """
     if not isinstance(values, np.ndarray) or values.dtype != dtype:
-        found = getattr(values, "dtype", type(values).__name__)
-        raise TypeError(f"{name} must be an array of {np.dtype(dtype)}, got {found}")
+        kind = getattr(values, "dtype", type(values).__name__)
+        raise TypeError(f"{name} must be an array of {np.dtype(dtype)}, got {kind}")
     if values.ndim != 1:
         raise ValueError(f"{name} must be 1-D, got shape {values.shape}")
 
@@ -5203,12 +5276,6 @@ def _check_has_tokens(tokens_per_epoch, num_samples):
     if tokens_per_epoch == 0:
         advice = "choose a larger share of the split or a larger corpus, or request no samples"
         raise ValueError(f"num_samples is {num_samples}, but there are no tokens; {advice}")
-
-
-def _check_sequence_length(sequence_length):
-    """Check that a sample has inputs.  Raises ValueError if it has none."""
-    if sequence_length < 1:
-        raise ValueError(f"sequence_length must be 1 or more, got {sequence_length}")
 
 
 def _check_document_index(document_index, sizes):
@@ -5234,7 +5301,7 @@ def _check_lengths(lengths, num_tokens):
 
 
 def _check_whole(sizes, counts):
-    """Check that no size was rounded when counts was made of sizes.  Raises ValueError."""
+    """Check that counts are equal to sizes.  Raises ValueError if a size was a fraction."""
     if not np.array_equal(counts, sizes):
         raise ValueError(f"numbers of samples must be whole numbers, got {sizes}")
 
@@ -5259,33 +5326,39 @@ def _check_only_phases(weights, size):
 
 
 def _check_blending(dataset_index, dataset_sample_index, shares, num_datasets):
-    """TypeError or ValueError for weights or sizes, and outputs, that the loops would misread."""
+    """Check what the loops of section 6 are given.
+
+    Raises TypeError for an output of a wrong dtype.  Raises ValueError for an output that is not
+    1-D, and if num_datasets or shares, the weights or sizes, are out of range.
+    """
     _check_array(dataset_index, "dataset_index", np.int16)
     _check_array(dataset_sample_index, "dataset_sample_index", np.int64)
-    if not 0 < num_datasets < 2**15 - 1 or len(shares) != num_datasets:
-        found = f"{num_datasets}, and {len(shares)} weights"
-        raise ValueError(f"num_datasets must be 1 to {2**15 - 2}, each with a weight, got {found}")
+    _as_whole(num_datasets, "num_datasets", 1, 2**15 - 2)
+    if len(shares) != num_datasets:
+        raise ValueError(f"num_datasets is {num_datasets}, but {len(shares)} have a weight or size")
     if not np.all((shares >= 0) & (shares < np.inf)):
-        raise ValueError("weights: wanted finite numbers >= 0, one for each dataset")
+        raise ValueError(f"weights: expected finite numbers >= 0, got {shares!s:.60}")
 
 
 def _check_corpus(dataset):
-    """Check what the orders of a GPTDataset are made from; a warning if it lacks eods."""
+    """Check the corpus of a GPTDataset, before its index arrays are built.
+
+    Raises what IndexedDataset.verify() raises.  Warns if a field of the config needs eods, and none
+    of the first 16 documents ends in one.
+    """
     reader = dataset.dataset
     if isinstance(reader, IndexedDataset):
         reader.verify()
     lengths = reader.sequence_lengths
     if dataset.eod_token_id is None:
         return
-    last_tokens = []
-    for i in dataset.indices[:16].tolist():
-        if lengths[i] > 0:
-            last_tokens.append(reader.get(i, int(lengths[i]) - 1, 1)[0])
+    documents = [i for i in dataset.indices[:16].tolist() if lengths[i] > 0]
+    last_tokens = [reader.get(i, int(lengths[i]) - 1, 1)[0] for i in documents]
     if last_tokens and dataset.eod_token_id not in last_tokens:
-        warnings.warn(
-            f"{_label_of_dataset(dataset)}: none of {len(last_tokens)} documents looked at ends in "
-            "eod, so resets and eod_mask_loss find nothing: tokenize with --append-eod?",
-            stacklevel=2,
+        _warn(
+            f"{_label_of_dataset(dataset)}: none of the first {len(documents)} documents ends in "
+            "the end-of-document token, so reset_position_ids, reset_attention_mask and "
+            "eod_mask_loss find none; preprocess the corpus with append_eod=True (--append-eod)"
         )
 
 
@@ -5300,12 +5373,8 @@ def _check_rows_of_sample(dataset, k, j, rows):
     if j >= 0 and len(rows) == 2:
         sequences = dataset.document_index[rows[0][0] : rows[1][0] + 1].tolist()
     is_complete = 0 < len(sequences) == rows[1][0] - rows[0][0] + 1
-    num_sequences = len(dataset.dataset.sequence_lengths)
-    if (
-        not is_complete
-        or min(*rows[0], *rows[1], *sequences) < 0
-        or max(sequences) >= num_sequences
-    ):
+    n = len(dataset.dataset.sequence_lengths)
+    if not is_complete or min(*rows[0], *rows[1], *sequences) < 0 or max(sequences) >= n:
         raise IndexError(
             f"{_label_of_dataset(dataset)}, sample {k}: the index arrays do not match the corpus "
             f"(rows {j} and {j + 1} of sample_index are {rows}); delete the cache folder and build "
@@ -5317,79 +5386,68 @@ def _check_row_fits(dataset, row):
     """Check that a sample has at most S + x tokens.  Raises IndexError if it has more."""
     most = dataset.config.sequence_length + dataset._x
     if len(row) > most:
-        raise IndexError(
-            f"{_label_of_dataset(dataset)}: a sample has {len(row)} tokens, expected at most "
-            f"{most}; correct the subclass that made it, or delete the cache folder and build the "
-            "dataset again"
-        )
+        size = f"a sample has {len(row)} tokens, expected at most {most}"
+        advice = "correct the subclass that made it, or delete the cache folder and build again"
+        raise IndexError(f"{_label_of_dataset(dataset)}: {size}; {advice}")
 
 
 # -- Samplers, batches and gradients (sections 8 to 12) --------------------------------------------
 
 
 def _check_start(sampler, consumed_samples):
-    """ValueError unless a sampler has whole rounds, and can begin there.
+    """Check the sizes of a sampler, and that it can start at consumed_samples.
 
-    "cyclic" begins after any number of whole rounds, the others anywhere in the turn or at its end.
+    "cyclic" starts after any number of full rounds.  The other samplers start anywhere in the pass,
+    or at its end.  Raises ValueError if the sampler cannot start there, or if "cyclic" has no full
+    round.
     """
     total = sampler.total_samples
     ranks = sampler.data_parallel_size
-    per_round = sampler.samples_per_round
     is_cyclic = sampler.kind == "cyclic"
-    for name, value, least, most in (
-        ("total_samples", total, 1, math.inf),
-        ("micro_batch_size", sampler.micro_batch_size, 1, math.inf),
-        ("data_parallel_size", ranks, 1, math.inf),
-        ("data_parallel_rank", sampler.data_parallel_rank, 0, ranks - 1),
-        ("consumed_samples", consumed_samples, 0, math.inf if is_cyclic else total),
-    ):
-        if not least <= value <= most:
-            raise ValueError(f"{name}: wanted {least} to {most}, got {value}")
-    if is_cyclic and (total < per_round or consumed_samples % per_round):
-        raise ValueError(
-            f"wanted whole rounds of {per_round} samples (micro_batch_size * data_parallel_size), "
-            f"got total_samples {total} and consumed_samples {consumed_samples}"
-        )
+    _as_whole(total, "total_samples", 1)
+    _as_whole(sampler.micro_batch_size, "micro_batch_size", 1)
+    _as_whole(ranks, "data_parallel_size", 1)
+    _as_whole(sampler.data_parallel_rank, "data_parallel_rank", 0, ranks - 1)
+    _as_whole(consumed_samples, "consumed_samples", 0, math.inf if is_cyclic else total)
+    a_round = f"{sampler.samples_per_round} (micro_batch_size * data_parallel_size)"
+    if is_cyclic and total < sampler.samples_per_round:
+        raise ValueError(f"total_samples: expected at least {a_round}, got {total}")
+    if is_cyclic and consumed_samples % sampler.samples_per_round:
+        expected = f"a multiple of {a_round}"
+        raise ValueError(f"consumed_samples: expected {expected}, got {consumed_samples}")
 
 
-def _num_processes():
-    """How many processes a job has; where torch.distributed is not initialized, WORLD_SIZE says."""
-    if _is_distributed():
-        return torch.distributed.get_world_size()
-    return int(os.environ.get("WORLD_SIZE") or 1)
+def _check_parallel_sizes(world_size, tensor, context, pipeline):
+    """Check that a job of world_size ranks can have these axes.
 
-
-def _check_parallel_sizes(world, tensor, context, pipeline):
-    """ValueError where the ranks of a job cannot be cut so, or do not know of each other."""
-    if world > 1 and not _is_distributed():
-        raise ValueError(
-            f"WORLD_SIZE is {world}, and every rank would read the same samples: call "
-            "torch.distributed.init_process_group() first"
-        )
-    if min(tensor, context, pipeline) < 1 or world % (tensor * context * pipeline):
-        raise ValueError(
-            f"{world} ranks cannot be cut into tensor {tensor} x context {context} x "
-            f"pipeline {pipeline}: the product must be a divisor of the number of ranks"
-        )
+    Raises ValueError if their product does not divide world_size, or if the ranks of a job do not
+    know of each other.
+    """
+    if world_size > 1 and not _is_distributed():
+        advice = "call torch.distributed.init_process_group() first, or all ranks read the same"
+        raise ValueError(f"WORLD_SIZE is {world_size}; {advice}")
+    if min(tensor, context, pipeline) < 1 or world_size % (tensor * context * pipeline):
+        axes = f"tensor {tensor} x context {context} x pipeline {pipeline}"
+        raise ValueError(f"{axes}: the product must divide {world_size}, the number of ranks")
 
 
 def _check_axes(kind, axes):
-    """Raise ValueError if one of the axes, the parts of kind, is unknown."""
+    """Check that the axes, the parts of kind, are known.  Raises ValueError if one is not."""
     if not {"tp", "cp", "dp", "pp"}.issuperset(axes):
         raise ValueError(f"kind {kind!r}: expected tp, cp, dp or pp, or several joined by '-'")
 
 
 def _check_batch(batch, layout, create_attention_mask):
-    """ValueError for a batch that is not what a layout, {key: (shape, dtype)}, says.
+    """Check that a batch has the tensors of a layout, {key: (shape, dtype)}.
 
-    And for one whose mask, (B, 1, S, S), keeps documents apart and would be left out.
+    Raises ValueError if a tensor is missing or has a different shape, if it is floating-point where
+    integers are expected, and if only one of batch and layout is packed.  Also raises it if the
+    batch has a mask that keeps documents apart, and get_batch() would leave the mask out.
     """
     packed = "cu_seqlens" in layout
     if packed != (batch.get("cu_seqlens") is not None):
-        raise ValueError(
-            f"packed={packed} does not fit this batch: give packed=True where batches have "
-            "cu_seqlens, as those of inter_document_masking and of SFTDataset, and only there"
-        )
+        advice = "batches with cu_seqlens (inter_document_masking, SFTDataset) need packed=True"
+        raise ValueError(f"packed={packed} does not fit this batch; {advice}, other batches False")
     mask = batch.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and not create_attention_mask:
         tokens = mask.shape[-1]
@@ -5397,71 +5455,64 @@ def _check_batch(batch, layout, create_attention_mask):
             hidden_from_last = mask[:, 0, -1]
             # the last token may not attend to the first, though it may to itself
             if (hidden_from_last[:, 0] & ~hidden_from_last[:, -1]).any():
-                raise ValueError(
-                    "batch['attention_mask'] keeps documents apart, and would be left out: give "
-                    "get_batch create_attention_mask=True, or batches without this mask"
-                )
+                advice = "pass create_attention_mask=True, or batches without this mask"
+                raise ValueError(f"the attention_mask keeps documents apart; {advice}")
     for key, (shape, dtype) in layout.items():
-        found = getattr(batch.get(key), "shape", None)
-        if found != shape:
+        given = batch.get(key)
+        if getattr(given, "shape", None) != shape:
+            given = tuple(given.shape) if isinstance(given, torch.Tensor) else given
             raise ValueError(
-                f"batch[{key!r}]: wanted shape {shape}, got {found}: give the config, the loader "
+                f"batch[{key!r}]: expected shape {shape}, got {given!s:.60}; give config, loader "
                 "and get_batch the same sequence_length, micro_batch_size, create_attention_mask"
             )
         if batch[key].is_floating_point() and not dtype.is_floating_point:
-            raise ValueError(f"batch[{key!r}]: wanted {dtype}, got {batch[key].dtype}")
-
-
-def _check_cp_rank(cp_rank, cp_size):
-    """Raise ValueError unless 0 <= cp_rank < cp_size."""
-    if not 0 <= cp_rank < cp_size:
-        raise ValueError(f"cp_rank: expected 0 to cp_size - 1, got {cp_rank} of {cp_size}")
+            raise ValueError(f"batch[{key!r}]: expected {dtype}, got {batch[key].dtype}")
 
 
 def _check_axis_to_cut(key, value, dim, length):
-    """Raise ValueError for a tensor of a batch whose dim does not have length entries.
+    """Check a tensor of a batch whose axis dim does not have length entries, so it cannot be cut.
 
-    A size of 1 is accepted, e.g. in a mask that is the same for all queries: nothing is cut there.
+    Raises ValueError unless the axis has one entry, e.g. in a mask that is the same for all
+    queries.  Such a tensor is passed on as it is.
     """
     if value.shape[dim : dim + 1] != (1,):
-        raise ValueError(
-            f"batch[{key!r}]: expected {length} tokens along dim {dim}, got shape "
-            f"{tuple(value.shape)}; give all tensors of a batch rows of the same length"
-        )
+        rows = f"expected {length} tokens along dim {dim}, got shape {tuple(value.shape)}"
+        raise ValueError(f"batch[{key!r}]: {rows}; give all tensors rows of the same length")
 
 
 def _check_batch_to_cut(batch):
-    """Raise ValueError if one of the five keys holds no tensor, or if the batch has no row to cut.
+    """Check that a batch can be cut: the five keys hold tensors or None, and a key has rows.
 
-    A batch that is all None, as in a pipeline stage that reads nothing, has nothing to cut.
+    Raises ValueError if one of the five keys holds something else.  Also raises it if only other
+    keys have values.  A batch whose values are all None, as in a pipeline stage that reads nothing,
+    is accepted: it has nothing to cut.
     """
-    given = {key: value for key, value in batch.items() if value is not None}
+    given = {key for key, value in batch.items() if value is not None}
     for key in _BATCH_KEYS:
-        if key in given and not isinstance(given[key], torch.Tensor):
-            kind = type(given[key]).__name__
-            raise ValueError(f"batch[{key!r}]: expected a tensor, got {kind}: convert it first")
-    if given.keys().isdisjoint([*_BATCH_KEYS, "cu_seqlens"]):
-        others = sorted(given.keys() - {"dataset_id", "max_seqlen"}, key=str)
-        if others:
-            raise ValueError(
-                f"batch: expected at least one of the keys {', '.join(_BATCH_KEYS)}, got {others}: "
-                "rename them, as only these keys say how long a row is"
-            )
+        if key in given and not isinstance(batch[key], torch.Tensor):
+            kind = type(batch[key]).__name__
+            raise ValueError(f"batch[{key!r}]: expected a tensor, got {kind}; convert it first")
+    others = sorted(given - {"dataset_id", "max_seqlen"}, key=str)
+    if others and given.isdisjoint([*_BATCH_KEYS, "cu_seqlens"]):
+        reason = f"only the keys {', '.join(_BATCH_KEYS)} say how long a row is"
+        raise ValueError(f"batch: {reason}, got {others}; rename one of them")
 
 
 def _check_divisible_documents(bounds, cp_size):
-    """ValueError unless each document, from bound to bound, can be cut into 2 * cp_size chunks."""
+    """Check that each document can be cut into 2 * cp_size chunks of equal length.
+
+    bounds are the same as in _positions_of_cp_rank().  Raises ValueError if a length is negative,
+    or not a multiple of 2 * cp_size.
+    """
     lengths = bounds.diff(dim=1)
     wrong = ((lengths < 0) | (lengths % (2 * cp_size) != 0)).nonzero()
     if len(wrong):
         row, at = wrong[0].tolist()
         begin, end = bounds[row, at : at + 2].tolist()
         number = int((lengths[row, :at] > 0).sum())
-        raise ValueError(
-            f"document {number} of row {row} has {end - begin} tokens ({begin} to {end}): cp_size "
-            f"{cp_size} wants a multiple of {2 * cp_size} in each document, or, with "
-            "use_per_sequence_balancing=True, in each row"
-        )
+        size = f"has {end - begin} tokens ({begin} to {end}), expected a multiple of {2 * cp_size}"
+        advice = "pad it; with use_per_sequence_balancing=True, only rows need such a length"
+        raise ValueError(f"document {number} of row {row} {size} (2 * cp_size); {advice}")
 
 
 def _check_loader(sampler, kwargs):
@@ -5580,72 +5631,167 @@ def _check_rampup(sizes, global_batch_size, samples_per_round):
             )
 
 
+# -- Small helpers of all sections, which check nothing --------------------------------------------
+
+
+def _label_of_dataset(dataset):
+    """Return what messages call a dataset: its path, or its class if it has no path."""
+    path = getattr(dataset, "dataset_path", None)
+    return type(dataset).__name__ if path is None else str(path)
+
+
+def _label_of_epochs(dataset):
+    """Return what repr() says about the epochs of a dataset; "" if it has no epoch_plan."""
+    plan = getattr(dataset, "epoch_plan", None)
+    return "" if plan is None else f", epochs={plan.num_epochs}"
+
+
+def _ceil_div(a, b):
+    """Return the smallest integer that is at least a / b, in exact integers."""
+    return -(-a // b)
+
+
+def _md5(data):
+    """Return the MD5 of a str or bytes in hex, for names and comparisons; it protects nothing."""
+    if isinstance(data, str):
+        data = data.encode()
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
+def _import_extra(module, user):
+    """Import and return a module of an optional package.
+
+    If the import fails, the ImportError names user, which needs the package, and how to install it.
+    """
+    with _naming_action(user, f"pip install {module.partition('.')[0]}", ImportError):
+        return importlib.import_module(module)
+
+
+def _is_remote(path):
+    """Return whether a path is a URL.
+
+    Examples are s3://bucket/corpus, and a chain of fsspec, simplecache::s3://bucket/corpus.
+    """
+    return re.match(r"[A-Za-z][A-Za-z0-9+.:-]*://", os.fsdecode(path)) is not None
+
+
+def _absolute_path(path):
+    """Return a path that stays right when the process changes its folder; a URL stays as it is.
+
+    The path is not normalized: if link is a symbolic link, only the system knows what link/.. is.
+    """
+    path = os.fsdecode(path)
+    return path if _is_remote(path) or os.path.isabs(path) else os.path.join(os.getcwd(), path)
+
+
+def _allow_open_files():
+    """Raise the limit on open files of this process to the most that the system allows it."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no such limit
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _is_distributed():
+    """Return whether this process is a rank of a torch.distributed job."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _rank(group=None):
+    """Return this process's rank in a group, by default in the whole job; 0 without a job."""
+    return torch.distributed.get_rank(group) if _is_distributed() else 0
+
+
+def _world_size(group=None):
+    """Return the number of ranks in a group, by default in the whole job; 1 without a job."""
+    return torch.distributed.get_world_size(group) if _is_distributed() else 1
+
+
+def _num_processes():
+    """Return the number of processes of the job.
+
+    Without torch.distributed, the environment variable WORLD_SIZE says it.
+    """
+    if _is_distributed():
+        return _world_size()
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
 # ==============================================================================
-# 14. Whole files
+# 14. Complete files
 # ==============================================================================
 # Question: how does a file appear complete, or not at all?
 #
-#   write   corpus.bin.1f0c9e2ab47d6835.tmp      a new file beside the old one, with a random name
-#   sync    the same                             the operating system has written it to the disk
-#   rename  corpus.bin                           in one step: a reader finds the old or the new one
+#   write    corpus.bin.1f0c9e2ab47d6835.tmp   a new file beside the old one, with a random suffix
+#   sync     the same file                     the operating system writes it to the disk
+#   rename   corpus.bin                        one step: a reader finds the old or the new file
 #
-# A pair has two names, and no step gives both.  In these steps an .idx never stands beside a .bin
-# of another pair.  So who finds the same .idx before and after opening the .bin has a pair:
+# A pair has two names, and no single step can rename both files.  In the steps below, an .idx is
+# never beside the .bin of a different pair.  So a reader that finds the same .idx before and after
+# opening the .bin has files that belong together.  X is the random suffix:
 #
 #   step   corpus.bin   corpus.idx   corpus.bin.X.tmp   corpus.idx.X.tmp
 #   0      old          old          new                new                 both are synced
-#   1      old                       new                new                 the old record goes too
+#   1      old                       new                new                 .idx and record deleted
 #   2      new                                          new
 #   3      new          new                                                 the folder is synced
 #
-# What ends a job before step 1 (step 2, if there was no old .idx) leaves the old pair.  What ends
-# it later, be it an error, a signal or a kill, leaves the new pair: whole in the two files with one
-# X, or, where corpus.bin.X.tmp is gone, in corpus.bin and corpus.idx.X.tmp.  Rename them by hand,
-# the .bin first.  An OSError names them.
+# If the job ends before step 1, the old pair stays.  (Without an old .idx, this holds until step
+# 2.)  If it ends later, by an error, a signal or a kill, the new pair is complete.  But its files
+# may still have temporary names: both, or only the .idx.  An OSError names the two files.  Rename
+# them yourself, the .bin first.
 #
-# Other temporary files are removed, at the latest when the process ends; delete those of a kill.
+# All other temporary files are removed, at the latest when the process ends.  After a kill, delete
+# them yourself.
 
 
 class _NewFile(contextlib.AbstractContextManager):
-    """A binary file that appears as path, whole, at the end of a with block.
+    """A binary file that appears under its name when it is complete, at the end of a with block.
 
-    path       made absolute: the process may change its folder meanwhile
-    synced     the disk holds the file before it gets its name; False for what can be made again
-    digits     a part of the temporary name, random by default; an .idx has those of its .bin
+    path       its name; made absolute, because the process may change its folder before the end
+    synced     True: the disk has the file before it gets its name.  False: for files that can be
+               made again
+    suffix     part of the temporary name.  "": a random one.  The .idx of a pair has the suffix of
+               its .bin
 
-    It is removed when a write fails, an exception ends the block, or this object goes, by the
-    process that began it and by no other.  An OSError, as of a full disk, names the file.
+    The file is removed if a write fails, if an exception ends the block, or if this object is
+    deleted.  Only the process that made it removes it, not a fork.  An OSError, for example of a
+    full disk, names the file.
     """
 
-    def __init__(self, path: str | os.PathLike, synced: bool = True, digits: str = "") -> None:
+    def __init__(self, path: str | os.PathLike, synced: bool = True, suffix: str = "") -> None:
         _check_no_secrets(path)
         self.path = _absolute_path(path)
         self.synced = synced
-        self.digits = digits or secrets.token_hex(8)
-        self.temporary = f"{self.path}.{self.digits}.tmp"
-        # Before the file is there: a signal may come at any moment.
+        self.suffix = suffix or secrets.token_hex(8)
+        self.temporary = f"{self.path}.{self.suffix}.tmp"
+        # Before the file exists, because a signal may arrive at any moment.
         self._remove = weakref.finalize(self, _remove_path, self.temporary, os.getpid())
         try:
-            with _naming_action(path, "cannot be written"):
+            with _naming_action(path, f"cannot be written in {os.path.dirname(self.path)}"):
                 self.file = open(self.temporary, "xb", 1 << 20)
-        except BaseException:  # over a network it may fail, and be made
+        except BaseException:  # on a network disk, an open() that fails may have made the file
             self._remove()
             raise
-        weakref.finalize(self, self.file.raw.close)  # for one that nobody ends
+        weakref.finalize(self, self.file.raw.close)  # for a file that nobody closes
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the file is neither removed nor about to get its name."""
+        return self._remove.alive
 
     def write(self, content: typing.Any) -> None:
         """Write bytes, or the bytes of an array."""
         try:
             self.file.write(content)
-        except BaseException:
-            self.discard()  # a part of it may be there
-            with _naming_action(
-                self.temporary, "cannot be written"
-            ):  # here: each with block takes 1 us
-                raise
+        except BaseException as error:
+            self.discard()  # it may have a part of the content
+            # _naming_action() would say the same, but each with block takes 1 us
+            _raise_of_action(error, self.temporary, "cannot be written")
 
     def finish(self) -> None:
-        """Close the whole file, unless it is closed; it has its temporary name still."""
+        """Close the complete file, which keeps its temporary name.  A second call does nothing."""
         if self.file.closed:
             return
         with _naming_action(self.temporary, "cannot be written"):
@@ -5655,9 +5801,9 @@ class _NewFile(contextlib.AbstractContextManager):
             self.file.close()
 
     def discard(self) -> None:
-        """Close and remove the file; once it has its name there is none."""
+        """Close the file, and remove it unless it has its name."""
         with contextlib.suppress(OSError):
-            self.file.raw.close()  # without what is not yet written
+            self.file.raw.close()  # without writing what is still in the buffer
         self._remove()
 
     def __exit__(self, kind, error, traceback):
@@ -5669,10 +5815,10 @@ class _NewFile(contextlib.AbstractContextManager):
             self.discard()
 
 
-def _remove_path(path, process):
-    """Remove a file or a folder that may be there, in the process with this number only."""
-    if process == os.getpid():
-        with contextlib.suppress(OSError):  # the disk may refuse this
+def _remove_path(path, pid):
+    """Remove a file or a folder, if it exists and this process has the number pid."""
+    if pid == os.getpid():
+        with contextlib.suppress(OSError):  # it does not exist, or the disk refuses
             if os.path.isdir(path):
                 shutil.rmtree(path)
             else:
@@ -5680,14 +5826,19 @@ def _remove_path(path, process):
 
 
 def _commit_pair(tokens, index):
-    """Give a .bin and its .idx their names, as drawn above; OSError if the disk refuses a step."""
+    """Give a .bin and its .idx their names, in the steps of the drawing above.
+
+    tokens, index   the _NewFile of the .bin and of the .idx
+
+    Raises OSError if the disk refuses a step.
+    """
     tokens.finish()
     index.finish()
     for file in (tokens, index):
-        os.stat(file.temporary)  # an error, while the old pair is there, if somebody has removed it
+        os.stat(file.temporary)  # raises if somebody removed it, while the old pair is still there
     has_old = _exists(index.path)
     try:
-        tokens._remove.detach()  # from now on discard() only closes it
+        tokens._remove.detach()  # from now on, discard() only closes the file
         index._remove.detach()
         pathlib.Path(f"{index.path.removesuffix('.idx')}.record.json").unlink(missing_ok=True)
         pathlib.Path(index.path).unlink(missing_ok=True)
@@ -5695,8 +5846,8 @@ def _commit_pair(tokens, index):
         os.replace(index.temporary, index.path)
         for folder in {os.path.dirname(tokens.path), os.path.dirname(index.path)}:
             _sync_folder(folder)
-    except BaseException:
-        # A step over a network may fail and be made: look which names are there.
+    except BaseException as error:
+        # On a network disk, a step that fails may have been made.  So look which names exist.
         is_first = _exists(tokens.temporary)
         if is_first and has_old == _exists(index.path):
             _remove_path(index.temporary, os.getpid())
@@ -5704,12 +5855,12 @@ def _commit_pair(tokens, index):
             raise
         names = [tokens.temporary if is_first else tokens.path]
         names.append(index.temporary if _exists(index.temporary) else index.path)
-        with _naming_action(" and ".join(names), "the new pair is whole in these two files"):
-            raise
+        action = "the new pair is complete in these two files; rename any .tmp, the .bin first"
+        _raise_of_action(error, " and ".join(names), action)
 
 
 def _exists(path):
-    """Whether a name is in its folder; OSError where the disk does not say it."""
+    """Return whether a name exists.  Raises OSError if the disk does not say."""
     try:
         os.lstat(path)
     except FileNotFoundError:
@@ -5718,7 +5869,10 @@ def _exists(path):
 
 
 def _sync_folder(folder):
-    """Have the disk hold the names of the files in a folder, where the file system can do that."""
+    """Make the disk hold the names of the files in a folder, if the file system can do that.
+
+    Raises OSError if the disk fails or is full, and for no other reason.
+    """
     try:
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -5963,13 +6117,13 @@ def _open_pair(pair):
     The constructor and unpickling call this function.
     """
     pair._memo = {}  # results that are not computed twice: verified, fingerprint, record
-    idx_stamp = _stamp_or_hint(pair._idx_path)
+    idx_stamp = _stamp_of_pair_file(pair._idx_path)
     local_path = pair._idx_path
     if _is_remote(local_path):
         local_path = _fetch_index(local_path, idx_stamp, pair.object_storage_config)
     content, _ = _read_or_map_file(local_path)
     pair._set_arrays(content)
-    bin_stamp = _stamp_or_hint(pair._bin_path)
+    bin_stamp = _stamp_of_pair_file(pair._bin_path)
     pair.num_tokens = bin_stamp["size"] // pair._token_bytes
     _check_ends_of_pair(pair, bin_stamp["size"])
     if _is_remote(pair._bin_path):
