@@ -1916,64 +1916,6 @@ def _positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.nd
     return positions
 
 
-class MockGPTLowLevelDataset:
-    """100,000 sequences of 1 to 4,095 tokens, computed at each access.
-
-    A sequence is 1, 2, ..., length - 1, each modulo vocab_size, and then eod.
-
-    >>> sequence = MockGPTLowLevelDataset(ByteTokenizer())[0]
-    >>> sequence[:3].tolist(), sequence[-1].item()
-    ([1, 2, 3], 256)
-    """
-
-    def __init__(self, tokenizer: typing.Any) -> None:
-        self.tokenizer = tokenizer
-        generator = np.random.default_rng(0)
-        self.sequence_lengths = generator.integers(1, 4096, size=100_000, dtype=np.int32)
-
-    def __len__(self) -> int:
-        return len(self.sequence_lengths)
-
-    def fingerprint(self) -> dict:
-        """Return a fingerprint: the two values that decide the tokens."""
-        return {"vocab_size": self.tokenizer.vocab_size, "eod": self.tokenizer.eod}
-
-    def __getitem__(self, idx: int) -> np.ndarray:
-        numbers_up = np.arange(1, self.sequence_lengths[idx], dtype=np.int64)
-        return np.append(numbers_up % self.tokenizer.vocab_size, self.tokenizer.eod)
-
-    def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return length tokens of sequence idx, from offset on; if length is None, all of them."""
-        end = None if length is None else offset + length
-        return self[idx][offset:end]
-
-
-class MockGPTDataset(GPTDataset):
-    """Samples of ascending numbers, for speed tests without data.
-
-    dataset and indices are the arguments that GPTDataset calls indexed_dataset and indexed_indices.
-    (All four names are upstream's.)
-    """
-
-    def __init__(
-        self,
-        dataset: MockGPTLowLevelDataset,
-        dataset_path: str | None,
-        indices: np.ndarray,
-        num_samples: int | None,
-        index_split: Split,
-        config: GPTDatasetConfig,
-    ) -> None:
-        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
-
-    @staticmethod
-    def build_low_level_dataset(
-        dataset_path: str | None, config: GPTDatasetConfig
-    ) -> MockGPTLowLevelDataset:
-        """Return the mock data; dataset_path is ignored."""
-        return MockGPTLowLevelDataset(config.tokenizer)
-
-
 # ==============================================================================
 # 6. BlendedDataset
 # ==============================================================================
@@ -3265,26 +3207,30 @@ def get_batch_on_this_cp_rank(
     if cp_size == 1:
         return part
     _check_batch_to_cut(batch)
-    length = _length_of_rows(batch)
-    if length is None:
+    S = _length_of_rows(batch)
+    if S is None:
         return part
-    cu_seqlens = batch.get("cu_seqlens")
-    if cu_seqlens is None or use_per_sequence_balancing:
-        bounds = torch.tensor([[0, length]], device="cpu")
-        [places] = _positions_of_cp_rank(bounds, cp_rank, cp_size)  # the same in every row
+    size = S // (2 * cp_size)  # of a chunk of the full row
+    positions = None  # with documents: the positions in each row that this rank keeps
+    if batch.get("cu_seqlens") is None or use_per_sequence_balancing:
+        _check_divisible_row(S, cp_size)
     else:
-        # With 0 in front and S at the end, the lengths of the documents add up to S, even if a
-        # cu_seqlens from elsewhere lacks 0 or S.
-        bounds = torch.nn.functional.pad(cu_seqlens.to("cpu", torch.int64), (1, 0))
-        bounds = torch.nn.functional.pad(bounds, (0, 1), value=length)
-        places = _positions_of_cp_rank(bounds, cp_rank, cp_size)
+        positions = _positions_in_documents(batch["cu_seqlens"], S, cp_rank, cp_size)
     for key, value in batch.items():
         dim = 2 if key == "attention_mask" else 1
-        if key != "cu_seqlens" and isinstance(value, torch.Tensor):
-            if value.shape[dim : dim + 1] == (length,):
-                part[key] = _select_positions(value, dim, places.to(value.device))
-            elif key in _BATCH_KEYS:
-                _check_axis_to_cut(key, value, dim, length)
+        if key == "cu_seqlens" or not isinstance(value, torch.Tensor):
+            continue
+        if value.shape[dim : dim + 1] != (S,):
+            if key in _BATCH_KEYS:
+                _check_axis_to_cut(key, value, dim, S)
+        elif positions is None:
+            chunk_from_front = value.narrow(dim, cp_rank * size, size)
+            chunk_from_back = value.narrow(dim, S - (cp_rank + 1) * size, size)
+            part[key] = torch.cat([chunk_from_front, chunk_from_back], dim)
+        else:
+            _check_rows_to_cut(key, value, positions)
+            rows = zip(value, positions.to(value.device), strict=True)
+            part[key] = torch.stack([row.index_select(dim - 1, kept) for row, kept in rows])
     return part
 
 
@@ -3301,36 +3247,28 @@ def _length_of_rows(batch):
     return None
 
 
-def _positions_of_cp_rank(bounds, cp_rank, cp_size):
-    """Return the positions in each row that a cp rank keeps: int64 (rows, S / cp_size).
+def _positions_in_documents(cu_seqlens, S, cp_rank, cp_size):
+    """Return the positions in each row that a cp rank keeps, if it cuts each document separately.
 
-    bounds   int64 (rows, n).  Each row goes from 0 to S.  Two successive bounds enclose a document,
-             or no tokens if they are equal
+    The result is int64 (rows, S / cp_size).  With cp_size 2 and documents of 4 and 8 tokens:
 
-    Each document is cut into 2 * cp_size chunks.  The rank keeps chunk cp_rank, counted from the
-    front, and chunk cp_rank, counted from the back.
+      position   0 1 2 3   4 5 6 7 8 9 10 11
+      document   a a a a   b b b b b b b  b
+      chunk      0 1 2 3   0 0 1 1 2 2 3  3     of the 2 * cp_size chunks of the document
+      cp rank    0 1 1 0   0 0 1 1 1 1 0  0
     """
+    # A cu_seqlens from elsewhere may lack the 0 in front or the S at the end, so both are added.
+    # They make no difference if they are there: an empty document has no position.
+    bounds = torch.nn.functional.pad(cu_seqlens.to("cpu", torch.int64), (1, 0))
+    bounds = torch.nn.functional.pad(bounds, (0, 1), value=S)
     _check_divisible_documents(bounds, cp_size)
-    rows = len(bounds)
-    lengths = bounds.diff(dim=1).flatten()
-    # The next three tensors have one entry for each token of each row.
-    length_of_document = lengths.repeat_interleave(lengths)
-    start_of_document = bounds[:, :-1].flatten().repeat_interleave(lengths)
-    places = torch.arange(len(length_of_document) // rows, device="cpu").repeat(rows)
-    chunks = (places - start_of_document) * (2 * cp_size) // length_of_document
-    is_kept = (chunks == cp_rank) | (chunks == 2 * cp_size - 1 - cp_rank)
-    return places[is_kept].view(rows, -1)
-
-
-def _select_positions(tensor, dim, places):
-    """Return the part of a tensor at the given positions of axis dim.
-
-    places   1-D: the same positions in every row; 2-D: one list of positions per row
-    """
-    if places.ndim == 1:
-        return tensor.index_select(dim, places)
-    rows = zip(tensor, places, strict=True)
-    return torch.stack([row.index_select(dim - 1, kept) for row, kept in rows])
+    positions = torch.arange(S, device="cpu").repeat(len(bounds), 1)
+    ends = torch.searchsorted(bounds, positions, right=True)  # the first bound after each position
+    start = bounds.gather(1, ends - 1)
+    length = bounds.gather(1, ends) - start
+    chunk = (positions - start) * (2 * cp_size) // length
+    is_kept = (chunk == cp_rank) | (chunk == 2 * cp_size - 1 - cp_rank)
+    return positions[is_kept].view(len(bounds), -1)
 
 
 # ==============================================================================
@@ -5358,8 +5296,20 @@ def _check_batch_to_cut(batch):
             )
 
 
+def _check_divisible_row(length, cp_size):
+    """Raise ValueError unless rows of this length can be cut into 2 * cp_size equal chunks."""
+    if length % (2 * cp_size):
+        raise ValueError(
+            f"batch: its rows have {length} tokens, expected a multiple of {2 * cp_size} (2 * "
+            f"cp_size, which is {cp_size}); choose a different sequence_length"
+        )
+
+
 def _check_divisible_documents(bounds, cp_size):
-    """ValueError unless each document, from bound to bound, can be cut into 2 * cp_size chunks."""
+    """Raise ValueError unless each document can be cut into 2 * cp_size equal chunks.
+
+    bounds   int64 (rows, n): two successive bounds in a row enclose a document, or no tokens
+    """
     lengths = bounds.diff(dim=1)
     wrong = ((lengths < 0) | (lengths % (2 * cp_size) != 0)).nonzero()
     if len(wrong):
@@ -5367,9 +5317,18 @@ def _check_divisible_documents(bounds, cp_size):
         begin, end = bounds[row, at : at + 2].tolist()
         number = int((lengths[row, :at] > 0).sum())
         raise ValueError(
-            f"document {number} of row {row} has {end - begin} tokens ({begin} to {end}): cp_size "
-            f"{cp_size} wants a multiple of {2 * cp_size} in each document, or, with "
-            "use_per_sequence_balancing=True, in each row"
+            f"batch: document {number} of row {row} has {end - begin} tokens ({begin} to {end} in "
+            f"cu_seqlens), expected a multiple of {2 * cp_size} (2 * cp_size, which is {cp_size}); "
+            "pad the documents, or cut full rows with use_per_sequence_balancing=True"
+        )
+
+
+def _check_rows_to_cut(key, value, positions):
+    """Raise ValueError if a tensor of a batch has not as many rows as cu_seqlens."""
+    if len(value) != len(positions):
+        raise ValueError(
+            f"batch[{key!r}] has {len(value)} rows, but cu_seqlens has {len(positions)}; give all "
+            "tensors of a batch the same number of rows"
         )
 
 
@@ -7517,6 +7476,65 @@ def _check_tokenizers(opened, tokenizer):
 # There is no pair, no shuffled order and no cache; the cyclic sampler of section 8 shuffles.  A row
 # may hold several conversations: each "system" message begins a new one.  Attention stays within a
 # conversation, as kernels for packed sequences do it by cu_seqlens.
+
+
+class MockGPTLowLevelDataset:
+    """100,000 sequences of 1 to 4,095 tokens, computed at each access.
+
+    A sequence is 1, 2, ..., length - 1, each modulo vocab_size, and then eod.
+
+    >>> sequence = MockGPTLowLevelDataset(ByteTokenizer())[0]
+    >>> sequence[:3].tolist(), sequence[-1].item()
+    ([1, 2, 3], 256)
+    """
+
+    def __init__(self, tokenizer: typing.Any) -> None:
+        self.tokenizer = tokenizer
+        generator = np.random.default_rng(0)
+        self.sequence_lengths = generator.integers(1, 4096, size=100_000, dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    def fingerprint(self) -> dict:
+        """Return a fingerprint: the two values that decide the tokens."""
+        return {"vocab_size": self.tokenizer.vocab_size, "eod": self.tokenizer.eod}
+
+    def __getitem__(self, idx: int) -> np.ndarray:
+        numbers_up = np.arange(1, self.sequence_lengths[idx], dtype=np.int64)
+        return np.append(numbers_up % self.tokenizer.vocab_size, self.tokenizer.eod)
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Return length tokens of sequence idx, from offset on; if length is None, all of them."""
+        end = None if length is None else offset + length
+        return self[idx][offset:end]
+
+
+class MockGPTDataset(GPTDataset):
+    """Samples of ascending numbers, for speed tests without data.
+
+    dataset and indices are the arguments that GPTDataset calls indexed_dataset and indexed_indices.
+    (All four names are upstream's.)
+    """
+
+    def __init__(
+        self,
+        dataset: MockGPTLowLevelDataset,
+        dataset_path: str | None,
+        indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ) -> None:
+        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+
+    @staticmethod
+    def build_low_level_dataset(
+        dataset_path: str | None, config: GPTDatasetConfig
+    ) -> MockGPTLowLevelDataset:
+        """Return the mock data; dataset_path is ignored."""
+        return MockGPTLowLevelDataset(config.tokenizer)
+
 
 _IGNORED = -100  # the target of a place where nothing is learned; torch's cross_entropy skips it
 
