@@ -88,7 +88,7 @@ Part III, the workshop
 Part IV, the tools
   19. Tokenizers                which tokenizers can a command use?
   20. Preprocessing             how is a big corpus tokenized, on all cores and on many machines?
-  21. Fine-tuning data          how does a conversation become a sample when it is read?
+  21. Other data                how do mock data and conversations become samples?
   22. Audit                     which documents are in a sample, and which samples read a document?
   23. The command line          how is this module used from a shell?
 """
@@ -912,7 +912,7 @@ class BlendedMegatronDatasetConfig:
 
       blend and split   one list of corpora; split cuts each corpus into train, valid and test
       blend_per_split   a separate list of whole corpora for each of train, valid and test
-      neither           mock data (see MockGPTDataset)
+      neither           mock data (see MockGPTDataset in section 21)
 
     Data
       blend             (prefixes, weights).  weights is a list, or None: section 7 says what each
@@ -2319,7 +2319,7 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 #   the config has        the builder makes
 #   blend and split       for each split, a blend of one part of every corpus
 #   blend_per_split       for each split, a blend of its own list of whole corpora
-#   neither               mock data
+#   neither               mock data (section 21)
 #
 # In a blend with weights, each corpus has a target of n samples and is built with a surplus:
 #
@@ -5855,6 +5855,22 @@ def _has_identity(pair, note):
     return note["fingerprint"] == pair.fingerprint()
 
 
+def _difference_of(was, now):
+    """Return the first difference between two flat dicts as a text: "bin_size was 13, is 16"."""
+    field, old, new = _first_difference(was, now)
+    if "crc32" in field or re.search("[0-9a-f]{32}", f"{old} {new}"):
+        return f"different {field}"  # the values are checksums, which help no reader
+    return f"{field} was {old}, is {new}"
+
+
+def _replaced_error(name, was, now):
+    """Return the error for data whose fingerprint changed after their dataset was pickled."""
+    difference = _difference_of(was, now)
+    return DatasetFormatError(
+        f"{name} was replaced after the dataset was pickled ({difference}); build the dataset again"
+    )
+
+
 def _lengths_in_use(reader, name):
     """Return {name: CRC-32 of a reader's lengths}, or {} if a pair has the lengths of its file.
 
@@ -7457,25 +7473,32 @@ def _check_tokenizers(opened, tokenizer):
 
 
 # ==============================================================================
-# 21. Fine-tuning data
+# 21. Other data
 # ==============================================================================
-# Question: how does a conversation become a sample when it is read?
+# Question: how do mock data and conversations become samples?
+#
+# Mock data need no files.  MockGPTDataset is a GPTDataset whose tokens are computed when they are
+# read.
+#
+# Conversations, for fine-tuning, are in the rows of a file.  SFTDataset makes a sample from a row:
 #
 #   a row       {"messages": [{"role": "user", "content": "2+2"},
 #                             {"role": "assistant", "content": "4"}]}
 #
 #   text        u s e r :   2 + 2 ; a s s i s t a n t :   4 $      ; is a line end, $ is eod
-#   targets     . . . . . . . . . . . . . . . . . . . . . 4 $      . is -100: nothing to learn here
+#   targets     . . . . . . . . . . . . . . . . . . . . . 4 $      . is -100: it is not learned
 #
-#   a sample    |<- conversation 0 ->|<-- conversation 1 -->|<- filled up ->|     S + 1 places
-#   tokens      all places but the last
-#   labels      all targets but the first: the label of a token is the target of the next one
-#   cu_seqlens  0                    ^ begins conversation 1                S S S ...
+#   a sample    |<- conversation 0 ->|<-- conversation 1 -->|<- padding ->|     S + 1 positions
+#   tokens      all positions but the last
+#   labels      all targets but the first: the label of a token is the target of the next token
+#   cu_seqlens  0                    ^ conversation 1 starts              S S S ...
 #
-# Sample k is row k of the split, modulo the number of rows, tokenized when the sample is read.
-# There is no pair, no shuffled order and no cache; the cyclic sampler of section 8 shuffles.  A row
-# may hold several conversations: each "system" message begins a new one.  Attention stays within a
-# conversation, as kernels for packed sequences do it by cu_seqlens.
+# A row may hold several conversations: each message with the role "system" begins a new one.  The
+# attention kernel of the model uses cu_seqlens to keep the conversations of a sample apart.
+#
+# Sample k is made from row k of the split, modulo the number of rows.  It is tokenized when it is
+# read, so there is no file pair, no index array and no cache.  SFTDataset does not shuffle: use the
+# sampler "cyclic" (section 8).
 
 
 class MockGPTLowLevelDataset:
@@ -7536,35 +7559,48 @@ class MockGPTDataset(GPTDataset):
         return MockGPTLowLevelDataset(config.tokenizer)
 
 
-_IGNORED = -100  # the target of a place where nothing is learned; torch's cross_entropy skips it
+_IGNORED = -100  # the target of a token that is not learned; torch's cross_entropy skips it
 
 
 class SFTDataset(MegatronDataset):
-    """Samples of conversations, tokenized at access.  Upstream: SFTDataset.
+    """Samples of conversations, tokenized when they are read.
 
     dataset        the rows: any object with len(dataset) and dataset[i]["messages"]
-    dataset_path   the path of the file; None: there is none
-    indices        int32, the rows of this split
-    num_samples    how many samples; None: each row once
-    config         GPTDatasetConfig, without create_attention_mask and the two resets
+    dataset_path   path of the file, or None
+    indices        numbers of the rows in this split: ints (D,) or a range
+    num_samples    number of samples.  None: as many as the split has rows
+    index_split    Split
+    config         GPTDatasetConfig.  create_attention_mask must be False, and neither
+                   reset_attention_mask nor reset_position_ids may be set
 
     ds[k] is a dict of new tensors:
-      tokens, labels   int64 (S,); labels are -100 where nothing is learned, pads where filled
-      loss_mask        float32 (S,), 0 where the label is -100 or padding
-      position_ids     int64 (S,), from 0 in each conversation
-      cu_seqlens       int32 (S+1,): where the conversations begin, and then S in all entries left
-      max_seqlen       int32 (): the length of the longest conversation, with its padding
-    ds[None] is sample 0 without any loss.  The first sample in which nothing is learned is a
-    warning; a row that cannot be used is a ValueError.  Both name file and line.
 
-    The tokenizer may have tokenize_conversation(conversation, return_target=True,
-    add_generation_prompt=False) -> tokens, targets, as upstream's tokenizers for fine-tuning have.
-    Any other tokenizer gets the template of the drawing.
+      tokens         int64 (S,)
+      labels         int64 (S,), -100: the next token is not learned
+      loss_mask      float32 (S,), 0: the label is -100 or padding
+      position_ids   int64 (S,), counted from 0 in each conversation
+      cu_seqlens     int32 (S+1,): the positions at which conversations start, then S in all other
+                     entries
+      max_seqlen     int32 (): length of the longest conversation, with its padding
 
-    A sample that is too long is cut, and one that is too short is filled with tokenizer.pad.  A
-    tokenizer without pad fills with eod; only the filled places are masked then, so that each real
-    eod is learned.  With context_parallel_size cp > 1 each conversation is filled up to a multiple
-    of 2 * cp tokens, so that section 9 can cut it for the ranks.  S must be such a multiple, too.
+    ds[None] is the padding sample: sample 0 with a loss_mask of zeros.
+
+    A tokenizer may have a template of its own, as upstream's tokenizers for fine-tuning do.  This
+    is a method tokenize_conversation(conversation, return_target=True, add_generation_prompt=False)
+    that returns tokens and targets.  Without it, the template is the one in the drawing above.
+
+    A sample with too many tokens is cut.  A sample with too few is padded:
+
+      the tokenizer has   padding is   these labels have no loss
+      a pad               the pad      all that equal the pad, even if the token is real
+      no pad              the eod      only the padding; so the model learns to write eod
+
+    If context_parallel_size is cp > 1, each conversation is padded to a multiple of 2 * cp tokens,
+    so that section 9 can cut it.  S must be such a multiple, too.
+
+    Raises ValueError for a config or a tokenizer that does not fit, and for a row that cannot be
+    used.  A warning reports the first sample without any loss.  Both messages about a row name the
+    file and the line.
 
     >>> rows = [{"messages": [{"role": "user", "content": "2+2"},
     ...                       {"role": "assistant", "content": "4"}]}]
@@ -7586,27 +7622,30 @@ class SFTDataset(MegatronDataset):
         config: GPTDatasetConfig,
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
-        _check_sft(self)
-        # Unlike GPTDataset: None where there is no pad; a pad that is also eod stays the pad.
-        self._pad_token_id = _attribute_of(config.tokenizer, "pad")
-        self._has_warned = False  # of a sample in which nothing is learned
+        _check_config_of_sft(config)
+        _check_has_rows(self)
+        # Unlike in GPTDataset, a pad that is also a special token stays the pad.
+        pad = _attribute_of(config.tokenizer, "pad")
+        self._has_pad = pad is not None
+        self._pad_token_id = pad if self._has_pad else config.tokenizer.eod
+        self._has_warned = False  # True once a sample without loss has been reported
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> typing.Any:
-        """Open a file of rows: Parquet if the name ends in .parquet, else JSON lines."""
+        """Open a file of rows: Parquet if its name ends in .parquet, otherwise JSON lines."""
         dataset_path = os.fsdecode(dataset_path)
         if re.search(r"\.(gz|zst|bz2|xz)$", dataset_path, re.IGNORECASE):
-            raise ValueError(f"{dataset_path}: compressed rows cannot be found: unpack it first")
+            reason = "fine-tuning data must not be compressed, as each row is read separately"
+            raise ValueError(f"{dataset_path}: {reason}; decompress the file first")
         is_parquet = dataset_path.endswith(".parquet")
         rows = _ParquetRows(dataset_path) if is_parquet else _JsonlRows(dataset_path)
-        if len(rows) > 0:  # a file of another kind is found out now
-            with _naming_action(_label_of_row(dataset_path, rows, 0), _WANTED_OF_ROW):
-                _split_conversations(rows[0]["messages"])
+        if len(rows) > 0:  # a file with different contents is rejected now
+            _conversations_of_row(dataset_path, rows, 0)
         return rows
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: typing.Any) -> int:
-        """Return the number of rows of the file."""
+        """Return the number of rows in the file."""
         return len(low_level_dataset)
 
     def __len__(self) -> int:
@@ -7620,45 +7659,48 @@ class SFTDataset(MegatronDataset):
         k = _as_index(idx, len(self), f"the samples of {_label_of_dataset(self)}")
         row = int(self.indices[k % len(self.indices)])
         S = self.config.sequence_length
-        pad = self._pad_token_id
-        fill = self.config.tokenizer.eod if pad is None else pad
-        cp = self.config.context_parallel_size
-        granularity = 2 * cp if cp is not None and cp > 1 else 1
+        cp = self.config.context_parallel_size or 1
+        granularity = 2 * cp if cp > 1 else 1
         encoded = self._iter_encoded(row)
-        tokens, targets, is_filled, ends = _pack_conversations(encoded, S, fill, granularity)
+        tokens, targets, is_padding, ends = _pack_conversations(
+            encoded, S, self._pad_token_id, granularity
+        )
         labels = targets[1:].copy()
-        is_padding = is_filled[1:] if pad is None else labels == pad
-        is_learned = (labels != _IGNORED) & ~is_padding
-        if not is_learned.any() and not self._has_warned:
+        has_loss = labels != _IGNORED
+        has_loss &= labels != self._pad_token_id if self._has_pad else ~is_padding[1:]
+        if not has_loss.any() and not self._has_warned:
             self._has_warned = True
-            place = _label_of_row(_label_of_dataset(self), self.dataset, row)
-            words = f"in its first {S} tokens the role assistant says nothing"
-            warnings.warn(f"{place}: nothing is learned from this sample: {words}", stacklevel=2)
+            _warn(
+                f"{_label_of_row(_label_of_dataset(self), self.dataset, row)}: this sample has no "
+                f"loss, because none of its first {S} labels is learned; check that the row has "
+                "text of the role assistant, and increase sequence_length if this text comes "
+                "later.  (Only the first sample without loss is reported.)"
+            )
         starts = ends[:-1]
         if len(starts) > S:  # some conversations have no tokens
             starts = sorted(set(starts))
         cu_seqlens = np.full(S + 1, S, np.int32)
         cu_seqlens[: len(starts)] = starts
-        # A last conversation without tokens begins at a filled place, where positions count on.
-        begins = [start for start in starts if not is_filled[start]]
+        # A last conversation without tokens would start in the padding of the one before it.
+        position_starts = [start for start in starts if not is_padding[start]]
         sample = {
             "tokens": tokens[:-1].copy(),
             "labels": labels,
-            "loss_mask": is_learned.astype(np.float32),
-            "position_ids": _positions_from(begins, S),
+            "loss_mask": has_loss.astype(np.float32),
+            "position_ids": _positions_from(position_starts, S),
             "cu_seqlens": cu_seqlens,
             "max_seqlen": np.array(np.diff(ends).max(), np.int32),
         }
         return {key: torch.from_numpy(values) for key, values in sample.items()}
 
     def _iter_encoded(self, row):
-        """Yield the tokens and the targets of each conversation of a row, as one int64 (2, n)."""
+        """Yield the tokens and targets of each conversation in a row, as one int64 (2, n)."""
         tokenizer = self.config.tokenizer
         encode = _attribute_of(tokenizer, "tokenize_conversation")
-        with _naming_action(
-            _label_of_row(_label_of_dataset(self), self.dataset, row), _WANTED_OF_ROW
-        ):
-            for conversation in _split_conversations(self.dataset[row]["messages"]):
+        name = _label_of_dataset(self)
+        conversations = _conversations_of_row(name, self.dataset, row)
+        with _naming_action(_label_of_row(name, self.dataset, row), "cannot be tokenized"):
+            for conversation in conversations:
                 if encode is None:
                     tokens, targets = _encode_conversation(conversation, tokenizer)
                 else:
@@ -7667,69 +7709,86 @@ class SFTDataset(MegatronDataset):
                 yield np.stack([np.asarray(tokens, np.int64), np.asarray(targets, np.int64)])
 
 
-_WANTED_OF_ROW = 'wanted "messages", a list of {"role": ..., "content": ...}, that can be tokenized'
-
-
-def _check_sft(dataset):
-    """ValueError for a config, a split or a tokenizer that an SFTDataset cannot have."""
-    config = dataset.config
+def _check_config_of_sft(config):
+    """Raise ValueError for a config, or a tokenizer in it, that SFTDataset cannot use."""
     for name in ("create_attention_mask", "reset_attention_mask", "reset_position_ids"):
         if getattr(config, name):
-            raise ValueError(f"{name} must be False for SFTDataset: cu_seqlens stands for it")
+            raise ValueError(f"{name} must be False for SFTDataset, which returns cu_seqlens")
+    S = config.sequence_length
     cp = config.context_parallel_size or 1
-    if cp > 1 and config.sequence_length % (2 * cp):
+    if cp > 1 and S % (2 * cp):
         raise ValueError(
-            f"sequence_length: {config.sequence_length} is not a multiple of {2 * cp} (2 * "
-            f"context_parallel_size, which is {cp}), so a row cannot be cut: choose another length"
+            f"sequence_length is {S}, expected a multiple of {2 * cp} (2 * context_parallel_size, "
+            f"which is {cp}); choose a different length"
         )
-    if dataset.num_samples and len(dataset.indices) == 0:
-        place = (
-            f"{_label_of_dataset(dataset)}: {dataset.index_split.name} of split {config.split!r}"
-        )
-        raise ValueError(f"{place} holds no rows for {dataset.num_samples} samples: enlarge it")
     _check_tokenizer(config.tokenizer, ["tokenize", "eod"])
     if _attribute_of(config.tokenizer, "tokenize_conversation") is None:
         added = list(config.tokenizer.tokenize(""))
         if len(added) > 0:
-            words = f"this one would put {added} around each piece of a conversation"
-            raise ValueError(f"SFTDataset wants a tokenizer without add_special_tokens: {words}")
+            raise ValueError(
+                f"tokenizer: it would add the ids {added} to each part of a conversation, because "
+                "it adds them to an empty text; build it without add_special_tokens, or give it a "
+                "method tokenize_conversation()"
+            )
+
+
+def _check_has_rows(dataset):
+    """Raise ValueError if an SFTDataset has samples, but no rows to make them from."""
+    if dataset.num_samples and len(dataset.indices) == 0:
+        raise ValueError(
+            f"{_label_of_dataset(dataset)}, {dataset.index_split.name}: num_samples is "
+            f"{dataset.num_samples}, but there are no rows; choose a larger share of the split or "
+            "a larger file, or request no samples"
+        )
 
 
 def _label_of_row(name, rows, row):
-    """What to call a row of a file, or of other rows with a name, in a message."""
+    """Return what messages call a row: its line in a file of JSON lines, otherwise its number."""
     if isinstance(rows, _JsonlRows):
         return f"{name}, line {rows.line_numbers[row]}"
     return f"{name}, row {row + 1}"
 
 
-def _split_conversations(messages):
-    """Cut the messages of a row into conversations: each system message begins a new one."""
+def _conversations_of_row(name, rows, row):
+    """Read a row and return its conversations.  Errors name the row; name is that of the file."""
+    place = _label_of_row(name, rows, row)
+    with _naming_action(place, "cannot be read"):
+        content = rows[row]
+    with _naming_place(place):
+        return _split_conversations(content)
+
+
+def _split_conversations(row):
+    """Return the conversations in a row, each a list of messages.
+
+    Each system message begins a new conversation.  Raises ValueError if the row has no messages.
+    """
     conversations = []
-    for message in messages:
-        if message["role"] == "system" or len(conversations) == 0:
-            conversations.append([])
-        conversations[-1].append(message)
+    try:
+        for message in row["messages"]:
+            if message["role"] == "system" or len(conversations) == 0:
+                conversations.append([])
+            conversations[-1].append(message)
+    except (AttributeError, LookupError, TypeError):
+        form = '"messages", a list of {"role": ..., "content": ...}'
+        raise ValueError(f"expected {form}, got {row!r:.60}") from None
     if len(conversations) == 0:
-        raise ValueError("the list is empty")
+        raise ValueError('the list "messages" is empty; remove this row')
     return conversations
 
 
 def _encode_conversation(conversation, tokenizer):
-    """Return the tokens and the targets of a conversation, by a plain template.
+    """Return the tokens and targets of a conversation, written by a plain template.
 
-    A message is the line "role: content".  Only the content of the assistant's messages is learned,
-    and the eod that stands there in the place of the line's end.
+    A message becomes a line "role: content".  The content of assistant messages is learned, and so
+    is the eod that ends these messages, instead of a line end.  Nothing else is learned.
     """
     tokens = []
     targets = []
     for message in conversation:
-        for key, value in message.items():
-            if key not in ("role", "content") and value not in (None, "", [], {}):
-                raise ValueError(f"{key} would be lost: the template knows role and content alone")
+        _check_message(message)
         role = message["role"]
         content = message["content"]
-        if not isinstance(role, str) or not isinstance(content, str):  # such as JSON's null
-            raise ValueError(f"wanted texts as role and content, got {message}")
         if role == "assistant":
             prompt = list(tokenizer.tokenize("assistant: "))
             answer = [*tokenizer.tokenize(content), tokenizer.eod]
@@ -7741,40 +7800,56 @@ def _encode_conversation(conversation, tokenizer):
     return tokens, targets
 
 
-def _pack_conversations(encoded, sequence_length, fill, granularity):
-    """Lay conversations end to end in the S + 1 places of a sample.
+def _check_message(message):
+    """Raise ValueError unless role and content are strings, and no other key has a value."""
+    for key in ("role", "content"):
+        value = message.get(key)
+        if not isinstance(value, str):  # e.g. None, which JSON writes as null
+            raise ValueError(f"the {key} of a message must be a string, got {value!r:.60}")
+    for key, value in message.items():
+        if key not in ("role", "content") and value not in (None, "", [], {}):
+            raise ValueError(
+                f"the template would drop {key!r}, which is {value!r:.60}; remove this key, or use "
+                "a tokenizer with a method tokenize_conversation()"
+            )
 
-    encoded       int64 (2, n), tokens and targets, of each conversation; what is too long is cut
-    fill          the id that fills up tokens and targets, to S + 1 and to the granularity
-    granularity   each place where a conversation ends, but S, is a multiple of it
-    Returns       tokens and targets, int64 (S+1,); a bool (S+1,), True at filled places; and the
-                  list of the places where conversations end, from 0 to S
 
-    The last place always holds the fill id, as in upstream.
+def _pack_conversations(encoded, sequence_length, pad_id, granularity):
+    """Concatenate conversations, and cut or pad them to the S + 1 positions of a sample.
+
+    encoded       the tokens and targets of each conversation, int64 (2, n)
+    pad_id        the token and the target at positions of padding
+    granularity   each conversation is padded to a multiple of this, unless it ends at S
+
+    Return tokens and targets, int64 (S+1,), is_padding, bool (S+1,), and a list of the positions at
+    which conversations end.  The list begins with 0 and ends with S.
+
+    The last position always holds padding, as in upstream.
     """
     S = sequence_length
-    places = np.full((2, S + 1), fill, np.int64)
-    is_filled = np.ones(S + 1, bool)
+    columns = np.full((2, S + 1), pad_id, np.int64)
+    is_padding = np.ones(S + 1, bool)
     ends = [0]
     for conversation in encoded:
         begin = ends[-1]
         kept = conversation[:, : S - begin]
         end = begin + kept.shape[1]
-        places[:, begin:end] = kept
-        is_filled[begin:end] = False
+        columns[:, begin:end] = kept
+        is_padding[begin:end] = False
         ends.append(_ceil_div(end, granularity) * granularity)
         if ends[-1] >= S:
             break
     ends[-1] = S
-    tokens, targets = places
-    return tokens, targets, is_filled, ends
+    tokens, targets = columns
+    return tokens, targets, is_padding, ends
 
 
 class _Rows:
-    """The rows of a file, by number, also where its name gets another file.
+    """Base class for the rows of a file, read by their numbers.
 
-    A pickle has all but the open file.  Who unpickles it opens the file that is there now, which
-    must have the same fingerprint.
+    The file stays open, so it can be read to the end even if a different file takes its name.  A
+    pickle does not hold the open file.  Unpickling opens the file that has the name now, and raises
+    DatasetFormatError if its fingerprint is different.
     """
 
     def __init__(self, path):
@@ -7782,6 +7857,7 @@ class _Rows:
         self._open()
 
     def _open(self):
+        """Open the file and compute its fingerprint."""
         self._file = open(self.path, "rb")
         weakref.finalize(self, self._file.close)
         status = os.fstat(self._file.fileno())
@@ -7797,41 +7873,45 @@ class _Rows:
 
     def __setstate__(self, state):
         vars(self).update(state)
-        wanted = self._fingerprint
+        expected = self._fingerprint
         self._open()
-        if self._fingerprint != wanted:
-            found = f"{self._fingerprint}: it was replaced after the dataset was pickled"
-            raise _bad_format(self.path, "fingerprint", wanted, found)
+        if self._fingerprint != expected:
+            raise _replaced_error(self.path, expected, self._fingerprint)  # section 15
 
     def fingerprint(self):
-        """What tells these rows from others, as IndexedDataset.fingerprint() does for tokens."""
+        """Return a fingerprint of the rows, as IndexedDataset.fingerprint() does for a pair.
+
+        It holds the size of the file and a CRC-32 of its first and last 4,096 bytes.
+        """
         return self._fingerprint
 
 
 class _JsonlRows(_Rows):
-    """The rows of a file of JSON lines.  Blank lines are no rows."""
+    """The rows of a file of JSON lines.  A blank line is not a row."""
 
     def __init__(self, path):
         super().__init__(path)
-        self.starts = array.array("q")  # where each row begins, in bytes, and the end of the file
-        self.line_numbers = array.array("q")  # of each row, from 1
-        place = 0
+        self.row_offsets = array.array("q")  # where each row begins, in bytes; then the file's size
+        self.line_numbers = array.array("q")  # of each row, counted from 1
+        offset = 0
         for number, line in enumerate(self._file, 1):
             if not line.isspace():
-                self.starts.append(place)
+                self.row_offsets.append(offset)
                 self.line_numbers.append(number)
-            place += len(line)
-        self.starts.append(place)
+            offset += len(line)
+        self.row_offsets.append(offset)
 
     def __len__(self):
         return len(self.line_numbers)
 
     def __getitem__(self, row):
-        begin = self.starts[row]
-        size = self.starts[row + 1] - begin  # with the blank lines behind it
+        begin = self.row_offsets[row]
+        size = self.row_offsets[row + 1] - begin  # with the blank lines after it
         line = _read_bytes(self._file, begin, size, self.path).rstrip()
         if os.fstat(self._file.fileno()).st_mtime_ns != self._mtime_ns:
-            raise ValueError(f"{self.path} was written while it is read: build the dataset again")
+            raise ValueError(
+                f"{self.path} was written after it was opened; build the dataset again"
+            )
         return _parse_object(line)
 
 
@@ -7841,7 +7921,7 @@ class _ParquetRows(_Rows):
     def _open(self):
         super()._open()
         parquet = _import_extra("pyarrow.parquet", self.path)
-        with _naming_action(self.path, 'wanted a Parquet file with "messages"'):
+        with _naming_action(self.path, 'cannot be read as Parquet with a column "messages"'):
             options = {"columns": ["messages"], "page_checksum_verification": True}
             self._messages = parquet.read_table(self._file, **options)["messages"]
 

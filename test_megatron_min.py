@@ -6294,7 +6294,7 @@ def test_a_disk_that_is_full(one, tmp_path):
 
 
 # ==============================================================================
-# 21. Fine-tuning data
+# 21. Other data
 # ==============================================================================
 
 
@@ -6430,13 +6430,13 @@ def test_a_file_of_rows_that_is_replaced(one, tmp_path, kind, changed):
     assert pickle.loads(pickled)[changed]["tokens"].tolist() == wanted
     os.replace(new, old)
     assert ds[changed]["tokens"].tolist() == wanted
-    with pytest.raises(one.DatasetFormatError, match=f"a.{kind}: .*replaced"):
+    with pytest.raises(one.DatasetFormatError, match=f"a.{kind} was replaced .*build the dataset again"):
         pickle.loads(pickled)
     if kind == "jsonl":
         os.utime(old, (0, 0))  # what is written now has another time
         ds = chat(one, old)
         write_rows(old, rows, np.random.default_rng(0))
-        with pytest.raises(ValueError, match="a.jsonl was written while it is read"):
+        with pytest.raises(ValueError, match="a.jsonl was written after .*build the dataset again"):
             ds[changed]
 
 
@@ -6448,7 +6448,7 @@ def test_a_row_is_read_whole_or_not_at_all(one, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pread", read_3_bytes)
     same_samples(ds[1], wanted)
     os.truncate(path, 150)
-    with pytest.raises(ValueError, match=r"chat\.jsonl, line 2: .*bytes at 88: wanted 88, got 62"):
+    with pytest.raises(ValueError, match=r"chat\.jsonl, line 2: .*chat\.jsonl(?=.* 62).* 88"):
         ds[1]
 
 
@@ -6463,12 +6463,12 @@ def test_a_row_that_is_of_no_use_is_named(one, tmp_path):
     long = [{"role": "user", "content": "1 " * 32}, ROW[1]]
     lines = [json.dumps({"messages": messages}) for messages in (good, other, long)]
     bad = {
-        "{oops": "wanted a JSON object on the line, which begins '{oops",
-        '{"text": "a"}': "KeyError: 'messages'",
+        "{oops": "JSON object.* '{oops",
+        '{"text": "a"}': "expected .messages., a list.*got {'text': 'a'}",
         '{"messages": []}': "empty",
-        '{"messages": [{"from": "human", "value": "a"}]}': "KeyError: 'role'",
-        '{"messages": [{"role": "user", "content": null}]}': "wanted texts",
-        '{"messages": [{"role": "user", "content": "1", "weight": 0}]}': "weight .* lost",
+        '{"messages": [{"from": "human", "value": "a"}]}': "expected .messages., a list.*'human'",
+        '{"messages": [{"role": "user", "content": null}]}': "content .* a string, got None",
+        '{"messages": [{"role": "user", "content": "1", "weight": 0}]}': "weight.* is 0; remove",
     }
     path = tmp_path / "chat.jsonl"
     path.write_text("\n\n".join([*lines, *bad, lines[0]]))  # with blank lines
@@ -6484,7 +6484,7 @@ def test_a_row_that_is_of_no_use_is_named(one, tmp_path):
     for order in ([0, 1, 2, None], [0, 2, 1]):
         ds._has_warned = False
         _, [message] = heard(list, (ds[k] for k in order))
-        assert f"chat.jsonl, line {2 * order[1] + 1}: nothing is learned" in message
+        assert f"chat.jsonl, line {2 * order[1] + 1}: this sample has no loss" in message
 
 
 def test_what_fine_tuning_refuses(one, tmp_path):
@@ -6496,15 +6496,27 @@ def test_what_fine_tuning_refuses(one, tmp_path):
     write_parquet(tmp_path / "text.parquet", {"text": ["a"]})
     write_parquet(tmp_path / "no_lists.parquet", {"messages": ["a"]})
     for name, fields, words in (
-        ("list.jsonl", {}, "1: wanted .messages., a list"),
-        ("compressed.jsonl.GZ", {}, "unpack it first"),
-        ("no_lists.parquet", {}, "1: wanted .messages., a list"),
-        ("text.parquet", {}, "wanted a Parquet file with"),
+        ("list.jsonl", {}, "list.jsonl, line 1: cannot be read: "),
+        ("compressed.jsonl.GZ", {}, "decompress the file"),
+        ("no_lists.parquet", {}, "row 1: expected .messages., a list.*got"),
+        ("text.parquet", {}, "text.parquet: cannot be read as Parquet"),
         ("good.jsonl", {"create_attention_mask": True}, "create_attention_mask must be False"),
         ("good.jsonl", {"reset_position_ids": True}, "reset_position_ids must be False"),
-        ("good.jsonl", {"sequence_length": 90} | CP_4, "90 is not a multiple of 8 .*, which is 4"),
-        ("good.jsonl", {"n": 3, "documents": np.array([])}, "holds no rows for 3 samples"),
-        ("good.jsonl", {"tokenizer": Tok(tokenize=with_start)}, r"special_tokens: .* \[5\] around"),
+        (
+            "good.jsonl",
+            {"sequence_length": 90} | CP_4,
+            "length is 90, .*multiple of 8 .*, which is 4",
+        ),
+        (
+            "good.jsonl",
+            {"n": 3, "documents": np.array([])},
+            "jsonl, train: num_samples is 3, but .* no rows; choose",
+        ),
+        (
+            "good.jsonl",
+            {"tokenizer": Tok(tokenize=with_start)},
+            r"ids \[5\] to each .* without add_special_tokens",
+        ),
         ("good.jsonl", {"tokenizer": Tok(eod=None)}, "lacks eod"),
         ("good.jsonl", {"tokenizer": Tok(tokenize_conversation=one_target)}, "1: .*same shape"),
     ):
@@ -6517,7 +6529,7 @@ def test_what_fine_tuning_refuses(one, tmp_path):
         chat(one, tmp_path / "good.jsonl", sequence_length=9, context_parallel_size=cp)
 
 
-@pytest.mark.filterwarnings("ignore:.* nothing is learned")
+@pytest.mark.filterwarnings("ignore:.* this sample has no loss")
 def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
     """A run goes on where it stopped, and not with another file under the same name."""
     rows = random_rows(np.random.default_rng(0), 20, 5)
