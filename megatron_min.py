@@ -55,9 +55,9 @@ Words       token           an integer that stands for a piece of text
 
 Notation    S  input tokens of a sample (sequence_length)    D  sequences in a split
             T  tokens in one epoch of a split                E  epochs over the split
-            N  samples in a dataset                          x  1 if a sample has S + 1 tokens, so
-                                                                that every input has a label;
-                                                                otherwise 0
+            N  samples in a dataset                          x  1 if a sample has an extra token,
+                                                                S + 1 in all, so that the last
+                                                                input has a label; otherwise 0
             j  number of a sample in the stream              k  number of a sample in its dataset
             d  number of a document in the stream (sections 4 and 5), or of a dataset in the blend
                (section 6)
@@ -357,11 +357,11 @@ class IndexedDataset(torch.utils.data.Dataset):
     def _open(self):
         """Open both files.  Unpickling calls this, too."""
         self._memo = {}  # results that are not computed twice: verified, fingerprint, record
-        idx_stamp = _stamp_or_hint(self._idx_path)  # its stamp: its size and time (section 15)
+        idx_stamp = _stamp_or_hint(self._idx_path)  # size and time of change (section 15)
         local_path = self._idx_path
         if _is_remote(local_path):
             local_path = _fetch_index(self._idx_path, idx_stamp, self.object_storage_config)
-        content, _ = _read_or_map_file(local_path)  # its bytes, as an array: section 15
+        content, _ = _read_or_map_file(local_path)  # all bytes, as an array (section 15)
         code, n, m = _parse_idx_header(self._idx_path, content, self.multimodal)
         self.dtype = DType.dtype_from_code(code)
         self.sequence_lengths = np.frombuffer(content, np.int32, n, 34)
@@ -384,9 +384,8 @@ class IndexedDataset(torch.utils.data.Dataset):
         # If the .idx is unchanged, nobody replaced the pair while it was being opened (section 14).
         _check_unchanged(self._idx_path, idx_stamp, "opened")
         self._stamps = {"idx": idx_stamp, "bin": bin_stamp}
-        self._arrays_in_files = {
-            name: getattr(self, name) for name in _REOPENED_ATTRIBUTES
-        }  # section 15
+        # What a pickle leaves out, because opening the files restores it (section 15).
+        self._arrays_in_files = {name: getattr(self, name) for name in _REOPENED_ATTRIBUTES}
         if self.check:
             self.verify()
 
@@ -987,7 +986,7 @@ class BlendedMegatronDatasetConfig:
 
     def __post_init__(self) -> None:
         if self.blend_per_split is not None and not any(self.blend_per_split):
-            self.blend_per_split = None
+            self.blend_per_split = None  # three times None means the same as None
         _check_config(self)
         # json would write a numpy integer as a text, and so rename the cache (section 15)
         self.random_seed = _as_whole(self.random_seed, "random_seed", 0, 2**32 - 1)
@@ -1028,8 +1027,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
       add_extra_token_to_sequence
                              True: x = 1, so the last input token has a label, too
       stable_order           True: shuffle each epoch separately.  A longer dataset then begins with
-                             the samples of a shorter one, except a short last sample (section 4).
-                             Keyword only.  Not in upstream
+                             the samples of a shorter one, unless the shorter one keeps a short last
+                             sample (section 4).  Keyword only.  Not in upstream
 
     Other
       object_storage_cache_path
@@ -1118,6 +1117,9 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 #
 # The samples (3) are shuffled together or separately in the same way.  A sample that begins in one
 # epoch and ends in the next is a sample of the epoch in which it ends.
+#
+# If a short last sample is kept, it is shuffled together with the last epoch.  A longer dataset may
+# then have a different order in this epoch, even with stable_order.
 
 
 def count_samples(
@@ -1667,8 +1669,9 @@ class GPTDataset(MegatronDataset):
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         """Return where the tokens of sample k are: [(sequence, offset, length), ...], in order.
 
-        The piece of an empty document has the length 0.  So has the first piece if its row points
-        to the end of a document, which happens without the extra token (see _fill_rows()).
+        The piece of an empty document has the length 0.  So has the first piece if the sample's
+        row of sample_index points to the end of a document.  This happens only without the extra
+        token (see _fill_rows()).
         """
         k = _as_index(k, len(self), f"the samples of {_label_of_dataset(self)}")
         j = operator.index(self.shuffle_index[k])
@@ -1809,8 +1812,7 @@ class GPTDataset(MegatronDataset):
         dataset_path: str | None, config: GPTDatasetConfig
     ) -> IndexedDataset:
         """Open the pair at dataset_path."""
-        if dataset_path is None:
-            raise ValueError("config: no blend is given; give one, or build MockGPTDataset")
+        _check_has_prefix(dataset_path)
         storage = ObjectStorageConfig(config.object_storage_cache_path)
         mmap = config.mmap_bin_files
         return IndexedDataset(dataset_path, mmap=mmap, object_storage_config=storage)
@@ -1932,7 +1934,7 @@ def _positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.nd
 #
 # The lag of a dataset is weight * max(i, 1), minus the number of samples that it gave before sample
 # i.  (Because of max, sample 0 comes from the dataset with the largest weight.)  So at any point of
-# the run, each dataset has given nearly its share of the samples.
+# the blend, each dataset has given nearly its share of the samples.
 #
 # A blend may have phases with different weights.  In each phase the rule counts from 0 again, and
 # each dataset continues after its last sample:
@@ -2409,9 +2411,9 @@ def _entries_of_config(
             _check_has_size(split, size)
             prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
             weights = normalize(weights)
-            wanted = _targets_of_corpora([(size, weights)])
-            built_for = [math.ceil(n * (1 + surplus)) for n in wanted]
-            size = sum(wanted)
+            targets = _targets_of_corpora([(size, weights)])
+            built_for = [math.ceil(n * (1 + surplus)) for n in targets]
+            size = sum(targets)
             entries.append(_Entry(split, prefixes, bounds, built_for, True, weights, size))
     return entries
 
@@ -2462,7 +2464,7 @@ class BlendedMegatronDatasetBuilder:
         self.cls = cls
         self.sizes = [_as_size(size, "sizes") for size in sizes]
         self.is_built_on_rank = is_built_on_rank
-        self.config = copy.copy(config)  # what the caller changes later changes nothing built
+        self.config = copy.copy(config)
         self._entries = _entries_of_config(self.config, self.sizes)
 
     def build(self) -> list:
@@ -2582,7 +2584,7 @@ class BlendedMegatronDatasetBuilder:
 #   step    one update of the model.  It reads M rounds, where M is the global batch size divided by
 #           the samples in a round.  (Section 11 calls M num_microbatches.)  If M is constant, step
 #           t reads rounds t*M .. t*M + M - 1
-#   pass    one time through all samples of the dataset
+#   pass    once through all samples of the dataset
 #
 # The two samplers differ in the order of the samples and in how they deal them to the ranks.
 # "single" keeps the samples in order and deals each rank a block of them.  "cyclic" shuffles them
@@ -2840,12 +2842,13 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 # ==============================================================================
 # Question: which part of each batch does a rank get, and from where?
 #
-# A big model is trained by many ranks, which divide the work along up to four axes.  A rank has a
+# A big model is trained by many ranks, which divide the work along up to four axes.  (In this
+# section, a rank is one process.  The rank of section 8 is the dp coordinate.)  A rank has a
 # coordinate on each axis:
 #
 #   tp  tensor parallel     each rank holds a part of every layer; all of them need the same batch
 #   cp  context parallel    each rank has a part of every row of the batch
-#   dp  data parallel       each coordinate is a copy of the whole model, and reads its own batches
+#   dp  data parallel       each coordinate has a copy of the whole model, and its own batches
 #   pp  pipeline parallel   each coordinate is a stage, which holds some of the layers: the first
 #                           stage needs the tokens, the last stage the labels
 #
@@ -3189,6 +3192,7 @@ def get_batch_on_this_cp_rank(
         GPTDataset does not: with inter_document_masking, set use_per_sequence_balancing;
       - if tokens, labels, loss_mask, attention_mask and position_ids have rows of different
         lengths, or one of them is not a tensor;
+      - if documents are cut, and a tensor has not as many rows as cu_seqlens;
       - if none of these five has a value, but a different key has one, such as input_ids.
 
     Upstream differs: it changes the batch.
@@ -3210,8 +3214,8 @@ def get_batch_on_this_cp_rank(
     S = _length_of_rows(batch)
     if S is None:
         return part
-    size = S // (2 * cp_size)  # of a chunk of the full row
-    positions = None  # with documents: the positions in each row that this rank keeps
+    chunk = S // (2 * cp_size)  # tokens in a chunk of the full row
+    positions = None  # if documents are cut: the positions in each row that this rank keeps
     if batch.get("cu_seqlens") is None or use_per_sequence_balancing:
         _check_divisible_row(S, cp_size)
     else:
@@ -3224,9 +3228,9 @@ def get_batch_on_this_cp_rank(
             if key in _BATCH_KEYS:
                 _check_axis_to_cut(key, value, dim, S)
         elif positions is None:
-            chunk_from_front = value.narrow(dim, cp_rank * size, size)
-            chunk_from_back = value.narrow(dim, S - (cp_rank + 1) * size, size)
-            part[key] = torch.cat([chunk_from_front, chunk_from_back], dim)
+            front = value.narrow(dim, cp_rank * chunk, chunk)
+            back = value.narrow(dim, S - (cp_rank + 1) * chunk, chunk)
+            part[key] = torch.cat([front, back], dim)
         else:
             _check_rows_to_cut(key, value, positions)
             rows = zip(value, positions.to(value.device), strict=True)
@@ -3258,12 +3262,13 @@ def _positions_in_documents(cu_seqlens, S, cp_rank, cp_size):
       cp rank    0 1 1 0   0 0 1 1 1 1 0  0
     """
     # A cu_seqlens from elsewhere may lack the 0 in front or the S at the end, so both are added.
-    # They make no difference if they are there: an empty document has no position.
+    # If they were there, this adds only empty documents, which have no positions.
     bounds = torch.nn.functional.pad(cu_seqlens.to("cpu", torch.int64), (1, 0))
     bounds = torch.nn.functional.pad(bounds, (0, 1), value=S)
     _check_divisible_documents(bounds, cp_size)
     positions = torch.arange(S, device="cpu").repeat(len(bounds), 1)
-    ends = torch.searchsorted(bounds, positions, right=True)  # the first bound after each position
+    # the index in bounds of the end of the document that each position is in
+    ends = torch.searchsorted(bounds, positions, right=True)
     start = bounds.gather(1, ends - 1)
     length = bounds.gather(1, ends) - start
     chunk = (positions - start) * (2 * cp_size) // length
@@ -4872,6 +4877,12 @@ def _check_config(config):
         if blends[0] is None:
             raise ValueError("blend_phases mixes the corpora of train, which has no blend")
         _check_phases(config.blend_phases, blends[0][0])
+
+
+def _check_has_prefix(dataset_path):
+    """Raise ValueError if a corpus is to be opened with a config of mock data, without a prefix."""
+    if dataset_path is None:
+        raise ValueError("config: no blend is given; give one, or build MockGPTDataset")
 
 
 def _check_config_of_samples(config):

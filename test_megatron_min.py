@@ -6430,7 +6430,9 @@ def test_a_file_of_rows_that_is_replaced(one, tmp_path, kind, changed):
     assert pickle.loads(pickled)[changed]["tokens"].tolist() == wanted
     os.replace(new, old)
     assert ds[changed]["tokens"].tolist() == wanted
-    with pytest.raises(one.DatasetFormatError, match=f"a.{kind} was replaced .*build the dataset again"):
+    with pytest.raises(
+        one.DatasetFormatError, match=f"a.{kind} was replaced .*build the dataset again"
+    ):
         pickle.loads(pickled)
     if kind == "jsonl":
         os.utime(old, (0, 0))  # what is written now has another time
