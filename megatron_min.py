@@ -7587,7 +7587,7 @@ class SFTDataset(MegatronDataset):
     ds[k] is a dict of new tensors:
 
       tokens         int64 (S,)
-      labels         int64 (S,), -100: the next token is not learned
+      labels         int64 (S,): the next token; -100 if it is not learned; the pad in padding
       loss_mask      float32 (S,), 0: the label is -100 or padding
       position_ids   int64 (S,), counted from 0 in each conversation
       cu_seqlens     int32 (S+1,): the positions at which conversations start, then S in all other
@@ -7610,8 +7610,8 @@ class SFTDataset(MegatronDataset):
     so that section 9 can cut it.  S must be such a multiple, too.
 
     Raises ValueError for a config or a tokenizer that does not fit, and for a row that cannot be
-    used.  A warning reports the first sample without any loss.  Both messages about a row name the
-    file and the line.
+    used.  A warning reports the first sample without any loss.  Messages about a row name the file
+    and the line.
 
     >>> rows = [{"messages": [{"role": "user", "content": "2+2"},
     ...                       {"role": "assistant", "content": "4"}]}]
