@@ -352,18 +352,13 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.absolute_prefix = _absolute_path(self.path_prefix)
         self._idx_path = get_idx_path(self.absolute_prefix)
         self._bin_path = get_bin_path(self.absolute_prefix)
-        self._open()
+        _open_pair(self)  # reads the .idx, calls _set_arrays(), opens the .bin: section 15
 
-    def _open(self):
-        """Open both files.  Unpickling calls this, too."""
-        self._memo = {}  # results that are not computed twice: verified, fingerprint, record
-        idx_stamp = _stamp_or_hint(self._idx_path)  # size and time of change (section 15)
-        local_path = self._idx_path
-        if _is_remote(local_path):
-            local_path = _fetch_index(self._idx_path, idx_stamp, self.object_storage_config)
-        content, _ = _read_or_map_file(local_path)  # all bytes, as an array (section 15)
+    def _set_arrays(self, content):
+        """Set the dtype and the arrays of the .idx file, from its bytes (an array of uint8)."""
         code, n, m = _parse_idx_header(self._idx_path, content, self.multimodal)
         self.dtype = DType.dtype_from_code(code)
+        self._token_bytes = DType.size(self.dtype)
         self.sequence_lengths = np.frombuffer(content, np.int32, n, 34)
         self.sequence_pointers = np.frombuffer(content, np.int64, n, 34 + 4 * n)
         self.document_indices = np.frombuffer(content, np.int64, m, 34 + 12 * n)
@@ -371,23 +366,6 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.sequence_modes = None
         if self.multimodal:
             self.sequence_modes = np.frombuffer(content, np.int8, n, 34 + 12 * n + 8 * m)
-        bin_stamp = _stamp_or_hint(self._bin_path)
-        self._token_bytes = DType.size(self.dtype)
-        self.num_tokens = bin_stamp["size"] // self._token_bytes
-        _check_ends_of_pair(self, bin_stamp["size"])
-        if _is_remote(self._bin_path):
-            self._tokens = _RemoteFile(self._bin_path, self.dtype)
-        else:
-            tokens_of_file = _MappedTokens if self.mmap else _FileTokens
-            self._tokens = tokens_of_file(self._bin_path, self.dtype)
-            _check_unchanged(self._bin_path, bin_stamp, "opened")  # e.g. truncated
-        # If the .idx is unchanged, nobody replaced the pair while it was being opened (section 14).
-        _check_unchanged(self._idx_path, idx_stamp, "opened")
-        self._stamps = {"idx": idx_stamp, "bin": bin_stamp}
-        # What a pickle leaves out, because opening the files restores it (section 15).
-        self._arrays_in_files = {name: getattr(self, name) for name in _REOPENED_ATTRIBUTES}
-        if self.check:
-            self.verify()
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -486,7 +464,7 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     def __getstate__(self):
         """Return the identity of the pair, and all attributes except the contents of the files."""
-        return _picklable_state(self) | {"_note": _identity_of_pair(self)}
+        return _picklable_state(self) | {"_identity": _identity_of_pair(self)}
 
     def __setstate__(self, state):
         """Open the pair again.  Raises DatasetFormatError if its data have changed."""
@@ -1652,7 +1630,7 @@ class GPTDataset(MegatronDataset):
 
     def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
         """Return several samples.  torch's DataLoader calls this."""
-        return _read_at_once(self, indices)  # section 10
+        return _read_gpt_samples(self, indices)  # section 10
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of sample idx, int64 (S + x,), and the sequence of each of its pieces.
@@ -2255,16 +2233,8 @@ class BlendedDataset(_Identified):
         return {"dataset_id": dataset_id, **self.datasets[d][k]}
 
     def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
-        """Return several samples, with one call of each dataset that gives any of them."""
-        if type(self) is not BlendedDataset:  # a subclass may override __getitem__()
-            return [self[idx] for idx in indices]
-        samples = [None] * len(indices)
-        for d, (rows, ks) in self.places(indices).items():
-            of_dataset = _getitems(self.datasets[d], ks)
-            for row, sample in zip(rows, of_dataset, strict=True):
-                dataset_id = torch.from_numpy(np.array(d, np.int64))
-                samples[row] = {"dataset_id": dataset_id, **sample}
-        return samples
+        """Return several samples.  torch's DataLoader calls this."""
+        return _read_blend_samples(self, indices)  # section 10
 
     def _locate(self, idx):
         """Return (d, k): sample idx is sample k of dataset d.
@@ -2275,31 +2245,6 @@ class BlendedDataset(_Identified):
         i = _as_index(0 if idx is None else idx, len(self), "the samples of a blend")
         k = None if idx is None else int(self.dataset_sample_index[i])
         return int(self.dataset_index[i]), k
-
-    def places(self, indices: typing.Sequence[int | None]) -> dict[int, tuple[list, list]]:
-        """Group several samples by dataset: return {d: (rows, ks)}.
-
-        For each row of rows and the k at the same index of ks, sample indices[row] of the blend is
-        sample k of dataset d.
-        """
-        places = {}
-        for row, idx in enumerate(indices):
-            d, k = self._locate(idx)
-            rows, ks = places.setdefault(d, ([], []))
-            rows.append(row)
-            ks.append(k)
-        return places
-
-
-def _getitems(dataset: typing.Any, indices: typing.Sequence[int | None]) -> list[dict]:
-    """Return several samples of any dataset, in one call if it has a method for that."""
-    while type(dataset) in (torch.utils.data.Subset, _PaddedSubset):  # the latter: section 10
-        # None, the padding sample, is passed on as it is
-        indices = [k if k is None else dataset.indices[k] for k in indices]
-        dataset = dataset.dataset
-    if hasattr(dataset, "__getitems__"):
-        return dataset.__getitems__(indices)
-    return [dataset[idx] for idx in indices]
 
 
 def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
@@ -3285,58 +3230,76 @@ def _positions_in_documents(cu_seqlens, S, cp_rank, cp_size):
 # ==============================================================================
 # Question: how are batches prepared ahead, and what does a checkpoint save?
 #
-#   sampler       0 1 2 3 4 ...        indices of each batch
-#   threads           2 3              num_workers of them make batches ahead
-#   training loop   1                  uses the batch that is ready
+#   sampler         0 1 2 3 4 ...    yields the sample numbers of batch 0, batch 1, ...
+#   threads             2 3          prepare the next batches
+#   training loop     1              uses a batch that was prepared
 #
-# Threads serve GPTDataset, and blends of it, where C is there: it fills batches without Python's
-# lock, so the loop is not held up.  Any other dataset is read by torch's DataLoader, with
-# num_workers processes.  With num_workers=0 a batch is made when the loop asks for it.
+# If C is available (section 18), num_workers threads prepare the batches of a GPTDataset or of a
+# blend of GPTDatasets.  C fills a batch without Python's lock, so the training loop keeps running.
+# Without C, or for any other dataset, torch's DataLoader starts num_workers processes.  With
+# num_workers=0, a batch is made when the loop requests it.
 #
-# The sampler runs ahead of the training loop.  A saved position counts the batches that the loop
-# was given, so what was made ahead and not used is made again after a resume.
+# The sampler runs ahead of the training loop.  So the saved position counts only the batches that
+# the loop has received.  After a resume, batches that were prepared but not used are prepared
+# again.
 #
-# A state has this position, whether the pass has ended there, and the history: what decided the
-# samples before the position, as JSON.  No sample is read for it.  The history of 24 samples of a
-# blend:
+# A state holds this position, whether the pass has ended there, and a history: the values that
+# decided the samples before the position, as JSON.  Saving a state reads no sample.  After 24
+# samples of a blend, the history is:
 #
-#   {"sampler": {"kind of the sampler": "single"},    cyclic has a seed and more
+#   {"sampler": {"kind of the sampler": "single"},    "cyclic" adds its seed and more
 #    "data": {"class": "BlendedDataset",
 #             "corpus 0": {"class": "GPTDataset",
 #                          "name (not compared)": "wiki",
-#                          "fingerprint": {...},      of the pair (section 1)
-#                          "random_seed": 1234, ...}, and more, as _settings_of() says
+#                          "fingerprint": {...},      see IndexedDataset.fingerprint()
+#                          "random_seed": 1234, ...}, and more: see _settings_of()
 #             "which corpus gave which sample (weights, blend_phases)": 1403640103}}
-#                                                     a CRC-32 of dataset_index[:24]
+#                                                     the CRC-32 of dataset_index[:24]
 #
-# The job that loads a state makes the same of its own data and sampler, and goes on where it finds
-# the same.  (Section 8 says which ranks and sizes of batches it may have.)  If the pass had ended,
-# the job begins the next one, unless a batch of the old pass is left here.  What does not change
-# the samples that were consumed is not asked about: with stable_order a longer run, or a phase that
-# comes later; a corpus that has given no sample yet; settings of masks and positions.  Not noticed
-# are documents that were edited in the middle of a pair, and what a class of the user's own does.
+# A job that loads this state computes the history of its own data and sampler, also for 24 samples.
+# If the two histories are equal, the job resumes.  (Section 8 says when its number of ranks or its
+# micro_batch_size may be different.)  If the saved pass had ended, the job starts the next pass.
+# But if a batch of the old pass is left, because the dataset is longer or a round is smaller now,
+# the job continues with this batch.
+#
+# The comparison ignores what cannot change the tokens of these 24 samples, or their order:
+#
+#   - paths of files
+#   - settings of masks and positions
+#   - corpora that gave no sample yet
+#   - with stable_order, the length of the run and all later phases
+#
+# Two changes are not noticed: an edit in the middle of a pair that keeps all lengths, and new code
+# in a class that the user has defined.
 
-_STATE_VERSION = 8  # a number to count up when the same history comes to mean other samples
-_LABEL_KEY = "name (not compared)"  # for messages: a copy may have another
+_STATE_VERSION = 8  # increment when an equal history could stand for other samples
+_LABEL_KEY = "name (not compared)"  # for messages; a copy of a pair may have a different name
+_EPOCH_KEYS = ("stable_order, or one epoch", "epochs", "last epoch shuffled alone")
 
 
 class PretrainingDataLoader(torch.utils.data.DataLoader):
-    """A DataLoader whose position can be saved, as with torchdata's StatefulDataLoader.
+    """A DataLoader whose position can be saved, like torchdata's StatefulDataLoader.
 
-    dataset        any dataset; one that can be asked for sample None (of a Subset its dataset), if
-                   the sampler fills up batches with it
+    dataset        any dataset.  If the sampler pads batches with None, dataset[None] must be a
+                   padding sample.  (A Subset passes None on to its dataset)
     batch_sampler  a sampler of section 8
-    num_workers    how many threads, or processes, make batches ahead; 0: none
-    arguments      further arguments of DataLoader, such as collate_fn or prefetch_factor.  With
-                   any of them but pin_memory, DataLoader makes the batches of a GPTDataset, too
+    num_workers    how many threads or processes prepare batches in advance.  0: none
+    kwargs         further arguments of DataLoader, such as collate_fn or prefetch_factor.  With any
+                   of them except pin_memory, DataLoader makes the batches of a GPTDataset, too
 
-    len() counts the batches of a whole turn, also after a resume.  The first iterator after
-    load_state_dict() goes on where the state was taken, or, if the pass had ended there, begins the
-    next one.  The iterator after it begins at 0, and warns if the first was left before its end;
-    with a cyclic sampler it begins behind the last batch.  Where several run, the state is that of
-    the newest; with persistent_workers the older ones raise a RuntimeError.  What worker processes
-    draw depends on torch.initial_seed(), the data-parallel rank and the place where the iterator
-    begins, unless a generator is given.
+    len() is the number of batches in a full pass, also after a resume.
+
+    The first iterator starts at the consumed_samples of the sampler.  After load_state_dict(), the
+    next iterator starts at the saved position, or starts the next pass if the saved one had ended.
+    Every other iterator starts at sample 0; with a cyclic sampler, it starts after the last batch
+    that the loop received.  A warning is issued if an iterator starts at sample 0 although the
+    resumed one was left before its end.
+
+    If several iterators are in use, the state describes the newest one.  With persistent_workers,
+    the older ones raise RuntimeError.
+
+    If no generator is given, the random numbers in worker processes depend only on
+    torch.initial_seed(), the data-parallel rank, and the sample at which the iterator starts.
 
     >>> loader = PretrainingDataLoader(range(6), MegatronPretrainingSampler(6, 0, 2, 0, 1))
     >>> state = [loader.state_dict() for batch in loader][0]          # after the first batch
@@ -3351,46 +3314,44 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         dataset: typing.Any,
         batch_sampler: _Sampler,
         num_workers: int = 0,
-        **arguments: typing.Any,
+        **kwargs: typing.Any,
     ) -> None:
         num_workers = _as_whole(num_workers, "num_workers")
-        _check_loader(batch_sampler, arguments)
+        _check_loader(batch_sampler, kwargs)
         if type(dataset) is torch.utils.data.Subset:
             dataset = _PaddedSubset(dataset.dataset, dataset.indices)
         may_use_threads = IMPLEMENTATION == "c" and _is_plain(dataset)
-        self.makes_own_batches = may_use_threads and arguments.keys() <= {"pin_memory"}
+        self.makes_own_batches = may_use_threads and kwargs.keys() <= {"pin_memory"}
         self.num_threads = num_workers if self.makes_own_batches else 0
-        num_workers -= self.num_threads  # torch starts no processes where there are threads
-        super().__init__(dataset, batch_sampler=batch_sampler, num_workers=num_workers, **arguments)
-        self._has_generator = self.generator is not None  # that of the arguments
+        num_workers -= self.num_threads  # with threads, torch starts no processes
+        super().__init__(dataset, batch_sampler=batch_sampler, num_workers=num_workers, **kwargs)
+        self._has_generator = self.generator is not None  # the caller gave one
         self.consumed_samples = batch_sampler.consumed_samples
-        self.is_end_of_pass = 0  # 1: the newest iterator has ended by itself; cyclic: always 0
-        # stands for the newest iterator; None: none has begun since a state was loaded
-        self._current_iterator = object()
-        self._resumed_end = 0  # the place where the pass ends that went on from a state
-        self._memo = {}  # what was asked of the datasets: now, so that a state asks no storage
-        _provenance_of(dataset, None, self._memo)
+        self.is_end_of_pass = 0  # see state_dict()
+        self._current_iterator = None  # an object that stands for the newest iterator
+        self._is_loaded = False  # True: no iterator has begun since load_state_dict()
+        self._resumed_end = 0  # the sample at which the resumed pass ends, or 0 if none was resumed
+        self._memo = {}  # results that are not computed twice
+        _provenance_of(dataset, None, self._memo)  # asks storage now, so that no state has to
 
     def __iter__(self) -> typing.Iterator[dict]:
         sampler = self.batch_sampler
         if sampler.kind == "cyclic":
-            # This sampler advances its own number as it runs ahead of the loop: set it back to the
-            # last batch that the loop was given.  The others set theirs to 0 for a further pass.
+            # This sampler advances next_start as it runs ahead of the loop.  Set it back to the
+            # last batch that the loop received.  (The other samplers set it to 0 when they begin.)
             sampler.next_start = self.consumed_samples
         begin = sampler.next_start
         end = self._end_of_pass(begin)
         if begin != self.consumed_samples < self._resumed_end:
-            warnings.warn(
-                f"the iterator that went on from the state was left at sample "
-                f"{self.consumed_samples}, and this one begins at sample {begin}: to go on there, "
-                "load the state again, and keep its first iterator",
-                stacklevel=2,
+            _warn(
+                f"the iterator that resumed from a saved state was left at sample "
+                f"{self.consumed_samples}, and this one starts at sample {begin}; to read the rest "
+                "of that pass, call load_state_dict() again and use its first iterator to the end"
             )
-        is_resumed = self._current_iterator is None and not self.is_end_of_pass
-        self._resumed_end = end if is_resumed else 0
-        this_iterator = object()
-        self._current_iterator = this_iterator
-        batches = self._own_batches() if self.makes_own_batches else self._batches_of_torch(begin)
+        self._resumed_end = end if self._is_loaded and not self.is_end_of_pass else 0
+        self._is_loaded = False
+        self._current_iterator = this_iterator = object()
+        batches = self._iter_own_batches() if self.makes_own_batches else self._iter_torch_batches()
         consumed = begin
         for batch in batches:
             consumed = min(consumed + sampler.samples_per_round, end)
@@ -3398,33 +3359,31 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                 self.consumed_samples = consumed
                 self.is_end_of_pass = 0
             yield batch
-            is_newest = self._current_iterator is this_iterator
-            if self._current_iterator is None or (self.persistent_workers and not is_newest):
-                raise RuntimeError(
-                    "load_state_dict() was called or, with persistent_workers, a newer iterator "
-                    "has begun while this one was running: go on with a new one, iter(loader)"
-                )
-        if consumed < end:  # torch takes a StopIteration of a dataset for the end
-            raise RuntimeError(f"the batches ended at sample {consumed}, not at {end}")
+            _check_iterator(self, this_iterator)
+        if consumed < end:
+            raise RuntimeError(
+                f"the batches ended at sample {consumed}, but the pass ends at sample {end}; check "
+                "that the dataset does not raise StopIteration, which ends an iteration"
+            )
         if self._current_iterator is this_iterator:
             self.is_end_of_pass = int(self._end_of_pass(consumed) == consumed)
 
     def _end_of_pass(self, begin):
-        """Return the sample at which a pass ends that begins, or continues, at sample begin."""
+        """Return the sample at which the pass ends that starts, or continues, at sample begin."""
         sampler = self.batch_sampler
         end = sampler.total_samples
-        if sampler.kind == "cyclic":  # the next pass begins where this one ends
-            turn = begin // sampler.active_total_samples
-            end = (turn + 1) * sampler.active_total_samples
+        if sampler.kind == "cyclic":  # the next pass begins at the sample where this one ends
+            pass_number = begin // sampler.active_total_samples
+            end = (pass_number + 1) * sampler.active_total_samples
         if sampler.drop_last:
             end -= (end - begin) % sampler.samples_per_round
         return end
 
-    def _own_batches(self):
-        """Batches of our own datasets; by threads, if there are any, a few ahead.
+    def _iter_own_batches(self):
+        """Yield the batches of the pass.  Threads, if there are any, prepare a few in advance.
 
-        An error comes at the place of its batch.  Once this iterator is gone, what no thread has
-        begun is not made, and nobody waits.
+        An error in a batch is raised when the loop requests this batch.  When the iterator is
+        closed, batches that no thread has begun are cancelled, and nobody waits for the others.
         """
         if not self.num_threads:
             yield from map(self._make_batch, self.batch_sampler)
@@ -3441,29 +3400,33 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _batches_of_torch(self, begin):
-        """Batches that torch's DataLoader makes, from a place on.
+    def _iter_torch_batches(self):
+        """Yield the batches of the pass, as torch's DataLoader makes them.
 
-        For an iterator torch draws a number, from which each of its worker processes has its seed:
-        from the global generator only ranks with a loader would draw it, and their dropout would
-        differ from that of the others.  And it fails where the default device is not the CPU.
+        For each iterator, DataLoader draws a number from a generator, to seed its worker processes.
+        By default, this is the global generator of torch.  Only ranks with a loader would draw from
+        it, and their dropout would then differ from the dropout of the other ranks.  So this method
+        sets a new generator for each iterator.
+
+        DataLoader fails if torch's default device is not the CPU.
         """
         if not self._has_generator:
-            place = [torch.initial_seed(), self.batch_sampler.data_parallel_rank, begin]
-            [seed] = np.random.SeedSequence(place).generate_state(1, np.uint64).tolist()
+            sampler = self.batch_sampler
+            entropy = [torch.initial_seed(), sampler.data_parallel_rank, sampler.next_start]
+            [seed] = np.random.SeedSequence(entropy).generate_state(1, np.uint64).tolist()
             self.generator = torch.Generator().manual_seed(seed)
         with torch.device("cpu"):
             batches = super().__iter__()
+        end = object()
         while True:
-            try:
-                with torch.device("cpu"):  # not around the yield, where the caller's code runs
-                    batch = next(batches)
-            except StopIteration:
+            with torch.device("cpu"):  # not around the yield, where the caller's code runs
+                batch = next(batches, end)
+            if batch is end:
                 return
             yield batch
 
     def _make_batch(self, indices):
-        """One batch; where there is a GPU, in pinned memory, from which it copies faster."""
+        """Return a batch, in pinned memory if there is a GPU: copies from there are faster."""
         batch = _make_batch(self.dataset, indices)
         if self.pin_memory and torch.cuda.is_available():
             batch = {key: values.pin_memory() for key, values in batch.items()}
@@ -3472,16 +3435,17 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     # ---- the state
 
     def state_dict(self) -> dict:
-        """Return the four keys of a state: three numbers and a text.
+        """Return the state: a dict of three integers and a string.
 
         version            the format of the state
-        consumed_samples   samples that all ranks together have used
-        is_end_of_pass     1: the newest iterator has ended by itself; 0: it has not.  With a cyclic
-                           sampler it is always 0, because consumed_samples counts all passes
-        history            JSON of what decided the consumed samples; "{}" if there are none
+        consumed_samples   how many samples all ranks together have used
+        is_end_of_pass     1 if the newest iterator has read its pass to the end, otherwise 0.  With
+                           a cyclic sampler always 0, because consumed_samples counts all passes
+        history            what decided the consumed samples, as JSON; "{}" if there are none
 
-        It is equal on all ranks that read.  The loader of a tensor-parallel rank that is sent its
-        batches stays at sample 0: save the state of a rank that reads.
+        The state is the same on all ranks that read data.  A tensor-parallel rank that receives its
+        batches from another rank does not use its loader, which stays at sample 0.  So save the
+        state of a rank that reads.
         """
         return {
             "version": _STATE_VERSION,
@@ -3491,146 +3455,277 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         }
 
     def load_state_dict(self, state_dict: dict, strict: bool = True) -> None:
-        """Go on where the state was taken, in the next iterator: one that runs raises RuntimeError.
+        """Make the next iterator resume at the saved position.
 
-        If the pass had ended there, the next iterator begins the next pass.  But if a batch of the
-        old pass is left here (the dataset is longer, or a round smaller), it yields this batch.
+        If the saved pass had ended, the next iterator starts the next pass.  But if a batch of the
+        old pass is left (because the dataset is longer or a round is smaller now), the iterator
+        yields this batch first.  The next() of an iterator that has already begun raises
+        RuntimeError.
 
-        ValueError names the first thing of the history that is another one here; strict=False goes
-        on all the same, if a pass of the sampler can start there.
+        strict   True: raise ValueError if version or history differ from what this loader would
+                 save.  The error names the first value that differs.  False: skip the comparison
+
+        Raises ValueError if state_dict is not a state, or if the sampler cannot start at the saved
+        position.
+
+        A run that is to grow needs stable_order=True in its first job.
         """
         if strict:
-            version = state_dict.get("version")
-            _check_same_history({"version": version}, {"version": _STATE_VERSION})
-        else:  # older states lack the key
-            state_dict = {"is_end_of_pass": 0} | state_dict
-        with _naming_action(
-            "the state", "expected version, consumed_samples, is_end_of_pass, history"
-        ):
+            _check_same_history({"version": state_dict.get("version")}, {"version": _STATE_VERSION})
+        else:
+            state_dict = {"is_end_of_pass": 0} | state_dict  # older states lack this key
+        with _naming_action("cannot resume", "the state is not one of a PretrainingDataLoader"):
             consumed = operator.index(state_dict["consumed_samples"])
             had_ended = operator.index(state_dict["is_end_of_pass"]) > 0
-            past = _parse_history(state_dict["history"]) if strict else None
+            history = _parse_history(state_dict["history"]) if strict else {}
         _check_start(self.batch_sampler, consumed)
         if strict:
-            _check_same_history(past, _parse_history(self._history_json(consumed)))
-        self._current_iterator = None
+            _check_same_history(history, _parse_history(self._history_json(consumed)))
+        self._is_loaded = True
         self._resumed_end = 0
         self.consumed_samples = consumed
         self.is_end_of_pass = int(had_ended and self._end_of_pass(consumed) == consumed)
         self.batch_sampler.next_start = 0 if self.is_end_of_pass else consumed
 
     def _history_json(self, consumed_samples):
-        """The JSON of what decided the consumed samples; "{}" if there is none."""
+        """Return what decided the consumed samples, as JSON, or "{}" if there are none."""
         if consumed_samples == 0:
             return "{}"
         sampler = self.batch_sampler
-        order = {"kind of the sampler": sampler.kind}  # but for cyclic: 0, 1, 2, ...
-        n = consumed_samples
+        settings = {"kind of the sampler": sampler.kind}
+        n = consumed_samples  # without "cyclic", these are samples 0 .. n - 1
         if sampler.kind == "cyclic":
-            n = sampler.samples_shuffled()  # each of them may have been consumed
-            turn, done = divmod(consumed_samples, sampler.active_total_samples)
-            order["seed of the sampler"] = sampler.seed
-            order["data_sharding"] = sampler.data_sharding
-            order["samples that are shuffled"] = n
-            order["pass"] = turn
-            order["samples done in the pass"] = done
+            n = sampler.samples_shuffled()  # each of these may have been consumed
+            pass_number, done = divmod(consumed_samples, sampler.active_total_samples)
+            settings["seed of the sampler"] = sampler.seed
+            settings["data_sharding"] = sampler.data_sharding
+            settings["samples that are shuffled"] = n
+            settings["pass"] = pass_number
+            settings["samples done in the pass"] = done
             if sampler.data_sharding:
-                order["data_parallel_size"] = sampler.data_parallel_size
-        past = {"sampler": order, "data": _provenance_of(self.dataset, n, self._memo)}
-        return json.dumps(past, default=_as_json)
+                settings["data_parallel_size"] = sampler.data_parallel_size
+        history = {"sampler": settings, "data": _provenance_of(self.dataset, n, self._memo)}
+        return json.dumps(history, default=_as_json)
+
+
+def build_pretraining_data_loader(
+    dataset: typing.Any,
+    consumed_samples: int,
+    *,
+    micro_batch_size: int,
+    data_parallel_rank: int | None = None,
+    data_parallel_size: int | None = None,
+    dataloader_type: str = "single",
+    data_sharding: bool = True,
+    num_workers: int = 0,
+    full_validation: bool = False,
+    drop_last: bool = True,
+    seed: int = 0,
+) -> typing.Any:
+    """Return a PretrainingDataLoader of this rank's micro-batches, or None if there are no samples.
+
+    dataset              any dataset, or None.  Lists of datasets are rejected
+    consumed_samples     where to start: how many samples all ranks together have used (section 8)
+    data_parallel_rank   number of this data-parallel rank.  None: 0, in a job of one process only
+    data_parallel_size   number of data-parallel ranks.  None: 1, in a job of one process only
+    dataloader_type      "single" or "cyclic": the sampler (section 8).  "external": dataset is
+                         already a loader, and is returned as it is
+    full_validation      True: read each sample once, one sample per rank and round, whatever
+                         dataloader_type and micro_batch_size are
+    drop_last            for "single".  True: drop the last samples, if they do not fill a round.
+                         False: read them in a short round
+    data_sharding, seed  for "cyclic": arguments of its sampler
+    num_workers          how many threads or processes prepare batches in advance
+
+    Raises ValueError for an argument out of range.  Raises it, too, if the job has several
+    processes, and data_parallel_rank or data_parallel_size is None.
+
+    Upstream differs: its settings are global, and it has no seed.
+
+    >>> loader = build_pretraining_data_loader(range(8), 0, micro_batch_size=2)
+    >>> next(iter(loader)), loader.state_dict()["consumed_samples"]
+    (tensor([0, 1]), 2)
+    """
+    if dataset is None or dataloader_type == "external":
+        return dataset
+    if len(dataset) == 0:  # a split for which no samples were requested
+        return None
+    _check_data_of_loader(dataset, data_parallel_rank, data_parallel_size)
+    rank = 0 if data_parallel_rank is None else data_parallel_rank
+    ranks = 1 if data_parallel_size is None else data_parallel_size
+    sizes = [len(dataset), consumed_samples, micro_batch_size, rank, ranks]
+    if full_validation:
+        sampler = MegatronFullValidationSampler(
+            len(dataset), rank, ranks, consumed_samples=consumed_samples
+        )
+    elif dataloader_type == "single":
+        sampler = MegatronPretrainingSampler(*sizes, drop_last)
+    elif dataloader_type == "cyclic":
+        sampler = MegatronPretrainingRandomSampler(dataset, *sizes, data_sharding, seed=seed)
+    else:
+        raise ValueError(
+            f"dataloader_type: expected single, cyclic or external, got {dataloader_type!r}"
+        )
+    is_pinned = torch.cuda.is_available()
+    return PretrainingDataLoader(dataset, sampler, num_workers, pin_memory=is_pinned)
+
+
+# -- How a batch is read -----------------------------------------------------------------------
 
 
 def _make_batch(dataset: typing.Any, indices: typing.Sequence[int | None]) -> dict:
-    """Return what a batch is: the samples of its indices, stacked, {key: tensor (B, ...)}."""
+    """Return a batch, {key: tensor (B, ...)}: the samples with these indices, stacked.
+
+    Section 18 replaces this function with a faster one.
+    """
     return torch.utils.data.default_collate(_getitems(dataset, indices))
 
 
-def _is_plain(dataset: typing.Any) -> bool:
-    """Is it a GPTDataset, or a blend of such with the blend's config, and of no subclass?"""
-    if type(dataset) is not BlendedDataset:
-        return type(dataset) is GPTDataset
-    parts = dataset.datasets
-    return all(type(part) is GPTDataset and part.config is dataset.config for part in parts)
+def _getitems(dataset: typing.Any, indices: typing.Sequence[int | None]) -> list[dict]:
+    """Return several samples of any dataset, in one call if it has a method for that."""
+    while type(dataset) in (torch.utils.data.Subset, _PaddedSubset):
+        # None, the padding sample, is passed on as it is
+        indices = [k if k is None else dataset.indices[k] for k in indices]
+        dataset = dataset.dataset
+    if hasattr(dataset, "__getitems__"):
+        return dataset.__getitems__(indices)
+    return [dataset[idx] for idx in indices]
 
 
 class _PaddedSubset(torch.utils.data.Subset):
-    """A Subset that torch asks for sample None, too, which fills up a batch."""
+    """A Subset that passes None on to its dataset.  torch's DataLoader calls __getitems__()."""
 
     def __getitems__(self, indices):
         return _getitems(self, indices)
 
 
-# -- What decides the samples ------------------------------------------------------------------
+def _is_plain(dataset: typing.Any) -> bool:
+    """Return whether dataset is a GPTDataset, or a blend of GPTDatasets that share its config.
+
+    Instances of subclasses do not count, because a subclass may override what a sample is.
+    """
+    parts = dataset.datasets if type(dataset) is BlendedDataset else [dataset]
+    return all(type(part) is GPTDataset and part.config is dataset.config for part in parts)
 
 
-def _provenance_of(dataset, n, kept):
-    """What decides the first n samples of a dataset, None: all: {setting, in words: value}.
+def _read_gpt_samples(dataset, indices):
+    """Return several samples of a GPTDataset.  Their pieces are read together."""
+    if type(dataset) is not GPTDataset:  # a subclass may override __getitem__()
+        return [dataset[idx] for idx in indices]
+    pieces_of_samples = [dataset.pieces(0 if idx is None else idx) for idx in indices]
+    parts = iter(_read_pieces(dataset.dataset, list(itertools.chain(*pieces_of_samples))))
+    samples = []
+    for idx, pieces in zip(indices, pieces_of_samples, strict=True):
+        row = np.concatenate([next(parts) for _ in pieces], dtype=np.int64)
+        samples.append(dataset._make_sample(idx, row))
+    return samples
 
-    kept   a dict, for further calls: what was asked of each dataset once
+
+def _read_blend_samples(blend, indices):
+    """Return several samples of a blend, with one call of each dataset that gives any of them."""
+    if type(blend) is not BlendedDataset:  # a subclass may override __getitem__()
+        return [blend[idx] for idx in indices]
+    samples = [None] * len(indices)
+    for d, (rows, ks) in _rows_of_datasets(blend, indices).items():
+        for row, sample in zip(rows, _getitems(blend.datasets[d], ks), strict=True):
+            dataset_id = torch.from_numpy(np.array(d, np.int64))
+            samples[row] = {"dataset_id": dataset_id, **sample}
+    return samples
+
+
+def _rows_of_datasets(blend, indices):
+    """Group several samples of a blend by dataset: return {d: (rows, ks)}.
+
+    For each row of rows and the k at the same index of ks, sample indices[row] of the blend is
+    sample k of dataset d.
+    """
+    rows_of_datasets = {}
+    for row, idx in enumerate(indices):
+        d, k = blend._locate(idx)
+        rows, ks = rows_of_datasets.setdefault(d, ([], []))
+        rows.append(row)
+        ks.append(k)
+    return rows_of_datasets
+
+
+# -- The history: what decides the samples -----------------------------------------------------
+
+
+def _provenance_of(dataset, n, memo):
+    """Return what decides the first n samples of a dataset: {setting: value}.
+
+    n      None: all samples of the dataset
+    memo   a dict with results of earlier calls, {id(dataset): result}
     """
     if isinstance(dataset, BlendedDataset):
-        mix, parts = _settings_of_blend(dataset, n, kept)
+        blend_settings, parts = _settings_of_blend(dataset, n, memo)
         settings = {"class": type(dataset).__name__}
         for d in parts:
-            settings[f"corpus {d}"] = _provenance_of(dataset.datasets[d], None, kept)
-        return settings | mix
+            settings[f"corpus {d}"] = _provenance_of(dataset.datasets[d], None, memo)
+        return settings | blend_settings
     data = getattr(dataset, "dataset", None)
     if isinstance(dataset, torch.utils.data.Subset):
         indices = np.asarray(dataset.indices[:n], np.int64)
-        if np.any(indices < 0):  # -1 is the last
+        if np.any(indices < 0):  # -1 is the last sample
             indices = indices % len(data)
         n = int(indices.max()) + 1
         settings = {"class": "Subset", "indices": _md5(indices.tobytes())}
     else:
-        if id(dataset) not in kept:
-            kept[id(dataset)] = _settings_of(dataset)
-        settings = kept[id(dataset)]
+        if id(dataset) not in memo:
+            memo[id(dataset)] = _settings_of(dataset)
+        settings = memo[id(dataset)]
         if isinstance(dataset, torch.utils.data.ConcatDataset):
-            return settings | _what_decides_parts(dataset, n, kept)
-        if data is None or isinstance(dataset, GPTDataset):  # whose settings are of its pair, too
+            return settings | _provenance_of_parts(dataset, n, memo)
+        if data is None or isinstance(dataset, GPTDataset):  # its settings cover its pair
             return settings
-    return settings | {"data": _provenance_of(data, n, kept)}
+    return settings | {"data": _provenance_of(data, n, memo)}
 
 
-def _what_decides_parts(dataset, n, kept):
-    """What decides the first n samples of a ConcatDataset, of each dataset that gave one."""
+def _provenance_of_parts(concat, n, memo):
+    """Return what decides the first n samples of a ConcatDataset, for each dataset that gave any.
+
+    A dataset may grow if no later one gave a sample, and datasets may be added at the end.
+    """
     firsts = []
-    decided = {"first sample of each dataset": firsts}
-    end = 0
-    for part in dataset.datasets:
-        begin = end
-        end += len(part)
+    settings = {"first sample of each dataset": firsts}
+    for part, end in zip(concat.datasets, concat.cumulative_sizes, strict=True):
+        begin = end - len(part)
         if begin < end and (n is None or begin < n):  # an empty dataset gives none
             own_n = None if n is None else min(n, end) - begin
-            decided[f"dataset {len(firsts)}"] = _provenance_of(part, own_n, kept)
+            settings[f"dataset {len(firsts)}"] = _provenance_of(part, own_n, memo)
             firsts.append(begin)
-    return decided
+    return settings
 
 
-def _settings_of_blend(blend, n, kept):
-    """How a blend mixes its first n samples, and the numbers of the datasets that gave one.
+def _settings_of_blend(blend, n, memo):
+    """Return {setting: value} for the first n samples of a blend, and which datasets gave them.
 
-    What is kept of the last n goes on from there: anew, 10^9 samples take seconds.
+    memo keeps the checksum and the counts of the last call, and a call with a larger n continues
+    from them: reading 10^9 entries takes seconds.
     """
     if n is None:
-        mix = {"weights": blend.weights, "blend_phases": blend.phases, "size": blend.size}
-        return mix, range(len(blend.datasets))
-    last_n, checksum, given = kept.get(id(blend), (0, 0, 0))
+        settings = {"weights": blend.weights, "blend_phases": blend.phases, "size": blend.size}
+        return settings, range(len(blend.datasets))
+    last_n, checksum, counts = memo.get(id(blend), (0, 0, 0))
     if last_n > n:
-        last_n, checksum, given = 0, 0, 0
+        last_n, checksum, counts = 0, 0, 0
     new = np.ascontiguousarray(blend.dataset_index[last_n:n], np.int16)
     checksum = zlib.crc32(new, checksum)
-    given = np.add(given, _count_datasets(new, len(blend.datasets)))
-    kept[id(blend)] = n, checksum, given
-    mix = {"which corpus gave which sample (weights, blend_phases)": checksum}
+    counts = np.add(counts, _count_datasets(new, len(blend.datasets)))
+    memo[id(blend)] = n, checksum, counts
+    settings = {"which corpus gave which sample (weights, blend_phases)": checksum}
     if type(blend)._build_indices is not BlendedDataset._build_indices:
         samples = np.ascontiguousarray(blend.dataset_sample_index[:n], np.int64)
-        mix["which sample each corpus gave"] = zlib.crc32(samples)
-    return mix, np.flatnonzero(given).tolist()
+        settings["which sample each corpus gave"] = zlib.crc32(samples)
+    return settings, np.flatnonzero(counts).tolist()
 
 
 def _settings_of(dataset):
-    """What decides the samples of a dataset, no blend or Subset, as it was when it was built."""
+    """Return what decides the samples of a dataset that is neither a blend nor a Subset.
+
+    The settings of a MegatronDataset are mostly taken from unique_identifiers, which keep the
+    values of the build.  The config may have been changed since then.
+    """
     settings = {
         "class": type(dataset).__name__,
         _LABEL_KEY: os.path.basename(_label_of_dataset(dataset)),
@@ -3655,91 +3750,85 @@ def _settings_of(dataset):
 
 
 def _settings_of_orders(dataset):
-    """What decides which tokens the samples of a GPTDataset are, and their order."""
+    """Return what decides which tokens are in the samples of a GPTDataset, and their order."""
     identifiers = dataset.unique_identifiers
     settings = {"sequence_length": identifiers["sequence_length"]}
     for name in ("add_extra_token_to_sequence", "drop_last_partial_validation_sequence"):
         settings[name] = identifiers.get(name, True)
-    method = "_build_document_sample_shuffle_indices"
-    if getattr(type(dataset), method) is not getattr(GPTDataset, method):
+    method = GPTDataset._build_document_sample_shuffle_indices
+    if type(dataset)._build_document_sample_shuffle_indices is not method:
         for name in dataset.index_names:
             settings[f"{name} (CRC-32)"] = zlib.crc32(np.ascontiguousarray(getattr(dataset, name)))
         return settings
     settings["random_seed"] = identifiers["random_seed"]
+    by_epochs_key, epochs_key, last_epoch_key = _EPOCH_KEYS
     plan = dataset.epoch_plan
+    # With stable_order, each epoch is shuffled separately.  Then more epochs change nothing before
+    # them, except that a short last sample moves to their end.  A single epoch is shuffled in the
+    # same way without stable_order.
     is_by_epochs = identifiers.get("stable_order", False) or plan.num_epochs == 1
-    settings["stable_order, or one epoch"] = is_by_epochs
+    settings[by_epochs_key] = is_by_epochs
     keeps_short = not settings["drop_last_partial_validation_sequence"]
-    if keeps_short or not is_by_epochs:  # else those that are added change nothing before
-        settings["epochs"] = plan.num_epochs
+    if keeps_short or not is_by_epochs:
+        settings[epochs_key] = plan.num_epochs
     if not is_by_epochs:
-        settings["last epoch shuffled alone"] = plan.separate_final_epoch
+        settings[last_epoch_key] = plan.separate_final_epoch
     return settings
 
 
-def build_pretraining_data_loader(
-    dataset: typing.Any,
-    consumed_samples: int,
-    *,
-    micro_batch_size: int,
-    data_parallel_rank: int | None = None,
-    data_parallel_size: int | None = None,
-    dataloader_type: str = "single",
-    data_sharding: bool = True,
-    num_workers: int = 0,
-    full_validation: bool = False,
-    drop_last: bool = True,
-    seed: int = 0,
-) -> typing.Any:
-    """Return a PretrainingDataLoader of this rank's micro-batches; None where there is no sample.
+# -- Two histories are compared ----------------------------------------------------------------
 
-    dataloader_type      "single", "cyclic" (section 8), or "external": dataset is a loader already,
-                         and is returned as it is
-    data_parallel_rank   None: 0, in a job of one process; so data_parallel_size 1
-    full_validation      every sample once, one for each rank and round, whatever micro_batch_size
-    drop_last            of single: leave out the last samples, which fill no whole round
-    data_sharding, seed  of cyclic: those of its sampler
-    Upstream             build_pretraining_data_loader
 
-    >>> loader = build_pretraining_data_loader(range(8), 0, micro_batch_size=2)
-    >>> next(iter(loader)), loader.state_dict()["consumed_samples"]
-    (tensor([0, 1]), 2)
-    """
-    if dataset is None or dataloader_type == "external":
-        return dataset
-    if len(dataset) == 0:  # a split of which nothing is wanted
-        return None
-    _check_data_of_loader(dataset, data_parallel_rank, data_parallel_size)
-    rank = 0 if data_parallel_rank is None else data_parallel_rank
-    ranks = 1 if data_parallel_size is None else data_parallel_size
-    sizes = [len(dataset), consumed_samples, micro_batch_size, rank, ranks]
-    if full_validation:
-        sampler = MegatronFullValidationSampler(
-            len(dataset), rank, ranks, consumed_samples=consumed_samples
-        )
-    elif dataloader_type == "single":
-        sampler = MegatronPretrainingSampler(*sizes, drop_last)
-    elif dataloader_type == "cyclic":
-        sampler = MegatronPretrainingRandomSampler(dataset, *sizes, data_sharding, seed=seed)
-    else:
+def _check_same_history(saved, current):
+    """Check that two histories are equal.  Raises ValueError that names the first difference."""
+    difference = _first_difference(saved, current)
+    if difference is not None:
+        name, was, now = ("not set" if part is None else part for part in difference)
         raise ValueError(
-            f"dataloader_type: wanted single, cyclic or external, got {dataloader_type!r}"
+            f"cannot resume: {name} was {was} when the state was saved, and is {now} now.  Restore "
+            "the data, settings and release of the saved run (a run that is to grow needs "
+            "stable_order=True in its first job).  To resume anyway, at the risk of repeated or "
+            "skipped samples, call load_state_dict(state, strict=False)"
         )
-    is_pinned = torch.cuda.is_available()
-    return PretrainingDataLoader(dataset, sampler, num_workers, pin_memory=is_pinned)
 
 
-def _read_at_once(dataset, indices):
-    """Several samples of a GPTDataset, whose pieces are read together; None is padding."""
-    if type(dataset) is not GPTDataset:  # a subclass may say itself what a sample is
-        return [dataset[idx] for idx in indices]
-    pieces_of_samples = [dataset.pieces(0 if idx is None else idx) for idx in indices]
-    parts = iter(_read_pieces(dataset.dataset, list(itertools.chain(*pieces_of_samples))))
-    samples = []
-    for idx, pieces in zip(indices, pieces_of_samples, strict=True):
-        text = np.concatenate([next(parts) for _ in pieces], dtype=np.int64)
-        samples.append(dataset._make_sample(idx, text))
-    return samples
+def _parse_history(text):
+    """Return the history in a JSON text as one dict: the values of the sampler and of the data."""
+    history = json.loads(text)
+    return history.get("sampler", {}) | history.get("data", {})
+
+
+def _first_difference(was, now):
+    """Return the difference to report, as (name, value in was, value in now), or None.
+
+    was, now   what _provenance_of() returned, after a way through JSON
+    """
+    return min(_iter_differences(was, now, ""), key=_is_secondary, default=None)
+
+
+def _is_secondary(difference):
+    """Return whether a difference is usually the consequence of a different setting.
+
+    A value that is missing on one side is one, and so are the epochs of a corpus.  They are
+    reported only if nothing else differs.
+    """
+    name, was, now = difference
+    return name.startswith(_EPOCH_KEYS) or was is None or now is None
+
+
+def _iter_differences(was, now, suffix):
+    """Yield each difference as (name, value in was, value in now), with None for a missing value.
+
+    suffix   the end of the names, such as " of corpus 1 (wiki)"
+    """
+    for key in was | now:
+        old = was.get(key)
+        new = now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            label = f" ({new[_LABEL_KEY]})" if _LABEL_KEY in new else ""
+            yield from _iter_differences(old, new, f" of {key}{label}{suffix}")
+        elif old != new and key != _LABEL_KEY:
+            yield f"{key}{suffix}", old, new
 
 
 # ==============================================================================
@@ -4529,16 +4618,19 @@ def _naming_place(place):
 def _naming_action(name, action, kind=ValueError):
     """Say in an error which action failed on what: an OSError, or kind("name: action: message").
 
-    An OSError keeps its errno.  MemoryError passes unchanged: it is not the fault of what is named.
+    An OSError stays an OSError, with its errno if it has one.  MemoryError passes unchanged: it is
+    not the fault of what is named.
     """
     try:
         yield
     except MemoryError:
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            reason = f"{action}: {error.strerror}"
-            raise OSError(error.errno, reason, os.fsdecode(name)) from error
+        if isinstance(error, OSError):
+            kind = OSError
+            if error.errno is not None:
+                reason = f"{action}: {error.strerror}"
+                raise OSError(error.errno, reason, os.fsdecode(name)) from error
         raise kind(f"{name}: {action}: {_message_of(error)}") from error
 
 
@@ -5343,77 +5435,45 @@ def _check_rows_to_cut(key, value, positions):
         )
 
 
-def _check_loader(sampler, arguments):
-    """ValueError for batches that a state cannot count; a warning where there is none."""
-    if not arguments.get("in_order", True):
+def _check_loader(sampler, kwargs):
+    """Check that a state can count the batches of a loader, and warn if there are none.
+
+    Raises ValueError for in_order=False.
+    """
+    if not kwargs.get("in_order", True):
         raise ValueError("in_order=False: a state counts batches, so they must come in order")
     if len(sampler) == 0:
-        warnings.warn(
-            f"a loader without a batch: {sampler.total_samples} samples are fewer than the "
-            f"{sampler.samples_per_round} of a round (micro_batch_size * data_parallel_size): ask "
-            "for more samples, or for drop_last=False",
-            stacklevel=4,
+        _warn(
+            f"the loader has no batch: {sampler.total_samples} samples are fewer than the "
+            f"{sampler.samples_per_round} of a round (micro_batch_size * data_parallel_size); "
+            "request more samples, or set drop_last=False"
         )
+
+
+def _check_iterator(loader, iterator):
+    """Check that an iterator of a loader may continue.  Raises RuntimeError if it is outdated."""
+    if loader._is_loaded:
+        raise RuntimeError("load_state_dict() was called; use a new iterator, iter(loader)")
+    if loader.persistent_workers and loader._current_iterator is not iterator:
+        raise RuntimeError("persistent_workers: a newer iterator has begun; use only the newest")
 
 
 def _check_data_of_loader(dataset, rank, size):
-    """ValueError for a list of datasets, and where a job of several does not say the rank."""
+    """Check that a loader gets one dataset and, in a job of several processes, rank and size.
+
+    Raises ValueError.
+    """
     if isinstance(dataset, (list, tuple)) and isinstance(dataset[0], torch.utils.data.Dataset):
         raise ValueError(
-            f"got {len(dataset)} datasets, such as several validation sets: make a loader for each"
+            f"dataset: expected one dataset, got {len(dataset)} (such as several validation "
+            "datasets); make a loader for each"
         )
     if _num_processes() > 1 and (rank is None or size is None):
         raise ValueError(
-            f"this is a job of {_num_processes()} processes, which would all read the same "
-            "samples: give data_parallel_rank and data_parallel_size (0 and 1, if that is meant, "
-            "as with tensor parallelism alone)"
+            f"data_parallel_rank and data_parallel_size are needed in a job of {_num_processes()} "
+            "processes; give 0 and 1 if all processes are to read the same samples, as with tensor "
+            "parallelism alone"
         )
-
-
-def _check_same_history(state, here):
-    """ValueError for what a state says, where here it is another one."""
-    difference = _first_difference(state, here)
-    if difference is not None:
-        words, was, now = difference
-        raise ValueError(
-            f"the state does not fit: {words} was {was} in the state, and is {now}.  Go on with "
-            "the data, settings and release of the state (a run that is to grow wants "
-            "stable_order=True from its first start), or unchecked, where samples may come twice "
-            "or never: load_state_dict(state, strict=False)"
-        )
-
-
-def _parse_history(text):
-    """All that a history says, of the sampler and of the data."""
-    past = json.loads(text)
-    return past.get("sampler", {}) | past.get("data", {})
-
-
-def _first_difference(was, now):
-    """Return the first thing that differs: (its words, its value in was, in now), or None.
-
-    was, now   answers of _provenance_of(), from JSON
-    """
-    return min(_iter_differences(was, now, ""), key=_is_secondary, default=None)
-
-
-def _is_secondary(difference):
-    """What may follow from another one is told last: what is missing, and epochs of a corpus."""
-    words, was, now = difference
-    is_of_epochs = words.startswith(("stable_order, or", "epochs", "last epoch"))
-    return is_of_epochs or was is None or now is None
-
-
-def _iter_differences(was, now, of):
-    """Yield all that differs; of is what the words end with, such as " of corpus 1 (wiki)"."""
-    for key in was | now:
-        old = was.get(key)
-        new = now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            name = f" ({new[_LABEL_KEY]})" if _LABEL_KEY in new else ""
-            yield from _iter_differences(old, new, f" of {key}{name}{of}")
-        elif old != new and key != _LABEL_KEY:
-            yield f"{key}{of}", old, new
 
 
 def _check_gradient_in_time(ddp, param):
@@ -5646,120 +5706,145 @@ def _sync_folder(folder):
 # ==============================================================================
 # Question: when can index arrays from an earlier job be used again?
 #
-# When they are what is asked for, and the data are the same.  Three things say so:
+# The first job that needs an index array builds and saves it; later jobs load it.  A saved array is
+# valid if the same thing was requested and the data are the same.  Three values decide this:
 #
-#   description   what was asked for?  Its md5 is in the names of the files; what upstream's leaves
-#                 out is in the manifest (made_from)
-#   stamp         size and time of a file: has it changed since somebody looked?
-#   fingerprint   sizes, lengths, and the ends of the tokens: are these the data, wherever they are?
+#   description   What was requested: upstream's text of the settings.  Settings that this text
+#                 omits are added if they do not have their defaults.  The MD5 of the text is in
+#                 every file name.  What else the arrays depend on, such as the documents of the
+#                 split, is in the manifest, as made_from.
+#   stamp         The size of a file and the time of its last change (on object storage, its ETag,
+#                 for example).  If the stamp is the same, the file was not touched.
+#   fingerprint   The sizes of both files of the pair, and checksums of the sequence lengths and of
+#                 both ends of the .bin.  It is the same for every copy of the pair, touched or
+#                 not.  It does not notice an edit in the middle of the .bin that keeps the size.
 #
-# A note of a pair, in a manifest or a pickle, has the stamps of both files and the fingerprint.
-# Where the stamps are still the same, the fingerprint is believed without being made again.
+# A stamp is cheap.  A fingerprint is not: it reads all sequence lengths.  So manifests and pickled
+# datasets hold the identity of a pair: both stamps and the fingerprint.  While the stamps are the
+# same, the saved fingerprint is trusted.  When one differs, the whole .idx is verified, and the
+# fingerprint is computed again and compared.
 #
-#   <hash>-GPTDataset-train-description.txt
-#                          -document_index.npy   and -sample_index.npy, -shuffle_index.npy
-#                          -manifest.json        written last: what the arrays were made from; the
-#                          note of the pair; what a start needs to know of the arrays (facts); of
-#                          each file its size and a CRC-32, of a large one its time, too; a CRC-32
-#                          of all this
+# These are the files of one dataset, in the cache folder:
 #
-#   found at a start                               then
-#   a manifest of the same data, and its files     the arrays are read, large ones mapped
-#   no manifest, or one of another format          built and saved: a cache of upstream's, perhaps,
-#                                                  or one whose making was cut off
-#   a large array of another time                  the same: another job may have written it at the
-#                                                  same moment, of other data
-#   anything else: damaged, or of other data       built and saved, with a warning that says why
-#   a folder that cannot be written                built, with a warning; they stay in memory
+#   <hash>-GPTDataset-train-description.txt      what was requested
+#   <hash>-GPTDataset-train-document_index.npy   the arrays; likewise -sample_index.npy and
+#                                                -shuffle_index.npy
+#   <hash>-GPTDataset-train-manifest.json        written last.  Its keys:
+#       format      version of this layout
+#       made_from   what else the arrays depend on (see above)
+#       pair        identity of the pair, or null for a blend and for a user's own reader
+#       facts       the epoch plan, or how many samples a blend takes of each dataset
+#       files       dtype, shape, size and CRC-32 of each array; above 1 MiB, also the modification
+#                   time of its file
+#       crc32       CRC-32 of the manifest itself
 #
-# A pair that was touched, and a copy that is opened by the same name, find the cache, too.  Of an
-# array file above 1 MiB the CRC-32 is that of its ends: it is not read whole at a start.  So the
-# manifest has the file's modification time as well: a cache is copied with its times, or its large
-# arrays are built again.  The file is synced before it has its name: then no loss of power can
-# leave holes in it.
+#   What a job finds                           What it does
+#   a manifest for the same data               loads the arrays; memory-maps files over 64 KiB
+#   no manifest, or one in another format      builds and saves.  (Upstream wrote the cache, or an
+#                                              earlier job was interrupted.)
+#   an array over 1 MiB with a different time  builds and saves.  (Another job wrote it, or it was
+#                                              copied without its time.)
+#   a damaged file, or one for other data      builds and saves, and warns why
+#   a folder that it cannot write to           builds, keeps the arrays in memory, and warns
+#
+# An array file over 1 MiB is not read in full.  The job compares its size, its modification time
+# and the CRC-32 of its first and last 4,096 bytes with the manifest.  Such a file is synced to disk
+# before it is renamed into place, so a power failure cannot leave a hole in it.
 
-_CACHE_FORMAT = 7  # a number to count up when the same manifest comes to mean other arrays
-_CHECKED_BYTES = 1 << 20  # an array file of up to so many is read, and checked, at each start
+_CACHE_FORMAT = 7  # increment when an old manifest would describe different arrays
+_CHECKED_BYTES = 1 << 20  # array files up to this size are read and checked in full
 
 
 def _load_or_build(dataset, split, made_from, pair):
-    """Find the index arrays of a dataset in files, or build and save them: return (facts, arrays).
+    """Return (facts, arrays): load the index arrays of a dataset, or build and save them.
 
-    made_from is a flat dict of what they are made from, as JSON has it; pair the pair that they are
-    made from, or None.  dataset._build_arrays() builds both; its errors pass.
-    dataset._arrays_in_files becomes {name: array} of the arrays that are in files: all, or none.
+    made_from   a flat dict that json can write: what the arrays depend on, besides the description
+                and the pair
+    pair        the IndexedDataset that the arrays were made from, or None
+
+    dataset._build_arrays() builds facts and arrays; its errors are raised.  If the arrays are in
+    files, this function sets dataset._arrays_in_files to {name: array}.
     """
     if not dataset._cache_folder:
         return dataset._build_arrays()
     if _is_remote(dataset._cache_folder):
         raise ValueError("path_to_cache must be a local folder, got a URL")
     name = f"{dataset.unique_description_hash}-{type(dataset).__name__}-{split.name}"
-    stem = os.path.join(dataset._cache_folder, name)
+    stem = os.path.join(dataset._cache_folder, name)  # each file's path begins with it
     in_files = {}
     try:
         facts, in_files = _read_arrays(stem, made_from, pair)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        warnings.warn(f"the index cache {stem}-* is rebuilt: {reason}", stacklevel=4)
+        _warn(f"the index cache {stem}-* is rebuilt: {_message_of(error)}")
     if not in_files:
         facts, arrays = dataset._build_arrays()
-        note = None if pair is None else _identity_of_pair(pair)
-        manifest = {"format": _CACHE_FORMAT, "made_from": made_from, "pair": note, "facts": facts}
+        identity = None if pair is None else _identity_of_pair(pair)
+        manifest = dict(format=_CACHE_FORMAT, made_from=made_from, pair=identity, facts=facts)
         arrays_by_name = dict(zip(dataset.index_names, arrays, strict=True))
         try:
             in_files = _write_arrays(stem, arrays_by_name, dataset.unique_description, manifest)
         except OSError as error:
-            reason = f"the indices stay in memory: {error}"
-            warnings.warn(f"the index cache {stem}-* cannot be written: {reason}", stacklevel=4)
+            _warn(
+                f"the index cache {stem}-* cannot be written: {error}; the arrays stay in memory. "
+                "To keep them for later jobs, set path_to_cache to a folder that can be written"
+            )
             return facts, arrays
     dataset._arrays_in_files = in_files
     return facts, list(in_files.values())
 
 
 def _read_arrays(stem, made_from, pair):
-    """Return (facts, {name: array}) of the files; the latter is empty without a usable manifest.
+    """Return (facts, {name: array}) from the cache files, or (None, {}) if there is no cache.
 
-    An exception says what is wrong with them.
+    There is no cache if there is no manifest, if it is in a different format, or if an array file
+    above 1 MiB has a different time.  If files are damaged, or made from different data, an
+    exception says so.
     """
     path = pathlib.Path(f"{stem}-manifest.json")
     try:
         text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None, {}
-    manifest = json.loads(text)
+    with _naming_place("manifest.json"):
+        manifest = json.loads(text)
     if manifest.get("format") != _CACHE_FORMAT:
         return None, {}
     if manifest.pop("crc32") != zlib.crc32(json.dumps(manifest).encode()):
-        raise DatasetFormatError("manifest.json is damaged")
+        raise DatasetFormatError("manifest.json is damaged (its CRC-32 differs)")
     if manifest["made_from"] != made_from:
-        raise DatasetFormatError(f"it was made from {manifest['made_from']}, now from {made_from}")
-    note = manifest["pair"]
-    if pair is not None and not _has_identity(pair, note):
-        raise DatasetFormatError(f"the pair was {note}, is {_identity_of_pair(pair)}")
+        difference = _difference_of(manifest["made_from"], made_from)
+        raise DatasetFormatError(f"it was made from different data ({difference})")
+    identity = manifest["pair"]
+    if pair is not None and not _has_identity(pair, identity):
+        difference = _difference_of(identity["fingerprint"], pair.fingerprint())
+        raise DatasetFormatError(f"the corpus has changed ({difference})")
     in_files = {}
     has_times = True
-    for name, noted in manifest["files"].items():
-        content, written = _read_or_map_file(f"{stem}-{name}.npy")
-        found = noted | _size_and_crc32(content)
-        if found != noted:
-            raise DatasetFormatError(f"{name}.npy: wanted {noted}, got {found}")
-        in_files[name] = _as_array(content, noted)
-        wanted = noted.get("mtime_ns", written)
-        has_times &= written in (wanted, wanted - wanted % 10**9)  # tar keeps whole seconds
+    for name, entry in manifest["files"].items():
+        content, mtime_ns = _read_or_map_file(f"{stem}-{name}.npy")
+        actual = entry | _size_and_crc32(content)
+        if actual != entry:
+            difference = _difference_of(entry, actual)
+            raise DatasetFormatError(f"{name}.npy is not the file that was saved ({difference})")
+        in_files[name] = _as_array(content, entry)
+        saved = entry.get("mtime_ns", mtime_ns)
+        has_times &= mtime_ns in (saved, saved - saved % 10**9)  # tar keeps only whole seconds
     if not has_times:
         return None, {}
-    # Another job may have renamed its own files in meanwhile: it removes the manifest first.
+    # While the arrays were opened, another job may have replaced some of them.  A job that writes
+    # removes the manifest before it renames an array.
     if path.read_bytes() != text:
-        raise DatasetFormatError("another job has written it meanwhile")
+        raise DatasetFormatError("another job rewrote it while it was being read")
     return manifest["facts"], in_files
 
 
 def _read_or_map_file(path: str | os.PathLike) -> tuple[np.ndarray, int]:
-    """Return the bytes of an .idx or array file, and its st_mtime_ns; the bytes are read-only.
+    """Return the bytes of an .idx or array file, read-only, and its modification time in ns.
 
-    A mapping holds a file descriptor, of which hundreds of corpora would take too many: a file of
-    at most 64 KiB is read, and so is one that the system refuses to map.  The array keeps a mapping
-    alive.  The time is that of the file that was opened, whatever has its name by then.
+    Files of at most 64 KiB are read, because each mapping holds a file descriptor, and hundreds of
+    corpora would need too many of them.  A file that the system refuses to map is read, too.  The
+    returned array keeps its mapping alive.  Bytes and time are of the same file, even if another
+    job replaces it meanwhile.
     """
     is_large = os.path.getsize(path) > 64 << 10
     with _naming_action(path, "cannot be read", OSError), open(path, "rb") as file:
@@ -5773,15 +5858,22 @@ def _read_or_map_file(path: str | os.PathLike) -> tuple[np.ndarray, int]:
         return content, os.fstat(file.fileno()).st_mtime_ns
 
 
-def _as_array(content, noted):
-    """The array in the bytes of a file, whose dtype and shape are noted."""
-    dtype = np.dtype(noted["dtype"])
-    header_bytes = len(content) - math.prod(noted["shape"]) * dtype.itemsize
-    return np.frombuffer(content, dtype, offset=header_bytes).reshape(noted["shape"])
+def _as_array(content, entry):
+    """Return the array in the bytes of an .npy file, which ends with the array's values.
+
+    The manifest's entry has its dtype and shape: parsing the headers of hundreds of small files
+    would take a fifth of the time of a start.
+    """
+    dtype = np.dtype(entry["dtype"])
+    header_bytes = len(content) - math.prod(entry["shape"]) * dtype.itemsize
+    return np.frombuffer(content, dtype, offset=header_bytes).reshape(entry["shape"])
 
 
 def _size_and_crc32(content):
-    """Of the bytes of an array file; the CRC-32 of a large one is that of 4,096 at each end."""
+    """Return the size and the CRC-32 of the bytes of an array file, as the manifest holds them.
+
+    Above 1 MiB, the CRC-32 covers only the first and the last 4,096 bytes.
+    """
     size = len(content)
     if size > _CHECKED_BYTES:
         content = np.concatenate([content[:4096], content[-4096:]])
@@ -5789,30 +5881,28 @@ def _size_and_crc32(content):
 
 
 def _write_arrays(stem, arrays, description, manifest):
-    """Write the files; return {name: array}, read-only and mapped as a later start has them.
+    """Write the cache files.  Return {name: array}, opened from the files as a later job does.
 
-    The old manifest and description are removed first, and the new ones are the last to get
-    their names: so a crash on the way leaves neither beside a mix of old and new arrays.
-    (Upstream trusts arrays that have a description.)
+    The old manifest and the old description are removed first.  The new description and the new
+    manifest get their names last.  So after a crash, neither is beside a mixture of old and new
+    arrays.  (Upstream trusts the arrays if there is a description.)
     """
     os.makedirs(os.path.dirname(stem), exist_ok=True)
     in_files = {}
     manifest["files"] = {}
-    with contextlib.ExitStack() as new_files:  # its end gives them their names
+    with contextlib.ExitStack() as new_files:  # at its end, the files get their names
         for name, values in arrays.items():
             new_file = new_files.enter_context(_NewFile(f"{stem}-{name}.npy"))
             np.save(new_file, values)
             new_file.synced = new_file.file.tell() > _CHECKED_BYTES
             new_file.finish()
-            # opened before it has its name, under which another job may put its own
-            content, written = _read_or_map_file(new_file.temporary)
-            # of hundreds of small corpora, to parse the headers takes a fifth of a start
-            noted = {"dtype": values.dtype.str, "shape": values.shape}
-            noted |= _size_and_crc32(content)
-            if noted["size"] > _CHECKED_BYTES:
-                noted["mtime_ns"] = written  # a rename keeps it
-            manifest["files"][name] = noted
-            in_files[name] = _as_array(content, noted)
+            # It is opened by its temporary name: another job may write a file with the final one.
+            content, mtime_ns = _read_or_map_file(new_file.temporary)
+            entry = {"dtype": values.dtype.str, "shape": values.shape} | _size_and_crc32(content)
+            if entry["size"] > _CHECKED_BYTES:
+                entry["mtime_ns"] = mtime_ns  # a rename keeps this time
+            manifest["files"][name] = entry
+            in_files[name] = _as_array(content, entry)
         for ending in ("manifest.json", "description.txt"):
             pathlib.Path(f"{stem}-{ending}").unlink(missing_ok=True)
     manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
@@ -5827,43 +5917,81 @@ def _write_arrays(stem, arrays, description, manifest):
 
 
 def _file_stamp(path: str | os.PathLike) -> dict:
-    """Return what tells a file from one that is written later: its size, and its last change."""
+    """Return the stamp of a file: its size, and the time of its last change.
+
+    Raises FileNotFoundError if the file is missing.
+    """
     if _is_remote(path):
         return _RemoteFile(path).stamp()
     stat = os.stat(path)
-    # What unpacks or copies a file may set its st_mtime_ns to an old time, but not its st_ctime_ns.
+    # A program that unpacks or copies a file may set an old st_mtime_ns, but not st_ctime_ns.
     return {"size": stat.st_size, "changed": max(stat.st_mtime_ns, stat.st_ctime_ns)}
 
 
+def _open_pair(pair):
+    """Open the files of an IndexedDataset, and set all attributes that depend on the files.
+
+    The constructor and unpickling call this function.
+    """
+    pair._memo = {}  # results that are not computed twice: verified, fingerprint, record
+    idx_stamp = _stamp_or_hint(pair._idx_path)
+    local_path = pair._idx_path
+    if _is_remote(local_path):
+        local_path = _fetch_index(local_path, idx_stamp, pair.object_storage_config)
+    content, _ = _read_or_map_file(local_path)
+    pair._set_arrays(content)
+    bin_stamp = _stamp_or_hint(pair._bin_path)
+    pair.num_tokens = bin_stamp["size"] // pair._token_bytes
+    _check_ends_of_pair(pair, bin_stamp["size"])
+    if _is_remote(pair._bin_path):
+        pair._tokens = _RemoteFile(pair._bin_path, pair.dtype)
+    else:
+        tokens_of_file = _MappedTokens if pair.mmap else _FileTokens
+        pair._tokens = tokens_of_file(pair._bin_path, pair.dtype)
+        _check_unchanged(pair._bin_path, bin_stamp, "opened")
+    # If the .idx is unchanged, nobody replaced the pair while it was being opened (section 14).
+    _check_unchanged(pair._idx_path, idx_stamp, "opened")
+    pair._stamps = {"idx": idx_stamp, "bin": bin_stamp}
+    pair._arrays_in_files = {name: getattr(pair, name) for name in _REOPENED_ATTRIBUTES}
+    if pair.check:
+        pair.verify()
+
+
 def _fingerprint_of_pair(pair):
-    """What IndexedDataset.fingerprint() returns; it is made once."""
+    """Return the fingerprint of a pair, which is computed once (see IndexedDataset.fingerprint).
+
+    It describes the files, even if a user has set other arrays.
+    """
     if "fingerprint" not in pair._memo:
-        some = min(4096 // pair._token_bytes, pair.num_tokens)
-        ends = pair._arrays_in_files["_tokens"].read_many(
-            [(0, some), (pair.num_tokens - some, some)]
-        )
+        in_files = pair._arrays_in_files
+        count = min(4096 // pair._token_bytes, pair.num_tokens)
+        ends = in_files["_tokens"].read_many([(0, count), (pair.num_tokens - count, count)])
         pair._memo["fingerprint"] = {
             "idx_size": pair._stamps["idx"]["size"],
             "bin_size": pair._stamps["bin"]["size"],
-            "lengths_crc32": zlib.crc32(pair._arrays_in_files["sequence_lengths"]),
+            "lengths_crc32": zlib.crc32(in_files["sequence_lengths"]),
             "bin_ends_crc32": zlib.crc32(np.concatenate(ends)),
         }
     return pair._memo["fingerprint"]
 
 
 def _identity_of_pair(pair):
-    """What is noted of a pair: its fingerprint, and the stamps of the files that have it."""
+    """Return the identity of a pair: the stamps of both files, and the fingerprint."""
     return {"stamps": pair._stamps, "fingerprint": pair.fingerprint()}
 
 
-def _has_identity(pair, note):
-    """Are these the data of a note?  Where its stamps do not say so, the whole .idx is checked."""
+def _has_identity(pair, identity):
+    """Return whether a pair has the fingerprint in a saved identity.
+
+    If the stamps are the same, and both have a time, the saved fingerprint is trusted.  Otherwise
+    the whole .idx is verified, because the fingerprint covers only the lengths in it.
+    """
     has_times = all(stamp["changed"] for stamp in pair._stamps.values())
-    if has_times and note["stamps"] == pair._stamps:
-        pair._memo["fingerprint"] = note["fingerprint"]
+    if has_times and identity["stamps"] == pair._stamps:
+        pair._memo["fingerprint"] = identity["fingerprint"]
     else:
-        pair.verify()  # of the arrays of the .idx a fingerprint has the lengths alone
-    return note["fingerprint"] == pair.fingerprint()
+        pair.verify()
+    return identity["fingerprint"] == pair.fingerprint()
 
 
 def _difference_of(was, now):
@@ -5883,33 +6011,29 @@ def _replaced_error(name, was, now):
 
 
 def _lengths_in_use(reader, name):
-    """Return {name: CRC-32 of a reader's lengths}, or {} if a pair has the lengths of its file.
+    """Return {name: CRC-32 of reader.sequence_lengths}, or {} if a fingerprint covers the lengths.
 
-    A user may set the sequence_lengths of a pair, and its fingerprint stays the same.
+    The fingerprint of a pair covers the lengths in its file.  A user may set different lengths.
     """
     lengths = getattr(reader, "sequence_lengths", [])
     if isinstance(reader, IndexedDataset):
-        of_file = reader._arrays_in_files["sequence_lengths"]
-        if lengths is of_file or np.array_equal(lengths, of_file):
+        in_file = reader._arrays_in_files["sequence_lengths"]
+        if lengths is in_file or np.array_equal(lengths, in_file):
             return {}
     return {name: zlib.crc32(np.asarray(lengths, np.int64))}
 
 
-# What a pair opens, and what was asked of it since then.
+# Attributes of an IndexedDataset that its pickle leaves out: _open_pair() sets them again.
 _REOPENED_ATTRIBUTES = (
-    "sequence_lengths",
-    "sequence_pointers",
-    "document_indices",
-    "sequence_modes",
-    "_tokens",
-)
-_REOPENED_ATTRIBUTES += ("_stamps", "_memo")
+    "sequence_lengths", "sequence_pointers", "document_indices", "sequence_modes", "_tokens",
+    "_stamps", "_memo",
+)  # fmt: skip
 
 
 def _picklable_state(dataset):
-    """The state of a dataset or a pair for a pickle, without what another process finds in files.
+    """Return the attributes of a dataset or a pair, without what another process finds in files.
 
-    An array that a user has set, or a subclass, is not that of the file, and stays.
+    An array that a user or a subclass has set is not in a file, so it stays in the state.
     """
     state = vars(dataset).copy()
     for name, values in state.pop("_arrays_in_files").items():
@@ -5918,41 +6042,50 @@ def _picklable_state(dataset):
     return state
 
 
-def _restore_arrays(dataset, state, find_or_build):
-    """Set the state of a pickle, and what it left out: find_or_build(dataset) has all arrays."""
+def _restore_arrays(dataset, state, load_or_build):
+    """Set the attributes of a pickled dataset, and the index arrays that its pickle left out.
+
+    load_or_build(dataset) returns all index arrays.
+    """
     vars(dataset).update(state)
     dataset._arrays_in_files = {}
     if any(name not in state for name in dataset.index_names):
-        arrays = find_or_build(dataset)
+        arrays = load_or_build(dataset)
         for name, values in zip(dataset.index_names, arrays, strict=True):
             vars(dataset).setdefault(name, values)
 
 
 def _restore_pair(pair, state):
-    """Give a pair the state of its pickle, and open its files, which must be those of the note."""
+    """Set the attributes of a pickled pair, and open its files again.
+
+    Raises DatasetFormatError if the files do not have the identity in the pickle.
+    """
     state = dict(state)
-    note = state.pop("_note")
+    identity = state.pop("_identity")
     vars(pair).update(state)
-    pair._open()
-    if not _has_identity(pair, note):
-        found = f"{pair.fingerprint()}: the pair was replaced after the dataset was pickled"
-        wanted = note["fingerprint"]
-        raise _bad_format(pair.path_prefix, "fingerprint", wanted, f"{found}: build it again")
-    vars(pair).update(state)  # an array that a user has set
+    _open_pair(pair)
+    if not _has_identity(pair, identity):
+        raise _replaced_error(pair.path_prefix, identity["fingerprint"], pair.fingerprint())
+    vars(pair).update(state)  # arrays that a user has set replace the arrays of the files
 
 
 # -- The cache of a dataset ---------------------------------------------------------------------
 
 
 def _as_json(value):
-    """What stands in a text of JSON for a tokenizer, or for a Path or a number of numpy in one."""
+    """Return what json writes in place of an object that it does not know.
+
+    For a tokenizer this is its unique_identifiers; for all other objects, such as a Path or a numpy
+    integer, it is str(value).
+    """
     return getattr(value, "unique_identifiers", str(value))
 
 
 def _identifiers_of_orders(dataset):
-    """What upstream's identifiers of a GPTDataset leave out, so that others could share its files.
+    """Return the settings of a GPTDataset that change its arrays, but are not in upstream's text.
 
-    With all defaults it is nothing, and the names of the files are upstream's.
+    Only values other than the defaults are returned.  So with all defaults, the names of the cache
+    files are upstream's.
     """
     identifiers = {}
     if not dataset._x:
@@ -5965,9 +6098,10 @@ def _identifiers_of_orders(dataset):
 
 
 def _load_or_build_orders(dataset):
-    """What _build_arrays() of a GPTDataset returns, now or where the files were made.
+    """Return (plan, arrays) as GPTDataset._build_arrays() does, from the cache if possible.
 
-    Of a pair the manifest has the fingerprint; a reader of the user's own has only its lengths.
+    The manifest holds the identity of a pair.  A user's own reader has no identity, so made_from
+    holds a CRC-32 of its lengths.
     """
     made_from = {"documents": _digest_of_documents(dataset)} | _identifiers_of_orders(dataset)
     pair = dataset.dataset
@@ -5978,7 +6112,12 @@ def _load_or_build_orders(dataset):
 
 
 def _folder_of_cache(dataset):
-    """The folder of the config, or one beside the pair, or beside the copy of its .idx, or None."""
+    """Return the absolute path of the cache folder of a dataset, or None if it is not cached.
+
+    The folder is path_to_cache of the config.  If this is None, blends and datasets without a path
+    are not cached.  The folder of a corpus is then beside its pair or, for a URL, in the folder for
+    local copies of .idx files.
+    """
     if dataset.config.path_to_cache:
         return _absolute_path(dataset.config.path_to_cache)
     if isinstance(dataset, BlendedDataset) or dataset.dataset_path is None:
@@ -5993,7 +6132,7 @@ def _folder_of_cache(dataset):
 
 
 def _digest_of_documents(dataset):
-    """The documents of a MegatronDataset: a range, or a digest of their numbers."""
+    """Return a text for the documents of a MegatronDataset: their range, or an MD5 of the array."""
     documents = dataset._documents
     if not isinstance(documents, range):
         documents = _md5(documents.astype(np.int64).tobytes())
@@ -6001,14 +6140,17 @@ def _digest_of_documents(dataset):
 
 
 def _as_range(documents):
-    """Numbers of documents as a range, if they follow each other, else as an array."""
+    """Return document numbers as a range if they are consecutive, otherwise as an array.
+
+    Raises TypeError if they are not integers.
+    """
     if isinstance(documents, range) and documents.step == 1:
         return documents
     documents = np.asarray(documents)
     if len(documents) == 0:
         return range(0)
     if documents.dtype.kind not in "iu":
-        raise TypeError(f"numbers of documents must be integers, got {documents.dtype}")
+        raise TypeError(f"document numbers must be integers, got {documents.dtype}")
     if np.array_equal(documents, documents[0] + np.arange(len(documents))):
         return range(int(documents[0]), int(documents[-1]) + 1)
     return documents
@@ -6019,17 +6161,17 @@ def _as_range(documents):
 # ==============================================================================
 # Question: how are tokens read over a network, or without memory mapping?
 #
-# Object storage is everything with a name such as s3://bucket/corpus or https://host/corpus.  It is
-# read with the package fsspec, which comes with torch, and never written.
+# A prefix such as s3://bucket/corpus or https://host/corpus names a pair on object storage.  The
+# module reads it with the package fsspec, which is installed with torch, and never writes to it.
 #
-#   s3://bucket/corpus.idx   copied once, whole, into a local folder, and opened:  a1b2....idx
+#   s3://bucket/corpus.idx   a local folder gets a complete copy, which is then opened: a1b2....idx
 #
 #   s3://bucket/corpus.bin   a a a a b b b c c c c c c       read_many([(0, 4), (8, 2)])
-#                            |-----|         |-|             asks for these two ranges, and for
-#                                                            nothing else, at the same time
+#                            |-----|         |-|             requests these two ranges at the same
+#                                                            time, and nothing else
 #
-# Requests fail now and then, and with many ranges one of them fails nearly always.  So only those
-# that failed are asked for again, after a pause:
+# A request fails now and then.  Among many requests, one fails nearly always.  So only the ranges
+# that failed are requested again, after a pause:
 #
 #   first try    range 1 ok   range 2 ok   range 3 --   range 4 ok
 #   second try                             range 3 ok
@@ -6037,13 +6179,16 @@ def _as_range(documents):
 
 @dataclasses.dataclass
 class ObjectStorageConfig:
-    """How pairs on object storage are read.  Upstream: ObjectStorageConfig.
+    """Settings that say how pairs on object storage are read.
 
-    path_to_idx_cache   folder for copies of .idx files, made absolute; None: ~/.cache/megatron_min
-    bin_chunk_nbytes    accepted, without effect: the .bin is read in exact ranges, where upstream
-                        reads blocks of 256 MiB by default
+    path_to_idx_cache   folder for local copies of .idx files; a relative path becomes absolute.
+                        None: ~/.cache/megatron_min
+    bin_chunk_nbytes    accepted and ignored: exact ranges of the .bin are read
 
-    Copies of .idx files are never removed: an object that changes leaves its old copy behind.
+    Copies of .idx files are never removed.  If an object changes, its new copy is added beside the
+    old one.
+
+    Upstream differs: by default it reads the .bin in blocks of 256 MiB.
     """
 
     path_to_idx_cache: str | os.PathLike | None = None
@@ -6064,46 +6209,58 @@ class _FileTokens:
         weakref.finalize(self, self._file.close)  # closes the file when this object is gone
 
     def read(self, first, count):
-        """Return a new array of tokens; DatasetFormatError if the file ends before."""
+        """Return a new array of count tokens, starting at token number first.
+
+        Raises DatasetFormatError if the file ends before the last of these tokens.
+        """
         size = self.dtype.itemsize
         content = _read_bytes(self._file, first * size, count * size, self.path)
         return np.frombuffer(content, self.dtype)
 
-    read_many = _MappedTokens.read_many  # one read for each
+    read_many = _MappedTokens.read_many  # calls read() for each span
 
 
 def _read_bytes(file, begin, size, path):
-    """Return the size bytes of an open file from begin on; DatasetFormatError if it ends before.
+    """Return size bytes of an open file, starting at byte offset begin.
 
-    The position of the file, which threads and forks share, is neither used nor changed.
+    Raises DatasetFormatError if the file ends too early.  Threads and forked processes share the
+    current position of the file; it is neither used nor changed.
     """
     content = bytearray()
-    while len(content) < size:  # the system may return a part of what is there
+    while len(content) < size:  # the system may return fewer bytes than requested
         with _naming_action(path, "cannot be read", OSError):
             part = os.pread(file.fileno(), size - len(content), begin + len(content))
         if not part:
-            raise _bad_format(path, f"bytes at {begin}", size, len(content))
+            raise DatasetFormatError(
+                f"{path} ended after {len(content)} of {size} bytes at offset {begin}: it was "
+                "truncated after it was opened; restore the file, and open it again"
+            )
         content += part
     return content
 
 
 class _RemoteFile:
-    """An object on object storage, of tokens of a dtype; is_input: of text, and no file of a pair.
+    """An object on object storage: the .bin or .idx of a pair, or an input of preprocess().
 
-    A request is made again after growing pauses, unless its error stays; the error names the
-    object.  Threads, forked processes and pickles may use it: fsspec has a connection for each.
+    dtype      dtype of the tokens that read() returns; the default returns bytes
+    is_input   True: an input, whose URL may have a query or be a chain (see _check_no_secrets)
+
+    A failed request is repeated, after pauses that grow, unless its error is permanent.  An error
+    names the object.  Threads, forked processes and unpickled copies may use this object, because
+    fsspec gives each of them a connection.
     """
 
     _RETRY_DELAYS = (0.1, 0.3, 1, 3)  # seconds before each further try
-    # errors that stay, and the statuses of HTTP that mean them
-    _PERMANENT_ERRORS = {
+    _PERMANENT_ERRORS = {  # errors that would come again, and the HTTP statuses with this meaning
         FileNotFoundError: (404, 410),
         PermissionError: (401, 403),
         io.UnsupportedOperation: (),
     }
-    # the names under which storages tell an ETag, a digest or the time of the last change
-    _VERSION_KEYS = ("ETag", "etag", "blob_id", "sha")
-    _VERSION_KEYS += ("Last-Modified", "LastModified", "modificationTime", "mtime", "created")
+    # Keys of fsspec's info() that say which version of an object it is; storages differ in them.
+    _VERSION_KEYS = (
+        "ETag", "etag", "blob_id", "sha",
+        "Last-Modified", "LastModified", "modificationTime", "mtime", "created",
+    )  # fmt: skip
 
     def __init__(self, url, dtype=np.uint8, is_input=False):
         _check_no_secrets(url, is_input)
@@ -6111,11 +6268,11 @@ class _RemoteFile:
         self.dtype = np.dtype(dtype)
 
     def read(self, first, count):
-        """Return a new array of count tokens from token first on."""
+        """Return a new array of count tokens, starting at token number first."""
         return self.read_many([(first, count)])[0]
 
     def read_many(self, spans):
-        """Return new arrays, whose ranges are fetched at the same time."""
+        """Return a new array for each (first, count); all ranges are fetched at the same time."""
         size = self.dtype.itemsize
         ranges = [(first * size, (first + count) * size) for first, count in spans]
         contents = {(begin, end): None for begin, end in ranges if begin < end}
@@ -6123,89 +6280,102 @@ class _RemoteFile:
         return [np.frombuffer(contents.get(span, b""), self.dtype) for span in ranges]
 
     def _fetch_missing(self, file_system, path, contents):
-        """Fetch the ranges that contents lacks; what came is kept, and an error raised."""
+        """Fetch the ranges whose value in contents, {(begin, end): bytes or None}, is None.
+
+        All ranges that were fetched are stored in contents.  Then the last error, if any, is
+        raised.
+        """
         missing = [span for span, content in contents.items() if content is None]
         begins = [begin for begin, _ in missing]
         ends = [end for _, end in missing]
-        found = file_system.cat_ranges([path] * len(missing), begins, ends, on_error="return")
+        answers = file_system.cat_ranges([path] * len(missing), begins, ends, on_error="return")
         error = None
-        for (begin, end), content in zip(missing, found, strict=True):
+        for (begin, end), content in zip(missing, answers, strict=True):
             if isinstance(content, BaseException):
                 error = content
             elif len(content) == end - begin:
                 contents[begin, end] = content
             else:
-                error = OSError(f"bytes {begin} to {end} came as {len(content)} bytes")
+                error = OSError(f"got {len(content)} bytes for the range {begin} to {end}")
                 if len(content) > end - begin:
-                    raise io.UnsupportedOperation(f"{error}: the server does not know ranges")
+                    advice = "copy the object to a storage that supports them"
+                    raise io.UnsupportedOperation(f"{error}: range requests are ignored; {advice}")
         if error is not None:
             raise error
 
     def stamp(self):
-        """Return {"size": bytes, "changed": ...}, which tell the object from a later one."""
-        found = self._with_retries(self._info)
-        if found["size"] is None:
-            raise OSError(f"{self.url}: the storage tells no size, so it has no ranges")
-        changed = [str(found[name]) for name in self._VERSION_KEYS if name in found]
-        return {"size": found["size"], "changed": " ".join(changed)}
+        """Return {"size": bytes, "changed": text}, the stamp of the object (section 15).
+
+        The text is empty if the storage does not report a version.
+        """
+        info = self._with_retries(self._info)
+        if info["size"] is None:
+            raise OSError(
+                f"{self.url}: the storage reports no size; copy the object to one that does"
+            )
+        changed = [str(info[name]) for name in self._VERSION_KEYS if name in info]
+        return {"size": info["size"], "changed": " ".join(changed)}
 
     def _info(self, file_system, path):
-        """What the storage says of the object."""
-        file_system.invalidate_cache(path)  # an older answer would be of no use
-        found = file_system.info(path)
-        if found["type"] == "directory":
-            raise FileNotFoundError("a folder, and no object")
-        return found
+        """Return fsspec's info() of the object.  Raises FileNotFoundError for a folder."""
+        file_system.invalidate_cache(path)  # otherwise fsspec may repeat an older answer
+        info = file_system.info(path)
+        if info["type"] == "directory":
+            raise FileNotFoundError("this is a folder, not an object")
+        return info
 
-    def find(self):
-        """Return [(URL, size or None)] of the object; if it is not there, of what it matches."""
+    def resolve(self):
+        """Return [(URL, size or None)] of the object, or of all objects that match the URL."""
         with contextlib.suppress(FileNotFoundError):
             return [(self.url, self._with_retries(self._info)["size"])]
         return self._with_retries(self._glob)
 
     def _glob(self, file_system, path):
-        """The (URL, size) of all objects that match a pattern, sorted."""
+        """Return the (URL, size or None) of all objects that match a pattern, sorted."""
         file_system.invalidate_cache()
         matches = []
-        for name, found in sorted(file_system.glob(path, detail=True).items()):
-            if found["size"] is None:  # as in the list of a web page
-                found = file_system.info(name)
-            matches.append((file_system.unstrip_protocol(name), found["size"]))
+        for name, info in sorted(file_system.glob(path, detail=True).items()):
+            if info["size"] is None:  # e.g. in a listing that is a web page
+                info = file_system.info(name)
+            matches.append((file_system.unstrip_protocol(name), info["size"]))
         return matches
 
     def _with_retries(self, function, *arguments):
-        """Call a function until it succeeds, as often as there are pauses, and once more."""
-        import fsspec  # it comes with torch
+        """Return function(file_system, path, *arguments); repeat the call after each retry delay.
 
-        file_system, path = fsspec.core.url_to_fs(self.url)  # fsspec returns the one it has
+        Raises the error of the last call, or a permanent error at once, with the URL in front.
+        """
+        import fsspec  # it is installed with torch
+
+        file_system, path = fsspec.core.url_to_fs(self.url)  # fsspec reuses its file systems
         _keep_file_systems()
-        for pause in (*self._RETRY_DELAYS, None):
+        for delay in (*self._RETRY_DELAYS, None):
             try:
                 return function(file_system, path, *arguments)
             except Exception as error:
                 if self.url.startswith("http") and isinstance(error, FileNotFoundError):
-                    # fsspec says so whatever happened; the cause is what did
+                    # fsspec raises it for every failure; __cause__ is the error that happened
                     error = error.__cause__ or error
-                kind = OSError  # it may pass
-                for lasting, statuses in self._PERMANENT_ERRORS.items():
-                    if isinstance(error, lasting) or getattr(error, "status", None) in statuses:
-                        kind = lasting
-                if pause is None or kind is not OSError:
+                kind = OSError  # not permanent
+                for permanent, statuses in self._PERMANENT_ERRORS.items():
+                    if isinstance(error, permanent) or getattr(error, "status", None) in statuses:
+                        kind = permanent
+                if delay is None or kind is not OSError:
                     raise kind(f"{self.url}: {type(error).__name__}: {error}") from error
-            time.sleep(pause)
+            time.sleep(delay)
 
 
-_file_systems = {}  # {id: file system}: a set would drop one that equals an older one
+_file_systems = {}  # {id: file system}; a set would drop a file system that equals an older one
 
 
 def _keep_file_systems():
-    """Keep all file systems of fsspec for the life of this process, and so in its forks.
+    """Keep all file systems of fsspec alive in this process, and so in processes forked from it.
 
-    In a forked process fsspec drops those that it has.  If they were collected there, their
-    finalizers would remove the parent's sockets from the event loop that both processes share, and
-    the parent's next request would wait 300 s.
+    In a forked process, fsspec drops its references to the file systems.  If they were collected
+    there, their finalizers would remove the parent's sockets from the event loop, which both
+    processes share.  The parent's next request would then wait 300 s.
     """
-    import fsspec  # it comes with torch
+    import fsspec  # it is installed with torch
 
     for kind in list(fsspec.registry.values()):
         cached = list(getattr(kind, "_cache", {}).values())
@@ -6213,15 +6383,16 @@ def _keep_file_systems():
 
 
 def _fetch_index(url, stamp, config):
-    """Return the path of a local copy of an .idx file; make it if none of the same size is there.
+    """Return the path of a local copy of an .idx file, which is made unless there is one.
 
-    Its name says which object it is of, and which state of it; one without a state is copied each
-    time.  Processes may copy it at the same time: each copy appears whole.
+    The name of the copy is a hash of the URL and the stamp.  A copy with another size is made
+    again, and so is every copy if the storage reports no version.  Several processes may make a
+    copy at the same time, because each copy appears complete (section 14).
     """
     name = _md5(f"{url} {stamp['size']} {stamp['changed']}")
     copied = os.path.join(config.path_to_idx_cache, f"{name}.idx")
-    is_whole = os.path.exists(copied) and os.path.getsize(copied) == stamp["size"]
-    if not stamp["changed"] or not is_whole:
+    is_complete = os.path.exists(copied) and os.path.getsize(copied) == stamp["size"]
+    if not stamp["changed"] or not is_complete:
         os.makedirs(config.path_to_idx_cache, exist_ok=True)
         remote = _RemoteFile(url)
         at_a_time = 64 << 20  # bytes
@@ -6232,26 +6403,34 @@ def _fetch_index(url, stamp, config):
     return copied
 
 
-# Of a URL, and each link of a chain: what is more than a name or [::1], and a port; https://me@host.
+# Matches a URL, or a link of a chain, with a password.  Its first part, up to a slash, is then more
+# than a name or [IPv6 address] with an optional port.  Also matches https://user@host.
 _PASSWORD = re.compile(
     r"://(?![^/:]*(\[[^/\]]*\])?(:[0-9]+)?(/|\Z|::[^/@]*://))|https?://[^/]*@", re.IGNORECASE
 )
-_QUERY_OR_CHAIN = re.compile(r"://.*\?|::[^/]*://")
+_QUERY = re.compile(r"://.*\?")
+_CHAIN = re.compile(r"::[^/]*://")
 
 
 def _check_no_secrets(names, is_input=False):
-    """ValueError, which does not show it, for a URL with a password; names may be nested lists.
+    """Check that URLs hold no secrets.  names may be a nested list.
 
-    Unless it is an input, also for one with a query, which may be a signature, and for a chain of
-    fsspec, whose own cache would answer for an object that has changed.
+    Raises ValueError for a URL with a password.  Unless the URL is an input, this error is also
+    raised for a query, which may be a signature, and for a chain of fsspec: a cache in the chain
+    would hide changes of the object.  No message repeats the URL.
     """
     if isinstance(names, (str, bytes, os.PathLike)):
         url = os.fsdecode(names)
-        if _PASSWORD.search(url) or (not is_input and _QUERY_OR_CHAIN.search(url)):
+        if _PASSWORD.search(url) or (not is_input and _QUERY.search(url)):
             raise ValueError(
-                "a URL that holds a password, and, of a pair, a query (?) or a chain (::), is "
-                "refused, as names get into messages and files: give secrets to fsspec by its "
-                "configuration, such as FSSPEC_S3_KEY and FSSPEC_S3_SECRET in the environment"
+                'a URL may contain a secret (a password, or what follows "?"), and URLs appear in '
+                "messages and saved files; pass secrets through fsspec's configuration, for "
+                "example FSSPEC_S3_KEY and FSSPEC_S3_SECRET in the environment"
+            )
+        if not is_input and _CHAIN.search(url):
+            raise ValueError(
+                'the URL of a pair is a chain ("::"), which is accepted only for inputs; pass the '
+                "URL of the object itself"
             )
     elif isinstance(names, collections.abc.Sequence):
         for name in names:
@@ -6497,7 +6676,7 @@ def _make_columns(dataset, indices):
     elif type(dataset) is BlendedDataset:
         columns["dataset_id"] = np.empty(len(indices), np.int64)
         rows_of_parts = []
-        for d, (rows, ks) in dataset.places(indices).items():
+        for d, (rows, ks) in _rows_of_datasets(dataset, indices).items():
             columns["dataset_id"][rows] = d
             rows_of_parts.append((dataset.datasets[d], rows, ks))
     else:
@@ -6706,17 +6885,45 @@ def _read_eos_token(folder):
 class _GigatokenTokenizer(HuggingFaceTokenizer):
     """A tokenizer.json, with the ids that the package gigatoken makes.
 
-    For the usual files, as of GPT-2 and Llama 3, they are those of the package tokenizers.
+    For the usual files, as of GPT-2 and Llama 3, they are those of the package tokenizers.  Raises
+    ValueError if the two packages make different ids of a probe.
     """
 
     # gigatoken 0.10 keeps each word that it has seen, in about 11 bytes for each byte of it.  So it
     # is made anew after so much text: that costs 7 % of the time, and a worker stays below 1 GiB.
     _MOST_BYTES = 48 << 20
+    _PROBE = (
+        "The quick brown fox isn't THE cat's; they'll go to the lab, of course (or not).",
+        "na\u00efve e\u0301 \u03ba\u03b1\u03bb\u03b7 \u043c\u0438\u0440 \u05e9\u05dc\u05d5\u05dd",
+        "\u0645\u0631\u062d \u0928\u092e\u0938\u094d\u0924\u0947 \u4f60\u597d\u3002 \ud55c\uad6d",
+        "0 12 345 6789 1234567890, 3.14 and 1e-9; \u00bd \u0663\u0664 \U0001f642",
+        "def f(x):\n\treturn x[0] == 'a' if x else {}  # no\r\n\n\n    f(__name__)\n",
+        " a,  two   three\t\ttabs \n \u00a0\u2028 \n end  ",
+    )
 
     def __init__(self, path: str | os.PathLike, eod_token: str | None = None) -> None:
         super().__init__(path, eod_token)
         self.unique_identifiers["package"] = "gigatoken"
         self._reset_gigatoken()
+        self._check_probe()
+
+    def _check_probe(self):
+        """Check that both packages make the same ids of texts that often tell them apart.
+
+        Raises ValueError if they do not.  The texts are _PROBE, up to 1,000 tokens, as some span
+        words in an unusual file, and each added token alone, inside a word and between spaces.
+        """
+        some_ids = range(0, self.vocab_size, self.vocab_size // 1000 + 1)
+        texts = [*self._PROBE, *(self.detokenize([token]) for token in some_ids)]
+        for added in self._tokenizer.get_added_tokens_decoder().values():
+            texts += [added.content, f"a{added.content}b", f"a {added.content} b"]
+        for text, found in zip(texts, self.tokenize_batch(texts), strict=True):
+            # one at a time: a batch would start threads, which no fork survives
+            if found.tolist() != HuggingFaceTokenizer.tokenize(self, text):
+                raise ValueError(
+                    f"{self.path}: gigatoken and tokenizers make different ids of {text!r:.60}; "
+                    'use the package tokenizers: the name without "gigatoken:"'
+                )
 
     def _reset_gigatoken(self):
         """Make gigatoken's own tokenizer, which has seen no text yet."""
@@ -6757,15 +6964,21 @@ def build_tokenizer(
 
     eod_token           the text of the end-of-document token, of a tokenizer.json alone
     add_special_tokens  of a tokenizer.json by the package tokenizers, see HuggingFaceTokenizer
+    Raises              FileNotFoundError if the name is a path, and nothing is there; ValueError
+                        if gigatoken makes different ids than tokenizers
 
     >>> build_tokenizer("null:100").eod
     100
     """
     name = os.fsdecode(name)
+    path = name.removeprefix("gigatoken:")
+    if ":" not in path and path != "bytes" and not os.path.exists(path):
+        names = "bytes, null:VOCAB, a tokenizer.json, its folder, or module:attribute"
+        raise FileNotFoundError(f"{path}: no such tokenizer.json or folder; expected {names}")
     if name.startswith("gigatoken:"):
         if add_special_tokens:
             raise ValueError(f"{name}: only the package tokenizers can add special tokens")
-        return _GigatokenTokenizer(name.removeprefix("gigatoken:"), eod_token)
+        return _GigatokenTokenizer(path, eod_token)
     if name.endswith(".json") or (name != "bytes" and os.path.isdir(name)):
         return HuggingFaceTokenizer(name, eod_token, add_special_tokens)
     if eod_token or add_special_tokens:
@@ -6787,6 +7000,8 @@ def build_tokenizer(
             found = found()
     finally:
         sys.path.remove(folder)
+    if folder not in sys.path:
+        sys.path.append(folder)  # worker processes look for the module there
     _check_tokenizer(found, ["vocab_size", "tokenize"])
     return found
 
@@ -6856,7 +7071,8 @@ def _check_tokenizer_of_corpus(tokenizer, append_eod):
 # The pairs of the shards, merged in order, are the files of one job, byte for byte.  Each pair has
 # a record of what it was made from, such as this one of books_text_document_00001_of_00003:
 #
-#   {"tokenizer": {...}, "bin": 1200, "idx": 162,       the sizes of the pair, in bytes
+#   {"tokenizer": {...}, "append_eod": true,            null: some documents end in eod
+#    "bin": 1200, "idx": 162,                           the sizes of the pair, in bytes
 #    "inputs": [["b.jsonl", 1], ["c.jsonl.gz", 5]],     document 0 is that of b.jsonl
 #    "job": "5d41402abc4b2a76b9719d911017c592"}         of a shard: a digest of all
 #                                                       inputs and of append_eod
@@ -6918,12 +7134,12 @@ def preprocess(
     else:
         inputs = [_Input("texts", None, _iter_lines_of_rows(texts, json_keys))]
     suffix = "_sentence" if split_sentences else "_document"
-    job = None
+    more = {"append_eod": append_eod}  # for the records
     index, count = shard
     if count > 1:
         suffix += f"_{index:05}_of_{count:05}"  # so that the names sort as the shards do
         sizes = [[os.path.basename(each.name), each.size] for each in inputs]
-        job = _md5(json.dumps([sizes, bool(append_eod)]))  # what all shards have in common
+        more["job"] = _md5(json.dumps([sizes, bool(append_eod)]))  # what all shards have in common
         inputs = _inputs_of_shard(inputs, index, count)
     prefixes = {key: f"{os.fsdecode(output_prefix)}_{key}{suffix}" for key in json_keys}
     identity = _identity_of_tokenizer(tokenizer)
@@ -6935,7 +7151,7 @@ def preprocess(
     )
     counts = [[each.name, each.documents] for each in inputs]
     for prefix in prefixes.values():
-        _write_record(prefix, identity, counts, job)
+        _write_record(prefix, identity, counts, more)
     if verbose:
         documents = sum(each.documents for each in inputs)
         rate = num_bytes / 1e6 / (time.perf_counter() - started)
@@ -6962,9 +7178,11 @@ def _check_preprocess_arguments(input, output_prefix, texts, json_keys, workers,
         raise ValueError("a daemonic process, as this one is, may start no other: use workers=1")
     if (input is None) == (texts is None):
         raise ValueError("preprocess wants one of input, which are paths, and texts")
-    is_table = isinstance(texts, collections.abc.Mapping) or hasattr(texts, "columns")
-    if is_table or isinstance(texts, (str, bytes)):
-        raise ValueError("texts must be an iterable of texts or dicts, such as a table's column")
+    is_table = hasattr(texts, "columns") or hasattr(texts, "to_pylist")  # the latter: a column
+    if is_table or isinstance(texts, (str, bytes, collections.abc.Mapping)):
+        advice = "give the rows of a table, by .to_pylist() or .to_dict('records')"
+        found = f"an iterable of texts or dicts, got one {type(texts).__name__}"
+        raise ValueError(f"texts: expected {found}; {advice}")
 
 
 def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
@@ -7027,6 +7245,7 @@ class _Input:
     def __init__(self, path, size, lines=None):
         self.path = path
         self.size = size
+        self.written = _modification_time(path)
         self.name = _label_of_input(path)  # for messages and records
         self.compression = _decompressor_of(self.name)
         is_known = size is not None and self.compression is None
@@ -7058,7 +7277,7 @@ def _find_inputs(paths):
 def _find_sizes(path):
     """Return [(path, bytes or None)] of a file, or, if none has this name, of all that match it."""
     if _is_remote(path):
-        return _RemoteFile(path, is_input=True).find()
+        return _RemoteFile(path, is_input=True).resolve()
     if path == "-":
         return [(path, None)]
     paths = [path]
@@ -7066,6 +7285,12 @@ def _find_sizes(path):
         found = glob.glob(path, recursive=True)
         paths = sorted(name for name in found if not os.path.isdir(name))
     return [(name, os.path.getsize(name) if os.path.isfile(name) else None) for name in paths]
+
+
+def _modification_time(path):
+    """Return when a local file was written last; None for a URL and all else that is no file."""
+    # A link or a chmod would change st_ctime_ns.
+    return os.stat(path).st_mtime_ns if os.path.isfile(path) else None
 
 
 def _label_of_input(path):
@@ -7138,9 +7363,12 @@ def _iter_lines(source):
         yield from file if source.compression is None else source.compression.open(file)
         if source.size is not None:
             came = file.tell()
-            if (came, _find_sizes(source.path)) != (source.size, [(source.path, source.size)]):
-                told = f"it had {source.size:,} bytes when the job began"
-                raise OSError(f"{told}, and {came:,} came, or it has another size now")
+            found = came, _find_sizes(source.path), _modification_time(source.path)
+            if found != (source.size, [(source.path, source.size)], source.written):
+                told = f"it had {source.size:,} bytes when the job began, and {came:,} came"
+                raise OSError(
+                    f"{told}, or it was written meanwhile; start again when it is complete"
+                )
 
 
 def _iter_lines_of_rows(texts, json_keys):
@@ -7169,10 +7397,13 @@ def _iter_blocks(inputs):
                 yield source, lines
                 lines = []
                 size = 0
-        yield source, lines
+        if len(lines) > 0:
+            yield source, lines
 
 
 # -- Workers -----------------------------------------------------------------------------------
+
+_worker_start = threading.Lock()  # several jobs may run in threads of one process
 
 
 def _parse_object(line):
@@ -7256,7 +7487,7 @@ class _Encoder:
             documents = [list(itertools.chain(*map(split, parts))) for parts in documents]
         texts = list(itertools.chain(*documents))
         tokenize_batch = _attribute_of(self.tokenizer, "tokenize_batch")
-        if tokenize_batch is None:
+        if tokenize_batch is None or len(texts) == 0:  # it may not take an empty list
             found = map(self.tokenizer.tokenize, texts)
         else:
             found = tokenize_batch(texts)
@@ -7292,18 +7523,20 @@ def _iter_encoded_blocks(encoder, blocks, workers):
     turns = []  # (process of a worker, pipe to it, block that it has, or None)
     try:
         for _ in range(workers):
-            pipe, end_of_worker = context.Pipe()
-            process = context.Process(
-                target=_run_worker, args=(end_of_worker, encoder), daemon=True
-            )
-            turns.append((process, pipe, None))
-            with warnings.catch_warnings():
-                # Python 3.12 and later warn of threads here: the worker does without them.
-                warnings.filterwarnings("ignore", ".*multi-threaded.* fork", DeprecationWarning)
-                # In a thread: Python loses a signal that comes while the main thread forks.
-                with concurrent.futures.ThreadPoolExecutor(1) as thread:
-                    thread.submit(process.start).result()
-            end_of_worker.close()  # so that the pipe ends when the worker does
+            # A worker that another job forked in between would hold these ends of pipes open.
+            with _worker_start:
+                pipe, end_of_worker = context.Pipe()
+                process = context.Process(
+                    target=_run_worker, args=(end_of_worker, encoder), daemon=True
+                )
+                turns.append((process, pipe, None))
+                with warnings.catch_warnings():
+                    # Python 3.12 and later warn of threads here: the worker does without them.
+                    warnings.filterwarnings("ignore", ".*multi-threaded.* fork", DeprecationWarning)
+                    # In a thread: Python loses a signal that comes while the main thread forks.
+                    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+                        thread.submit(process.start).result()
+                end_of_worker.close()  # so that the pipe ends when the worker does
         blocks = itertools.chain(blocks, [None] * workers)  # a last round takes what is left
         for number, block in enumerate(blocks):
             process, pipe, done = turns[number % workers]
@@ -7367,7 +7600,8 @@ def merge(
 
     The new pair is the one that a single builder would have written; its record lists the inputs of
     all.  The output may not be one of them.  Of shards, in whatever folders they lie, all must be
-    there, in order, made from the same inputs; and the records may not name different tokenizers.
+    there, in order, with their records, made from the same inputs; and the records may not name
+    different tokenizers.  A warning says if only some pairs were made with append_eod.
     Cost: each byte is copied once.  Upstream: tools/merge_datasets.py.
 
     >>> prefix = toy_corpus()
@@ -7383,6 +7617,7 @@ def merge(
     records = {prefix: _record_of(IndexedDataset(prefix)) for prefix in prefixes}
     _check_shards(prefixes, records)
     tokenizer = _common_tokenizer(records)
+    eod = _common_eod(records)
     dtype = IndexedDataset(prefixes[0]).dtype
     inputs = []
     with IndexedDatasetBuilder(get_bin_path(output_prefix), dtype, multimodal) as builder:
@@ -7392,42 +7627,54 @@ def merge(
             # a pair without a record, such as upstream's, is an input of its own
             documents = len(builder.document_indices) - before
             inputs += records[prefix].get("inputs", [[prefix, documents]])
-    _write_record(output_prefix, tokenizer, inputs)
+    _write_record(output_prefix, tokenizer, inputs, eod)
 
 
 def _check_shards(prefixes, records):
     """Check that of a job whose shards are merged all are there, in order, of the same inputs."""
-    wanted = []  # the names of the shards of a job that must come next, in order
+    wanted = iter(())  # the names of the shards of a job that must come next, in order
     jobs = set()  # what the records of these shards say of their job
     for prefix in [*prefixes, "the end"]:
         name = os.path.basename(prefix)  # each machine may have a folder of its own
-        shard = re.fullmatch(r"(.*)_\d{5}_of_(\d{5})", name)
-        if shard is not None and len(wanted) == 0:
-            wanted = [f"{shard[1]}_{index:05}_of_{shard[2]}" for index in range(int(shard[2]))]
+        shard = re.fullmatch(r"(.*)_\d{5,}_of_(\d{5,})", name)
+        next_name = next(wanted, None)
+        if shard is not None and next_name is None:
+            stem, count = shard.groups()
+            wanted = (f"{stem}_{index:05}_of_{count}" for index in range(int(count)))
+            next_name = next(wanted, None)
             jobs.clear()
-        next_name = wanted.pop(0) if len(wanted) > 0 else name
-        if name != next_name:
+        if next_name not in (name, None):
             raise ValueError(f"wanted {next_name} in the place of {prefix}: merge all shards")
-        if shard is not None and records[prefix] != {}:
+        if shard is not None:
+            if records[prefix] == {}:
+                advice = "copy its .record.json, too; rename a pair that was not made by --shard"
+                raise ValueError(f"{prefix}: a shard without its record: {advice}")
             jobs.add(records[prefix].get("job"))
         if len(jobs) > 1:
             raise ValueError(f"{prefix}: not of the inputs, or append_eod, of the shards before it")
 
 
-def _make_record(path_prefix, tokenizer, inputs, job):
-    """The record of a pair, which is there; an error if it would be one of another form."""
+def _make_record(path_prefix, tokenizer, inputs, more):
+    """The record of a pair, which is there; an error if it would be one of another form.
+
+    more   a dict that may hold append_eod, which a record of an older release lacks, and job
+    """
     record = {
         "tokenizer": None if tokenizer is None else dict(tokenizer),
         "inputs": [[str(name), int(documents)] for name, documents in inputs],
         "bin": os.path.getsize(get_bin_path(path_prefix)),
         "idx": os.path.getsize(get_idx_path(path_prefix)),
     }
-    return record if job is None else record | {"job": str(job)}
+    if "append_eod" in more:
+        record["append_eod"] = None if more["append_eod"] is None else bool(more["append_eod"])
+    if "job" in more:
+        record["job"] = str(more["job"])
+    return record
 
 
-def _write_record(path_prefix, tokenizer, inputs, job=None):
+def _write_record(path_prefix, tokenizer, inputs, more=()):
     """Write the record of a pair, which is there."""
-    record = _make_record(path_prefix, tokenizer, inputs, job)
+    record = _make_record(path_prefix, tokenizer, inputs, more)
     with _NewFile(f"{os.fsdecode(path_prefix)}.record.json", synced=False) as file:
         file.write(json.dumps(record, indent=1).encode())
 
@@ -7443,7 +7690,7 @@ def _record_of(pair):
             prefix = pair.absolute_prefix
             found = json.loads(pathlib.Path(f"{prefix}.record.json").read_bytes())
             inputs = found["inputs"]
-            if found == _make_record(prefix, found["tokenizer"], inputs, found.get("job")):
+            if found == _make_record(prefix, found["tokenizer"], inputs, found):
                 counts = (documents for _, documents in inputs)
                 record = found | {"begins": list(itertools.accumulate(counts, initial=0))}
         pair._memo["record"] = record
@@ -7457,30 +7704,71 @@ def _identity_of_tokenizer(tokenizer):
     return identity if isinstance(identity, dict) else None
 
 
-def _common_tokenizer(records):
-    """The tokenizer that {name: record} name, or None; ValueError if they name several."""
+def _common_tokenizer(records, advice="preprocess all of them with one tokenizer"):
+    """Return the tokenizer that {name: record} name, or None.
+
+    Raises ValueError, with the first value that differs and the advice, if they name several.
+    """
     found = {name: record.get("tokenizer") for name, record in records.items()}
     named = {name: identity for name, identity in found.items() if identity is not None}
     first = next(iter(named), None)
     for name, identity in named.items():
-        # Which package reads a tokenizer.json makes no other tokenizer.
-        if identity | {"package": None} != named[first] | {"package": None}:
-            made = f"{name} was made with the tokenizer {identity}"
-            raise ValueError(f"{made}, and that of {first} is {named[first]}")
+        same = {"package": None}  # which package reads a tokenizer.json makes no other tokenizer
+        difference = _first_difference(named[first] | same, identity | same)  # section 13
+        if difference is not None:
+            key, wanted, got = difference
+            expected = f"expected the tokenizer of {first}, whose {key} is {wanted!r:.60}"
+            raise ValueError(f"{name}: {expected}, got {got!r:.60}; {advice}")
     return named.get(first)
 
 
+_EOD_WORDS = {True: "with eod", False: "without eod", None: "partly with eod"}
+
+
+def _common_eod(records):
+    """Return {"append_eod": what {name: record} say}, or {} if none of them says it.
+
+    If they differ, the value is None, and a warning names two that do.
+    """
+    said = {name: each["append_eod"] for name, each in records.items() if "append_eod" in each}
+    first = next(iter(said), None)
+    for name, value in said.items():
+        if value != said[first]:
+            found = f"made {_EOD_WORDS[value]}, and {first} {_EOD_WORDS[said[first]]}"
+            _warn(f"{name}: {found}; preprocess one again (append_eod) unless this is meant")
+            return {"append_eod": None}
+    return {"append_eod": said[first]} if len(said) > 0 else {}
+
+
+def _words_of_record(record):
+    """Return what made a pair, such as "; ByteTokenizer, with eod"; "" if its record is {}."""
+    words = []
+    identity = record.get("tokenizer")
+    if identity is not None:
+        digits = str(identity.get("tokenizer.json", ""))[:8]  # of an md5
+        words.append(f"{identity.get('class', 'a tokenizer')} {digits}".strip())
+    if "append_eod" in record:
+        words.append(_EOD_WORDS[record["append_eod"]])
+    return "; " + ", ".join(words) if len(words) > 0 else ""
+
+
 def _check_tokenizers(opened, tokenizer):
-    """ValueError if {prefix: corpus} are of several tokenizers; a warning if not of a config's."""
+    """Check the tokenizers of {prefix: corpus}, which must be the same, and their eods.
+
+    Warns if a corpus was made with a different tokenizer than the config's, and if eods differ.
+    """
     of_config = {"the config": {"tokenizer": _identity_of_tokenizer(tokenizer)}}
+    advice = "give the config the tokenizer of this corpus, or preprocess the corpus again"
     records = {}
     for prefix, pair in opened.items():
         if isinstance(pair, IndexedDataset):
             records[prefix] = _record_of(pair)
-            _, difference = _call_catching(_common_tokenizer, of_config | {prefix: records[prefix]})
+            both = of_config | {prefix: records[prefix]}
+            _, difference = _call_catching(_common_tokenizer, both, advice)
             if difference is not None:
-                warnings.warn(str(difference), stacklevel=3)
+                _warn(str(difference))
     _common_tokenizer(records)
+    _common_eod(records)
 
 
 # ==============================================================================
@@ -7884,10 +8172,10 @@ class _Rows:
 
     def __setstate__(self, state):
         vars(self).update(state)
-        expected = self._fingerprint
+        was = self._fingerprint
         self._open()
-        if self._fingerprint != expected:
-            raise _replaced_error(self.path, expected, self._fingerprint)  # section 15
+        if self._fingerprint != was:
+            raise _replaced_error(self.path, was, self._fingerprint)
 
     def fingerprint(self):
         """Return a fingerprint of the rows, as IndexedDataset.fingerprint() does for a pair.
@@ -8141,7 +8429,8 @@ def main(argv: list[str] | None = None) -> int:
 
     It works in any thread, but answers signals only in the main thread.
     """
-    options = _make_parser().parse_args(argv)
+    program = "megatron-min" if argv is not None else _words_of_start()
+    options = _make_parser(program).parse_args(argv)
     arrived = []
 
     def exit_at_signal(number, frame):
@@ -8165,13 +8454,22 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         code = 1
         if len(arrived) == 0:  # what a signal stops may raise an error of its own
-            print(f"megatron-min: {_message_of(error)}", file=sys.stderr)
+            print(f"{program}: {_message_of(error)}", file=sys.stderr)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     if len(arrived) > 0:
         sys.exit(128 + arrived[0])
     return code
+
+
+def _words_of_start():
+    """Return the words with which this process was started, in front of those of the command."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    words = sys.argv[0] if spec is None else f"-m {spec.name}"
+    if words.startswith("-m ") or words.endswith(".py"):
+        return f"{os.path.basename(sys.executable)} {words}"
+    return os.path.basename(words)  # a script, such as the one that pip makes
 
 
 def _print_warning(message, *details):
@@ -8193,15 +8491,16 @@ def _print_line(line):
 
 
 def _print_pair(label, dataset):
-    """Print a line about a pair."""
+    """Print a line about a pair, which ends with what made it, from its record."""
     num_documents = len(dataset.document_indices) - 1
     tokens = f"{dataset.num_tokens:,} tokens of {np.dtype(dataset.dtype)}"
-    _print_line(f"{label}: {len(dataset):,} sequences, {num_documents:,} documents, {tokens}")
+    made = _words_of_record(_record_of(dataset))
+    _print_line(f"{label}: {len(dataset):,} sequences, {num_documents:,} documents, {tokens}{made}")
 
 
-def _make_parser():
+def _make_parser(program):
     """Return the parser of all commands; each stores the function that runs it as options.run."""
-    parser = argparse.ArgumentParser("megatron-min", description="Text to training batches.")
+    parser = argparse.ArgumentParser(program, description="Text to training batches.")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     commands = {}
     for name, run, text in (
@@ -8212,7 +8511,7 @@ def _make_parser():
         ("demo", _run_demo, "real text to blended, resumable batches, in a few seconds"),
     ):
         commands[name] = subparsers.add_parser(name, help=text, description=text)
-        commands[name].set_defaults(run=run)
+        commands[name].set_defaults(run=run, program=program)
 
     several = {"nargs": "+", "action": "extend"}  # given again, a flag adds to what it has
     pair = {"type": _without_ending}  # as a shell completes names, and its * finds pairs
@@ -8286,7 +8585,7 @@ def _run_merge(options):
 
 def _run_inspect(options):
     tokenizer = build_tokenizer(options.tokenizer, options.eod_token, options.add_special_tokens)
-    dataset = IndexedDataset(options.prefix)
+    dataset = IndexedDataset(options.prefix, check=True)
     _print_pair(options.prefix, dataset)
     if len(dataset) == 0:
         return
@@ -8296,14 +8595,15 @@ def _run_inspect(options):
     tokens = dataset.get(0, 0, min(16, int(lengths[0]))).tolist()
     _print_line(f"sequence 0: {tokens}")
     own = {"tokenizer": _identity_of_tokenizer(tokenizer)}
-    records = {options.prefix: _record_of(dataset), "this command": own}
-    _, difference = _call_catching(_common_tokenizer, records)
+    records = {"this command": own, options.prefix: _record_of(dataset)}
+    advice = "name the tokenizer of the pair with --tokenizer"
+    _, difference = _call_catching(_common_tokenizer, records, advice)
     if difference is not None:
         _print_line(f"not decoded: {difference}")
     elif all(isinstance(token, int) and 0 <= token < tokenizer.vocab_size for token in tokens):
         _print_line(f"decoded: {tokenizer.detokenize(tokens)!r}")
     else:
-        _print_line("not decoded: name the tokenizer of the pair with --tokenizer")
+        _print_line(f"not decoded: {advice}")
 
 
 def _run_verify(options):
@@ -8347,7 +8647,8 @@ def _run_demo(options):
             equal.append(torch.equal(batch["tokens"], other["tokens"]))
         _print_line(f"4. Resumed: {len(equal)} more steps, equal: {all(equal)}")
     _print_line("Next, your own text, a JSON object with a text on each line of a file:")
-    _print_line("megatron-min preprocess --input corpus.jsonl --output-prefix corpus --append-eod")
+    words = "preprocess --input corpus.jsonl --output-prefix corpus --append-eod"
+    _print_line(f"{options.program} {words}")
 
 
 def get_blend_from_list(

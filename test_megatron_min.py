@@ -41,6 +41,7 @@ import pickle
 import random
 import re
 import runpy
+import secrets
 import shlex
 import shutil
 import signal
@@ -503,7 +504,7 @@ def test_a_bin_of_another_size(one, pair, monkeypatch):
         os.truncate(f"{pair}.bin", size)
         with pytest.raises(one.DatasetFormatError, match=r"pair\.bin: file size"):
             one.IndexedDataset(pair)
-    with pytest.raises(one.DatasetFormatError, match=r"pair\.bin: bytes at 20"):
+    with pytest.raises(one.DatasetFormatError, match=r"pair\.bin .* at offset 20: .*open it again"):
         ds[3]
     broken = mock.Mock(side_effect=OSError(errno.EIO, "broken"))  # it names no file
     monkeypatch.setattr(os, "pread", broken)
@@ -758,7 +759,7 @@ def test_a_pickle_is_all_but_the_files(one, pair, monkeypatch):
     assert again.document_indices.tolist() == [7]  # one that was set
     assert lists(again) == [[token + 10 for token in doc] for doc in PAIR]
     patch(f"{pair}.bin", 0, b"\7")  # the .idx stays
-    with pytest.raises(one.DatasetFormatError, match="pair: .*replaced"):
+    with pytest.raises(one.DatasetFormatError, match="pair was replaced .*bin_ends_crc32.*build"):
         pickle.loads(pickled)
 
 
@@ -1967,7 +1968,7 @@ def test_what_a_builder_refuses(one, corpora):
     sets = {"blend_per_split": [None, two, two], "multiple_validation_sets": True}
     for prefix, name in ((A, "bytes"), (B, "BPE")):
         one._write_record(prefix, {"class": name}, [])
-    other_tokenizer = f"{B} was made with .*BPE.* that of {A} is .*bytes"
+    other_tokenizer = f"{B}: expected the tokenizer of {A}, whose class is 'bytes', got 'BPE'; "
     for sizes, fields, words in (
         ([0, -1, 0], {"blend": two}, "sizes: .*-1"),
         ([0, None, None], sets, "test: .*size is None; give"),  # valid: two datasets, test: a blend
@@ -2681,7 +2682,7 @@ def test_dataloader_type_selects_the_sampler(one, monkeypatch):
     assert (list(loader), loader.num_workers) == ([4, 4], 0)
     for data, fields, words in (
         (Numbers(9), {"dataloader_type": "odd"}, "dataloader_type"),
-        ([Numbers(9)] * 2, {}, "got 2 datasets.*a loader for each"),
+        ([Numbers(9)] * 2, {}, "got 2 .*a loader for each"),
     ):
         with pytest.raises(ValueError, match=words):
             loader_of(one, data, **fields)
@@ -2693,13 +2694,13 @@ def test_dataloader_type_selects_the_sampler(one, monkeypatch):
     with mock.patch.object(Numbers, "__getitem__", side_effect=[1, 2, 3, 4, StopIteration]):
         batches = iter(ending)
         next(batches)
-        with pytest.raises(RuntimeError, match="the batches ended at sample 4, not at 8"):
+        with pytest.raises(RuntimeError, match="ended at sample 4, .* at sample 8.*StopIteration"):
             next(batches)
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     given = {"data_parallel_rank": 0, "data_parallel_size": 1}
     for missing in given:
-        with pytest.raises(ValueError, match="job of 2 processes.*data_parallel_rank"):
+        with pytest.raises(ValueError, match="data_parallel_rank .* job of 2 processes"):
             loader_of(one, Numbers(9), **{name: given[name] for name in given.keys() - {missing}})
     assert len(loader_of(one, Numbers(9), **given)) == 2
     for nothing in (None, Numbers(0)):
@@ -2789,7 +2790,7 @@ def test_which_iterator_goes_on_where_a_state_was_taken(one, kind):
     if kind in SHUFFLED:  # the next one goes on there
         assert heard(next, iter(loader))[1] == []
     else:
-        with pytest.warns(UserWarning, match="at sample 12, and this one begins at sample 0:"):
+        with pytest.warns(UserWarning, match="left at sample 12, .* at sample 0;.*load_state_dict"):
             next(iter(loader))
     assert heard(next, iter(loader))[1] == []  # it did not go on from a state
 
@@ -2879,7 +2880,7 @@ def test_a_run_that_grows_goes_on_behind_the_end_of_a_pass(one, tmp_path):
 def test_of_two_iterators_the_newest_counts(one, kind):
     """Each gives its own batches; the state is that of the newest, wherever the other one is.
 
-    A pass in order starts at 0; a shuffled one goes on, and counts the samples of all turns.
+    A pass in order starts at 0; a shuffled one goes on, and counts the samples of all passes.
     """
     whole = list(loader_of(one, Numbers(64), **fields_of(kind)))
     loader = loader_of(one, Numbers(64), **fields_of(kind))
@@ -2975,7 +2976,7 @@ def load_state_of(before, after, consumed, words):
     """A loader loads the state of another one: of other data, or what differs is said."""
     before.consumed_samples = consumed
     if words is not None:
-        words = f"^the state does not fit: {words}.*stable_order=True.*strict=False"
+        words = f"^cannot resume: {words}.*stable_order=True.*strict=False"
     with refusal(words):
         after.load_state_dict(before.state_dict())
         assert after.consumed_samples == consumed
@@ -3062,7 +3063,7 @@ V = (2, 1, 1)
 W = (1, 1, 1)
 TWO_PHASES = {"mix": [(24, U), (24, V)]}
 UNSTABLE = {"stable_order": False}
-OTHER_MIX = r"which corpus gave which sample \(weights, blend_phases\) was \d+ in the state, and is"
+OTHER_MIX = r"which corpus gave which sample \(weights, blend_phases\) was \d+ when .* and is"
 RUNS = [  # a run; what is another in the next one; what is said of it, or None: it fits
     ({}, {"corpora": ["copies/of a", "copies/b"]}, None),
     ({}, {"corpora": "abc", "mix": [(40, (1, 2, 0)), (9, (1, 1, 1))]}, None),
@@ -3070,9 +3071,9 @@ RUNS = [  # a run; what is another in the next one; what is said of it, or None:
     (TWO_PHASES, {"mix": [(48, (1, 0))]}, OTHER_MIX),  # and nothing is known of b
     ({"mix": [(48, (1, 0))]}, TWO_PHASES, OTHER_MIX),
     (UNSTABLE | {"mix": [(400, U)]}, {"mix": [(40, V)]}, OTHER_MIX),  # epochs, too
-    ({}, {"corpora": "a", "mix": None}, "class was BlendedDataset in .* is GPTDataset"),
+    ({}, {"corpora": "a", "mix": None}, "class was BlendedDataset when .* is GPTDataset"),
     ({}, {"corpora": ["other tokens/a", "b"]}, r"bin_ends_crc32 of .*corpus 0 \(a\) was"),
-    ({}, {"random_seed": 2}, r"random_seed of corpus 0 \(a\) was 1234 in the .* is 2\."),
+    ({}, {"random_seed": 2}, r"random_seed of corpus 0 \(a\) was 1234 when .* is 2 now"),
     ({}, {"split": "8,2,0"}, r"documents \(split\) of corpus 0 \(a\) was range\(0, 40"),
     (UNSTABLE, {"mix": [(400, U)]}, "stable_order, or one epoch of .* True .* False"),
     ({"samples": range(0, 40, 2)}, {"samples": range(8, 40)}, "indices was"),
@@ -3202,30 +3203,30 @@ def test_state_of_custom_datasets(one, tmp_path):
     later.config.random_seed = 5  # after it was built
     for before, after, words in (
         (plain(), later, None),
-        (plain(**short), plain(80, **short), "epochs was 1 in"),  # its last sample was short
+        (plain(**short), plain(80, **short), "epochs was 1 when"),  # its last sample was short
         (plain(documents=np.array([3, 0, 9])), plain(documents=np.array([3, 9, 0])), "documents"),
         (part(range(40)), part([*range(40), 60, 70]), None),
         (part([5, -1] * 16), part([5, len(plain(80)) - 1] * 16), None),
         (part(range(40)), part(range(40), random_seed=5), r"random_seed of data \(p\) was 1234"),
         (Wrapped(blend(one.BlendedDataset, 40)), Wrapped(blend(one.BlendedDataset, 32, 60)), None),
         (concat(two), concat([Numbers(0), *two, plain()]), None),  # added behind, or empty
-        (concat(two), concat([part(range(30)), plain()]), r"first sample of .* was \[0, 20\] in"),
+        (concat(two), concat([part(range(30)), plain()]), r"first sample of .* was \[0, 20\] when"),
         (concat(two), concat([two[0], plain(random_seed=5)]), r"random_seed of dataset 1 \(p\)"),
         (concat(two), concat([part(range(40))]), r"first sample of .* and is \[0\]"),
         (concat([plain(), Numbers(9)]), concat([plain(80), Wrapped()]), None),  # it has grown
         (part_of(concat(two), [5, -1] * 16), part_of(concat(two), [5, total - 1] * 16), None),
         (concat([two[0], blends[0]]), concat([two[0], blends[1]]), None),
-        (Wrapped(), renamed(), "class was Wrapped in the state, and is Renamed"),
-        (Wrapped(named[0]), Wrapped(named[1]), "name of fingerprint of data .* was a in"),
+        (Wrapped(), renamed(), "class was Wrapped when the state was saved, and is Renamed now"),
+        (Wrapped(named[0]), Wrapped(named[1]), "name of fingerprint of data .* was a when"),
         (over(reader([90, 80])), over(reader([80, 90])), r"sequence_lengths \(CRC-32\) was"),
-        (over(named[0]), over(named[1]), "name of fingerprint was a in"),
+        (over(named[0]), over(named[1]), "name of fingerprint was a when"),
         (*permuted[:2], None),
         (*permuted[1:], r"document_index \(CRC-32\) was"),
         (blend(Reversed, 40), blend(Reversed, 40), None),
         (blend(Reversed, 40), blend(Reversed, 48), "which sample each corpus gave was"),
         (chats(), chats(99), None),
-        (chats(), chats(sequence_length=9), "sequence_length was 8 in"),
-        (chats(), chats(context_parallel_size=2), "context_parallel_size was 1 in"),
+        (chats(), chats(sequence_length=9), "sequence_length was 8 when"),
+        (chats(), chats(context_parallel_size=2), "context_parallel_size was 1 when"),
     ):
         load_state_of(loader_of(one, before), loader_of(one, after), 32, words)
     mock_data = one.MockGPTLowLevelDataset(Tok(vocab_size=9))
@@ -3242,17 +3243,16 @@ def test_a_state_of_another_version_or_place_is_refused(one):
     other = {"version": 7, "consumed_samples": 16}
     more = state["history"].replace("}}", ', "x": 5}}')
     for changed, words in (
-        (other | {"past": 5}, "version was 7 in the state, and is 8.*strict=False"),
-        (state | {"history": "{}"}, "kind of the sampler was None in the state, and is single"),
-        (state | {"history": more}, "x was 5 in .* is None"),
+        (other | {"past": 5}, "version was 7 when .* is 8 now.*strict=False"),
+        (state | {"history": "{}"}, "kind of the sampler was not set when .* is single"),
+        (state | {"history": more}, "x was 5 when .* is not set now"),
     ):
-        with pytest.raises(ValueError, match=f"the state does not fit.*{words}"):
+        with pytest.raises(ValueError, match=f"cannot resume: {words}"):
             loader.load_state_dict(changed)
     damaged = [{"history": text} for text in ("{", None, "[]")]
     damaged += [{"consumed_samples": "6"}, {"is_end_of_pass": "0"}]
-    keys = "version, consumed_samples, is_end_of_pass, history"
     for changes in damaged:
-        with pytest.raises(ValueError, match=f"the state: expected {keys}"):
+        with pytest.raises(ValueError, match="cannot resume: the state is not one of"):
             loader.load_state_dict(state | changes)
     with pytest.raises(ValueError, match="consumed_samples"):
         loader.load_state_dict(state | {"consumed_samples": 65}, strict=False)
@@ -3965,6 +3965,26 @@ def test_a_folder_that_cannot_be_synced(one, tmp_path, monkeypatch, call):
     assert one.IndexedDataset(tmp_path / f"{code}")[0].tolist() == [1]
 
 
+def test_an_error_of_the_disk_without_a_number(one, tmp_path, monkeypatch):
+    """It is an OSError that names the file, in a write as in a commit."""
+    stale = OSError("stale file handle")
+    replace = os.replace
+
+    def replace_all_but_idx(source, target):
+        if target.endswith(".idx"):
+            raise stale
+        replace(source, target)
+
+    file = one._NewFile(tmp_path / "f")
+    file.file = mock.Mock(write=mock.Mock(side_effect=stale))
+    with pytest.raises(OSError, match=r"/f\..*\.tmp: .*stale"):
+        file.write(b"1")
+    for name, fault in (("fsync", mock.Mock(side_effect=stale)), ("replace", replace_all_but_idx)):
+        with monkeypatch.context() as patches, pytest.raises(OSError, match=r"/p\.bin.*: .*stale"):
+            patches.setattr(os, name, fault)
+            mk(one, tmp_path / "p", [[1]])
+
+
 # ==============================================================================
 # 15. The index cache
 # ==============================================================================
@@ -3990,6 +4010,7 @@ def start(mm, corpus, cache, *words, n=50, wanted=None, **fields):
     ds, messages = heard(gpt, mm, corpus, n, path_to_cache=cache, **fields)
     for word, message in zip(words, messages, strict=True):
         assert re.search(word, message)
+        assert "{" not in message  # no dict of a manifest
     if wanted is not None:
         same_arrays(arrays(ds), wanted)
     return ds
@@ -4019,7 +4040,7 @@ def test_a_cache_is_built_once_then_found(one, pair, cache, monkeypatch):
         *[{"documents": numbers} for numbers in ([0, 1], [0, 2, 1, 3], [3, 2, 1])],
     ):
         options = {"n": 9, "wanted": arrays(quiet(gpt, one, pair, 9, **fields)), **fields}
-        words = ["made from {'documents'"] if "documents" in fields else []
+        words = [r"made from different data \(.*documents"] if "documents" in fields else []
         saved = start(one, pair, cache, *words, **options)
         build.reset_mock()
         before = stamps(cache)
@@ -4053,11 +4074,11 @@ def test_what_a_start_finds_wrong_is_rebuilt(one, pair, cache, monkeypatch):
     for file, content, *words in (
         ("manifest.json", None),
         ("manifest.json", json.dumps(older).encode()),
-        ("manifest.json", text[:-1], "JSON"),
+        ("manifest.json", text[:-1], "manifest.json: "),
         ("manifest.json", json.dumps(other_facts).encode(), "damaged"),
-        ("sample_index.npy", array[:-5], "sample_index.npy: wanted"),
-        ("sample_index.npy", array[:-8] + bytes(8), "sample_index.npy: wanted"),
-        ("sample_index.npy", RUNS_CODE.ljust(len(array)), "sample_index.npy: wanted"),
+        ("sample_index.npy", array[:-5], "sample_index.npy .*size was"),
+        ("sample_index.npy", array[:-8] + bytes(8), "sample_index.npy .*crc32"),
+        ("sample_index.npy", RUNS_CODE.ljust(len(array)), "sample_index.npy .*crc32"),
         ("document_index.npy", None, "document_index.npy"),
     ):
         path = file_of(cache, file)
@@ -4088,7 +4109,7 @@ def test_what_a_start_finds_wrong_is_rebuilt(one, pair, cache, monkeypatch):
 def test_regenerated_data_make_a_cache_stale(one, tmp_path, cache):
     """Also one that is made of the old data, open still.  Upstream: the old indices are used."""
     old = random_docs(np.random.default_rng(5), most=40) * 3
-    for docs, word in (([[1, 2, 3]] * 20, "documents"), (old[::-1], "the pair was")):
+    for docs, word in (([[1, 2, 3]] * 20, "documents"), (old[::-1], "the corpus has changed")):
         corpus = mk(one, tmp_path / word, old)
         os.utime(f"{corpus}.idx", (1, 1))
         opened = start(one, corpus, cache)
@@ -4156,7 +4177,7 @@ def test_lengths_that_are_set_make_a_cache_and_a_state_their_own(one, tmp_path, 
             same(found.dataset.sequence_lengths, reader.sequence_lengths)
             same_samples(found[0], fresh[0])
             assert len(found) == num_samples
-            words = r"sequence_lengths \(CRC-32\) was None in" if num_samples == 9 else None
+            words = r"sequence_lengths \(CRC-32\) was not set when" if num_samples == 9 else None
             load_state_of(before, loader_of(one, found), 4, words)
         assert reader.fingerprint() == plain.fingerprint()
         of_pair = one._provenance_of(reader, None, {})  # for a loader of the sequences
@@ -4782,7 +4803,7 @@ def test_ranges_are_exact_and_only_what_failed_is_asked_for_again(one, web, some
         assert len(ranges) == len(wanted) + (fault is not None)
     web.requests.clear()
     web.faults = iter(["whole"])
-    with pytest.raises(OSError, match=r"pair\.bin: .* bytes: the server does not know ranges"):
+    with pytest.raises(OSError, match=r"pair\.bin: .*range requests are ignored; copy"):
         ds.get(1, 2, 2)
     assert len(web.requests) == 1
 
@@ -4814,7 +4835,7 @@ def test_only_what_may_pass_is_tried_again(one, web, some_pair, no_pauses):
             words = rf"/pair\.bin: {type(failure).__name__}: {failure}"
             check(ds.get, 1, kind, words, tries)
     web.faults = itertools.repeat("no length")
-    check(one.IndexedDataset, prefix, OSError, r"/pair\.idx: .* no size", 1)
+    check(one.IndexedDataset, prefix, OSError, r"/pair\.idx: .* reports no size.*copy", 1)
     web.faults = itertools.repeat(503, 3)
     assert lists(one.IndexedDataset(prefix)[:]) == lists(some_pair[1])
 
@@ -4858,7 +4879,7 @@ def test_a_url_that_may_hold_a_secret_is_refused_at_every_door(
     in_bytes = os.fsencode(password)
     calls += [(config, [one, ([in_bytes], None)]), (one.IndexedDataset, [in_bytes])]
     for function, arguments in calls:
-        with pytest.raises(ValueError, match="holds a password") as caught:
+        with pytest.raises(ValueError, match="may contain a secret|is a chain") as caught:
             function(*arguments)
         assert type(caught.value) is ValueError, arguments
         assert SECRET not in str(caught.value), arguments
@@ -5496,16 +5517,33 @@ def test_the_benchmark(tmp_path, monkeypatch, capsys):
 
 
 def test_tokenizer_by_module_and_attribute(one, tmp_path, monkeypatch):
-    """A class, an object or a function; the module lies in the current folder."""
+    """A class, an object or a function; the module lies in the current folder.
+
+    It is looked up there first, and worker processes find it there, too.
+    """
     lines = "object = Tok()\ndef make(): return object\ntext = ''\n"
     (tmp_path / "my_tokens.py").write_text(f"from {__name__} import Tok\n{lines}")
+    (tmp_path / "zipapp.py").write_text((tmp_path / "my_tokens.py").read_text())  # and Python's
+    (tmp_path / "no_tokens.py").write_text("import no_module")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "zipapp", raising=False)
     before = list(sys.path)
+    monkeypatch.setattr(sys, "path", list(before))
+    with pytest.raises(ImportError):
+        one.build_tokenizer("no_tokens:Tok")
+    assert sys.path == before
     for attribute in ("Tok", "object", "make"):
         assert one.build_tokenizer(f"my_tokens:{attribute}").tokenize("7 8") == [7, 8]
     with pytest.raises(ValueError, match="wanted a tokenizer, got str"):
         one.build_tokenizer("my_tokens:text")
-    assert sys.path == before
+    assert one.build_tokenizer("zipapp:Tok").tokenize("7 8") == [7, 8]
+    del sys.modules["zipapp"]
+    assert sys.path == [*before, str(tmp_path)]
+    context = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
+    process = context.Process(target=importlib.import_module, args=["my_tokens"])
+    process.start()
+    process.join(timeout=600)
+    assert process.exitcode == 0
 
 
 @pytest.fixture
@@ -5565,6 +5603,7 @@ def test_unusable_tokenizer_raises(one, tmp_path, hf, monkeypatch):
     """The error has the name of what is wrong."""
     pytest.importorskip("gigatoken")
     (tmp_path / "no.json").write_text('{"a": 1}')
+    (tmp_path / "no.model").touch()
     monkeypatch.chdir(tmp_path)
     for name, eod_text, adds_special_tokens, words in (
         ("no.json", None, False, r"no\.json: wanted a tokenizer\.json"),
@@ -5573,9 +5612,15 @@ def test_unusable_tokenizer_raises(one, tmp_path, hf, monkeypatch):
         (f"gigatoken:{hf}", None, True, "special tokens"),
         ("null:9", "</s>", False, "eod and special tokens can be chosen"),
         ("null:x", None, False, "unknown tokenizer 'null:x'"),
+        ("no.model", None, False, "unknown tokenizer 'no.model'"),
     ):
         with pytest.raises(ValueError, match=words):
             one.build_tokenizer(name, eod_text, adds_special_tokens)
+    for name in ("tokenizer", "gigatoken:a/b.json", tmp_path / "byte"):
+        words = rf"^{str(name).removeprefix('gigatoken:')}: .*bytes, null:VOCAB"
+        for eod_text in (None, "</s>"):
+            with pytest.raises(FileNotFoundError, match=words):
+                one.build_tokenizer(name, eod_text)
 
 
 def test_a_package_that_is_missing_is_named(one, tmp_path, hf, monkeypatch):
@@ -5625,8 +5670,8 @@ def odd_texts(rng, count):
     return texts
 
 
-def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path):
-    """It is made anew after much text, and where it was pickled."""
+def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path, monkeypatch):
+    """It is made anew after much text, and where it was pickled, without another probe."""
     pytest.importorskip("gigatoken")
     tokenizers = pytest.importorskip("tokenizers")
     trained = tokenizers.ByteLevelBPETokenizer()
@@ -5643,10 +5688,51 @@ def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path):
     made = one.preprocess(texts=texts, output_prefix=tmp_path / "o", tokenizer=fast, workers=2)
     assert texts_of(one, made["text"]) == ids
     fast._MOST_BYTES = 0
+    monkeypatch.setattr(one.HuggingFaceTokenizer, "tokenize", None)
     for tokenizer in (fast, pickle.loads(pickle.dumps(fast))):
         before = tokenizer._gigatoken
         assert lists(tokenizer.tokenize_batch(texts)) == ids
         assert tokenizer._gigatoken not in (before, None)
+
+
+LLAMA_3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+LLAMA_3 += r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def test_gigatoken_refuses_a_file_of_which_it_makes_other_ids(one, tmp_path):
+    """Such as one with merges over words, and one with an added token that is a word alone."""
+    pytest.importorskip("gigatoken")
+    tokenizers = pytest.importorskip("tokenizers")
+    bytes_alone = tokenizers.pre_tokenizers.ByteLevel(False, use_regex=False)
+    gpt_2 = tokenizers.pre_tokenizers.ByteLevel(False)
+    words = tokenizers.pre_tokenizers.Split(tokenizers.Regex(LLAMA_3), "isolated")
+    llama_3 = tokenizers.pre_tokenizers.Sequence([words, bytes_alone])
+    reserved = [tokenizers.AddedToken(f"<|reserved_{k}|>", special=True) for k in range(300)]
+    word = tokenizers.AddedToken("qq", single_word=True)
+    path = tmp_path / "tokenizer.json"
+    for pre_tokenizer, text, added, differs in (
+        (gpt_2, "the cat, the hat", ["qq"], None),
+        (llama_3, "the cat, the hat", reserved, None),
+        (bytes_alone, "the cat, the hat", [], "the|cat"),
+        (bytes_alone, "j q j q", [], "j "),  # in no line of the probe
+        (gpt_2, "the cat", [word], "aqqb"),
+        (llama_3, "the cat", [*reserved, word], "aqqb"),
+    ):
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+        options = {"special_tokens": ["</s>"], "initial_alphabet": alphabet, "show_progress": False}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizer
+        tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        tokenizer.train_from_iterator([text] * 9, tokenizers.trainers.BpeTrainer(**options))
+        tokenizer.add_tokens(added)
+        tokenizer.save(str(path))
+        if differs is None:
+            found = one.build_tokenizer(f"gigatoken:{path}").tokenize(text)
+            assert found == one.build_tokenizer(path).tokenize(text)
+        else:
+            advice = f"^{path}: .*({differs}).* use the package tokenizers: .*gigatoken:"
+            with pytest.raises(ValueError, match=advice):
+                one.build_tokenizer(f"gigatoken:{path}")
 
 
 # ==============================================================================
@@ -5750,16 +5836,21 @@ def test_all_shards_of_a_job_are_merged_or_none(one, tmp_path, monkeypatch):
     path.write_text(re.sub(r',\s+"job": "\w+"', "", path.read_text()))
     with refused:
         one.merge([first, second], "merged")
-    path.unlink()
+    record = path.read_text()
+    path.write_text(record.replace('"bin": ', '"bin": 9'))  # of another pair
+    mk(one, tmp_path / "s_100000_of_100001", [[1]])
     for prefixes, missing in (
         ([], "at least one"),
         ([first], "text_document_00001_of_00002 in the place of the end"),
         ([second, first], f"{first} in the place of {second}"),
         ([first, second, "none"], r"none\.idx"),
+        ([first, second], r"00001_of_00002: .*copy its \.record\.json.* rename"),
+        (["s_100000_of_100001"], "s_00000_of_100001 in the place"),
     ):
         with pytest.raises((ValueError, OSError), match=missing):
             one.merge(prefixes, "all")
     assert glob.glob("all*") == []
+    second = quiet(one.preprocess, ["a.jsonl", "b.jsonl"], "o", shard=(1, 2))["text"]
     others = [quiet(one.preprocess, "a.jsonl", f"n{k}/p", shard=(k, 2))["text"] for k in range(2)]
     one.merge([first, second, *others, first, second, "merged"], "all")
     assert len(one.IndexedDataset("all")) == 63
@@ -5809,7 +5900,7 @@ def test_the_record_of_a_pair(one, tmp_path, monkeypatch, recwarn):
     path = pathlib.Path(f"{made}.record.json")
     record = json.loads(path.read_text())
     inputs = [["memory://b/a.jsonl", 1], ["b.jsonl", 2]]
-    wanted = {"tokenizer": Tok().unique_identifiers, "inputs": inputs}
+    wanted = {"tokenizer": Tok().unique_identifiers, "inputs": inputs, "append_eod": False}
     assert record == wanted | {end: os.path.getsize(f"{made}.{end}") for end in ("bin", "idx")}
     mk(one, tmp_path / "upstream", [[1], [2], [3]], np.uint16)
     one.merge(["upstream", made], "all")
@@ -5820,10 +5911,12 @@ def test_the_record_of_a_pair(one, tmp_path, monkeypatch, recwarn):
 
     wrong = [{"bin": 9}, {"idx": 9}, {"tokenizer": "bytes"}, {"inputs": None}, {"job": 5}]
     wrong += [{"more": 5}, {"inputs": [[2, 2]]}, {"inputs": [["a", 2.5]]}]
+    wrong += [{"append_eod": "no"}, {"append_eod": 5}]
     contents = [json.dumps(record | values) for values in wrong]
     for content in [*contents, "", "[]", "\0", "[" * 99999]:
         path.write_text(content)
         assert inputs_of(one, made) == [(None, None)] * 3, content[:200]
+    del record["append_eod"]  # as releases before had it
     path.write_text(json.dumps(record | {"inputs": [["b.jsonl", 2]]}))  # of fewer documents
     assert inputs_of(one, made) == [("b.jsonl", 0), ("b.jsonl", 1), (None, None)]
     assert len(recwarn) == 0
@@ -5847,7 +5940,8 @@ def test_another_tokenizer_than_that_of_the_pair(one, tmp_path):
         job = {"output_prefix": tmp_path / name, "tokenizer": tokenizer}
         prefixes[name] = one.preprocess(texts=["1 2 3 4 5 6 7 8 9"] * 2, **job)["text"]
     merged = str(tmp_path / "merged")
-    with pytest.raises(ValueError, match="/file_text_document was .*HuggingFace.*/tok_.* is .*Tok"):
+    words = r"/file_\S+: .*/tok_\S+, whose class is 'Tok', got 'HuggingFaceTokenizer'; preprocess"
+    with pytest.raises(ValueError, match=words):
         one.merge([prefixes[name] for name in ("tok", "tok", "bare", "file")], merged)
     assert not os.path.exists(f"{merged}.idx")
     for names in ("file gigatoken file", "bare tok nameless tok"):
@@ -5856,10 +5950,44 @@ def test_another_tokenizer_than_that_of_the_pair(one, tmp_path):
     fields = {"path_to_cache": str(tmp_path / "cache"), "split": "1,1,0"}
     for name, corpora in (("tok", []), ("five", ["tok", "merged"])):
         cfg = config(one, (blend, None), tokenizer=tokenizers[name], **fields)
-        words = r"/(merged|tok)\S* was made .* config is .*5"
+        words = r"/(merged|tok)\S*: .* the config, whose eod is 5, got 0; give the config "
         for _ in range(2):  # the second finds a cache
-            _, messages = heard(build, one, [1, 1, 0], cfg)
-            assert [re.search(words, message)[1] for message in messages] == corpora
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                build(one, [1, 1, 0], cfg)
+            found = [re.search(words, str(warning.message))[1] for warning in caught]
+            assert found == corpora
+            assert {warning.filename for warning in caught} <= {__file__}
+
+
+def test_pairs_with_and_without_eod(one, tmp_path, capsys, monkeypatch):
+    """A merge and a blend of both warn; an older record says nothing.  A command tells of eods."""
+    monkeypatch.chdir(tmp_path)
+    record = pathlib.Path("old_text_document.record.json")
+    for name in ("with", "without", "old"):
+        one.preprocess(texts=["aaa"] * 3, output_prefix=name, append_eod=name == "with")
+    record.write_text(re.sub(r',\s+"append_eod": false', "", record.read_text()))
+    mk(one, tmp_path / "bare_text_document", [[1] * 9], np.uint16)
+    for names, found, says in (
+        ("with with", True, "; ByteTokenizer, with eod"),
+        ("without bare old", False, "; ByteTokenizer, without eod"),
+        ("old old", "nothing", "; ByteTokenizer"),
+        ("bare bare", "nothing", ""),
+        ("old without with", None, "; ByteTokenizer, partly with eod"),
+        ("with mixed", None, "; ByteTokenizer, partly with eod"),
+    ):
+        prefixes = [f"{name}_text_document" for name in names.split()]
+        code, out, err = command(one, capsys, "merge", "--input", *prefixes, "--output-prefix", "m")
+        assert (code, out.endswith(f" tokens of uint16{says}\n")) == (0, True), out
+        merged = json.loads(pathlib.Path("m.record.json").read_text())
+        assert merged.get("append_eod", "nothing") is found
+        cfg = config(one, (prefixes, None), tokenizer=one.ByteTokenizer(), sequence_length=2)
+        _, messages = heard(build, one, [1, 0, 0], cfg)
+        assert len(messages) == err.count("warning: ") == (found is None)
+        words = rf"{prefixes[-1]}: made .*, and {prefixes[-2]} .*append_eod"
+        assert all(re.search(words, message) for message in [*messages, *err.splitlines()])
+        for end in ("bin", "idx", "record.json"):
+            os.replace(f"m.{end}", f"mixed_text_document.{end}")
 
 
 # -- Inputs ------------------------------------------------------------------------------------
@@ -5990,22 +6118,32 @@ def test_what_a_server_answers(one, web, no_pauses, tmp_path):
 
 
 @pytest.mark.parametrize("extension", ["", ".gz"])
-def test_an_input_of_another_size_than_it_had(one, bucket, tmp_path, monkeypatch, extension):
-    """It ends, or goes on, where a line or a compressed part ends, so what comes is whole."""
+def test_an_input_that_is_another_than_it_was(one, bucket, tmp_path, monkeypatch, extension):
+    """It ends, or goes on, where a line or a compressed part ends, so what comes is whole.
+
+    Or it is written in place, with the same size; a link or a chmod does not count as that.
+    """
     monkeypatch.setattr(one, "_BLOCK_BYTES", 1)
     part = compress(GOOD * 5, extension)
     content = part * 2
     path = tmp_path / f"a.jsonl{extension}"
-    for new in (part, part * 3):
+    for new in (part, part * 3, content):
 
         def change(text, new=new):
             path.write_bytes(new)
+            os.utime(path, (5, 5))
 
         path.write_bytes(content)
         words = rf"{path.name}: cannot be read: it had {len(content)} bytes when the job began"
         with pytest.raises(OSError, match=words):
             one.preprocess(path, tmp_path / "o", acting(change))
         assert os.listdir(tmp_path) == [path.name]
+
+    def touch(text):
+        path.chmod(0o600)
+        os.link(path, tmp_path / secrets.token_hex())
+
+    one.preprocess(path, tmp_path / "o", acting(touch))
     memory = fsspec.filesystem("memory")
     memory.pipe_file(f"/bucket/{path.name}", content)
     info = mock.Mock(return_value={"type": "file", "size": 4000})
@@ -6045,6 +6183,31 @@ def test_each_key_makes_a_pair(one, tmp_path, monkeypatch, capsys):
         assert bytes_of_pair(of_texts[key]) == bytes_of_pair(prefix)
 
 
+def test_a_tokenizer_is_called_for_no_empty_list(one, tmp_path, monkeypatch):
+    """Empty inputs, blank lines, a last line that fills a block; trace() names the right lines."""
+
+    def tokenize_batch(texts):
+        return np.split(np.array([int(text) for text in texts]), len(texts))  # 0: an error
+
+    tokenizer = Tok(tokenize_batch=tokenize_batch)
+    job = {"output_prefix": tmp_path / "o", "tokenizer": tokenizer, "on_error": "skip"}
+    blank = b"\n" * 9
+    contents = [b"", blank, GOOD, blank + GOOD, GOOD + blank + b"oops\n" + GOOD, b'{"text": []}']
+    for number, content in enumerate(contents):
+        (tmp_path / f"{number}.jsonl").write_bytes(content)
+    for workers, size in ((1, 1), (1, 1 << 19), (2, 20)):
+        monkeypatch.setattr(one, "_BLOCK_BYTES", size)
+        made, messages = heard(one.preprocess, tmp_path / "*.jsonl", workers=workers, **job)
+        assert texts_of(one, made["text"]) == [[1], [1], [1], [], [1], []]
+        lines = [(name[-7:], number) for name, number in inputs_of(one, made["text"])]
+        assert lines == [(f"{name}.jsonl", k) for name, k in ((2, 0), (3, 0), (4, 0), (4, 2))]
+        bad, empty = messages
+        assert re.search(r"1 bad lines .*/4\.jsonl: line 11: ", bad)
+        assert re.search(r"2 inputs gave no document, such as .*/0\.jsonl$", empty)
+    made = quiet(one.preprocess, None, texts=[], **job)["text"]
+    assert len(one.IndexedDataset(made)) == 0
+
+
 def test_ids_may_be_of_any_kind(one, tmp_path):
     """But no words, say; and what is no tokenizer makes no corpus.
 
@@ -6076,6 +6239,7 @@ def test_ids_may_be_of_any_kind(one, tmp_path):
 
 
 TABLE = types.SimpleNamespace(columns=["text"])  # as pandas, pyarrow and polars have them
+COLUMN = types.SimpleNamespace(to_pylist=list)  # as pyarrow has it
 REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the error says
     "lost texts": (GOOD, {"tokenizer": Tok(tokenize_batch=mock.Mock(return_value=[]))}, "0 lists"),
     "an id that does not fit": (b'{"text": "70000"}', {"tokenizer": Tok()}, "line 1: .*70000"),
@@ -6090,7 +6254,8 @@ REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the err
     "bad lines alone": (b"oops\n\n{}\n", {"on_error": "skip"}, r"all 2 lines .*a\.jsonl: line 1: "),
     "one text": (GOOD, {"input": None, "texts": b"abc"}, "an iterable of texts or dicts"),
     "splits": (GOOD, {"input": None, "texts": {"train": []}}, "an iterable of texts or dicts"),
-    "a table": (GOOD, {"input": None, "texts": TABLE}, "an iterable of texts or dicts"),
+    "a table": (GOOD, {"input": None, "texts": TABLE}, r"texts or dicts, .*\.to_pylist\(\)"),
+    "a column": (GOOD, {"input": None, "texts": COLUMN}, r"texts or dicts, .*\.to_pylist\(\)"),
     "a shard of a pipe": (GOOD, {"input": "-", "shard": (0, 2)}, "-: its size is not known"),
     "workers": (GOOD, {"workers": 0}, "wanted workers >= 1"),
     "workers that may not be started": (GOOD, {"workers": 2}, "use workers=1"),
@@ -6283,6 +6448,50 @@ def test_signals_in_workers(one, tmp_path, monkeypatch):
 
 
 @linux
+def test_jobs_in_threads_of_one_process(one, tmp_path, monkeypatch):
+    """A killed worker ends its job at once, while those of other jobs live; these go on.
+
+    The jobs would fork at the same time, between the making of a pipe and the closing of its end.
+    """
+    monkeypatch.setattr(one, "_BLOCK_BYTES", 1)
+    start = FORK.Process.start
+    together = threading.Barrier(3)
+
+    def start_together(process):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(0.2)
+        start(process)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(0.2)
+
+    def act(text):
+        if text == "9":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def run():
+        FORK.Process.start = start_together
+        has_ended = threading.Event()
+
+        def texts():
+            yield "1"
+            has_ended.wait()
+            yield "2"
+
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            jobs = []
+            for number, rows in enumerate((["9"] * 4, texts(), texts())):
+                job = {"texts": rows, "workers": 2, "tokenizer": acting(act)}
+                jobs.append(pool.submit(one.preprocess, None, tmp_path / f"{number}", **job))
+            with pytest.raises(ChildProcessError, match="exit code -9$"):
+                jobs[0].result()
+            has_ended.set()
+            for job in jobs[1:]:
+                assert texts_of(one, job.result()["text"]) == [[1], [2]]
+
+    assert in_child(run, timeout=60) == 0
+
+
+@linux
 def test_a_disk_that_is_full(one, tmp_path):
     """The pair of both keys is there, or none is."""
     path = tmp_path / "a.jsonl"
@@ -6431,7 +6640,7 @@ def test_a_file_of_rows_that_is_replaced(one, tmp_path, kind, changed):
     os.replace(new, old)
     assert ds[changed]["tokens"].tolist() == wanted
     with pytest.raises(
-        one.DatasetFormatError, match=f"a.{kind} was replaced .*build the dataset again"
+        one.DatasetFormatError, match=f"a.{kind} was replaced .*(ends_crc32|size was).*build"
     ):
         pickle.loads(pickled)
     if kind == "jsonl":
@@ -6450,7 +6659,7 @@ def test_a_row_is_read_whole_or_not_at_all(one, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pread", read_3_bytes)
     same_samples(ds[1], wanted)
     os.truncate(path, 150)
-    with pytest.raises(ValueError, match=r"chat\.jsonl, line 2: .*chat\.jsonl(?=.* 62).* 88"):
+    with pytest.raises(ValueError, match=r"chat\.jsonl, line 2: .* 62 of 88 bytes at offset 88"):
         ds[1]
 
 
@@ -6549,7 +6758,7 @@ def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
     same_batches(list(later), list(batches))
     jsonl(tmp_path / "a", rows[::-1], "messages")
     changed, _, _ = build(one, [24, 4, 0], cfg, one.SFTDataset)
-    with pytest.raises(ValueError, match="does not fit"):
+    with pytest.raises(ValueError, match="cannot resume"):
         loader_of(one, changed).load_state_dict(state)
 
 
@@ -6649,7 +6858,7 @@ def test_mock_data_is_of_no_file(one):
 # ==============================================================================
 
 
-def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
+def test_commands_by_hand(one, tmp_path, hf, capsys, monkeypatch):
     """In a thread, which leaves signals to others.  Wrong use is a sentence, and leaves no file."""
     monkeypatch.chdir(tmp_path)
     jsonl("a.jsonl", ["aaaa", "bbb", "cccccc"])
@@ -6664,19 +6873,22 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
     mk(one, tmp_path / "damaged", [[1] * 18, [2] * 2])
     patch("damaged.idx", 34, b"\x13")  # the first length
     prefix = "toy_text_document"
+    hf_class = "HuggingFaceTokenizer"
+    digits = hashlib.md5(pathlib.Path(hf).read_bytes()).hexdigest()[:8]
     inspected = ["13 tokens of uint16", "3 to 6 tokens, 4.3", "[97, 97, 97, 97]\n", "'aaaa'"]
     preprocess = "preprocess --input a.jsonl --output-prefix"
     shards = "--shard: wanted i/n, such as 0/16 to 15/16, got '3/3'"
     for line, wanted, words in (
         ("preprocess --help", 0, ["usage: megatron-min preprocess", "JSON lines, also"]),
-        (f"{preprocess} toy", 0, [f"{prefix}: 3 sequences"]),
+        (f"{preprocess} toy", 0, [f"{prefix}: 3 sequences", "uint16; ByteTokenizer, without eod"]),
         (f"inspect {prefix}", 0, inspected),
         ("inspect none", 0, ["0 sequences, 0 documents, 0 tokens"]),
-        (f"inspect {prefix} --tokenizer null:9", 0, ["not decoded: this command was made with"]),
+        (f"inspect {prefix} --tokenizer null:9", 0, ["not decoded: ", "'ByteTokenizer'; name"]),
         ("inspect small", 0, ["not decoded: name the tokenizer"]),
         ("inspect below", 0, ["not decoded: name the tokenizer"]),
         ("inspect half", 0, ["[0.5]", "not decoded: name the tokenizer"]),
         (f"verify {prefix} modes", 0, [f"whole: {prefix}: 3 ", "whole: modes: 2 sequences"]),
+        (f"{preprocess} hf --append-eod --tokenizer {hf}", 0, [f"{hf_class} {digits}, with eod"]),
         (f"merge --input {prefix} --input {prefix}.idx --output-prefix two", 0, ["26 tokens"]),
         (f"merge --input {prefix}.bin --output-prefix one", 0, ["one: 3 sequences"]),
         (f"inspect {prefix}.bin", 0, inspected),
@@ -6692,6 +6904,7 @@ def test_commands_by_hand(one, tmp_path, capsys, monkeypatch):
         (f"{preprocess} o --on-error foo", 2, ["argument --on-error: invalid choice: 'foo'"]),
         ("merge --input small missing --output-prefix o", 1, ["missing.idx"]),
         ("verify small damaged", 1, ["damaged.idx: sequence_pointers[1]"]),
+        ("inspect damaged", 1, ["damaged.idx: sequence_pointers[1]"]),
     ):
         before = files_of(".")
         with concurrent.futures.ThreadPoolExecutor(1) as executor:
@@ -6773,7 +6986,7 @@ def test_a_signal_unwinds_a_command(one, tmp_path, capsys, monkeypatch, name, co
 
 
 def test_the_demo_of_the_file_as_a_program(tmp_path, capsys, monkeypatch):
-    """It resumes, and leaves nothing."""
+    """It resumes, leaves nothing, and ends with a command that its user can type."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["megatron_min.py", "demo"])
     with pytest.raises(SystemExit) as stop:
@@ -6782,7 +6995,26 @@ def test_the_demo_of_the_file_as_a_program(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert re.findall(r"^[0-9N].*?[.,]", out, re.MULTILINE) == ["1.", "2.", "3.", "4.", "Next,"]
     assert "600 samples of 256 tokens" in out and "70 more steps, equal: True\n" in out
+    python = os.path.basename(sys.executable)
+    assert out.splitlines()[-1].startswith(f"{python} {HERE}/megatron_min.py preprocess --input ")
     assert os.listdir(tmp_path) == []
+
+
+def test_a_command_has_the_name_by_which_it_was_started(one, capsys, monkeypatch):
+    main = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    python = os.path.basename(sys.executable)
+    for module, path, words in (
+        (None, "/bin/megatron-min", "megatron-min"),
+        (None, "my/data.py", f"{python} my/data.py"),
+        ("mine.data", "/me/mine/data.py", f"{python} -m mine.data"),
+    ):
+        main.__spec__ = module and importlib.machinery.ModuleSpec(module, None)
+        for argv, wanted in (([], f"usage: {words} "), (["verify", "none"], f"{words}: ")):
+            monkeypatch.setattr(sys, "argv", [path, *argv])
+            with contextlib.suppress(SystemExit):
+                one.main()
+            assert capsys.readouterr().err.startswith(wanted)
 
 
 BARE_PLATFORM = """
@@ -7429,7 +7661,7 @@ def test_readmes_first_lines_as_they_stand(one, first_lines, inputs, capsys, mon
 
     script = pathlib.Path("pretrain.py").read_text()
     pathlib.Path("pretrain.py").write_text(script.replace("seed=1234", "seed=5"))
-    with pytest.raises(ValueError, match="seed|does not fit"):
+    with pytest.raises(ValueError, match="seed|cannot resume"):
         run_here("documents.py", capsys)
 
 
