@@ -55,9 +55,9 @@ Words       token           an integer that stands for a piece of text
 
 Notation    S  input tokens of a sample (sequence_length)    D  sequences in a split
             T  tokens in one epoch of a split                E  epochs over the split
-            N  samples in a dataset                          x  1 if a sample has S + 1 tokens, so
-                                                                that every input has a label;
-                                                                otherwise 0
+            N  samples in a dataset                          x  1 if a sample has an extra token,
+                                                                S + 1 in all, so that the last
+                                                                input has a label; otherwise 0
             j  number of a sample in the stream              k  number of a sample in its dataset
             d  number of a document in the stream (sections 4 and 5), or of a dataset in the blend
                (section 6)
@@ -88,7 +88,7 @@ Part III, the workshop
 Part IV, the tools
   19. Tokenizers                which tokenizers can a command use?
   20. Preprocessing             how is a big corpus tokenized, on all cores and on many machines?
-  21. Fine-tuning data          how does a conversation become a sample when it is read?
+  21. Other data                how do mock data and conversations become samples?
   22. Audit                     which documents are in a sample, and which samples read a document?
   23. The command line          how is this module used from a shell?
 """
@@ -889,7 +889,7 @@ class BlendedMegatronDatasetConfig:
 
       blend and split   one list of corpora; split cuts each corpus into train, valid and test
       blend_per_split   a separate list of whole corpora for each of train, valid and test
-      neither           mock data (see MockGPTDataset)
+      neither           mock data (see MockGPTDataset in section 21)
 
     Data
       blend             (prefixes, weights).  weights is a list, or None: section 7 says what each
@@ -964,7 +964,7 @@ class BlendedMegatronDatasetConfig:
 
     def __post_init__(self) -> None:
         if self.blend_per_split is not None and not any(self.blend_per_split):
-            self.blend_per_split = None
+            self.blend_per_split = None  # three times None means the same as None
         _check_config(self)
         # json would write a numpy integer as a text, and so rename the cache (section 15)
         self.random_seed = _as_whole(self.random_seed, "random_seed", 0, 2**32 - 1)
@@ -1005,8 +1005,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
       add_extra_token_to_sequence
                              True: x = 1, so the last input token has a label, too
       stable_order           True: shuffle each epoch separately.  A longer dataset then begins with
-                             the samples of a shorter one, except a short last sample (section 4).
-                             Keyword only.  Not in upstream
+                             the samples of a shorter one, unless the shorter one keeps a short last
+                             sample (section 4).  Keyword only.  Not in upstream
 
     Other
       object_storage_cache_path
@@ -1095,6 +1095,9 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 #
 # The samples (3) are shuffled together or separately in the same way.  A sample that begins in one
 # epoch and ends in the next is a sample of the epoch in which it ends.
+#
+# If a short last sample is kept, it is shuffled together with the last epoch.  A longer dataset may
+# then have a different order in this epoch, even with stable_order.
 
 
 def count_samples(
@@ -1642,8 +1645,9 @@ class GPTDataset(MegatronDataset):
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         """Return where the tokens of sample k are: [(sequence, offset, length), ...], in order.
 
-        The piece of an empty document has the length 0.  So has the first piece if its row points
-        to the end of a document, which happens without the extra token (see _fill_rows()).
+        The piece of an empty document has the length 0.  So has the first piece if the sample's
+        row of sample_index points to the end of a document.  This happens only without the extra
+        token (see _fill_rows()).
         """
         k = _as_index(k, len(self), f"the samples of {_label_of_dataset(self)}")
         j = operator.index(self.shuffle_index[k])
@@ -1784,8 +1788,7 @@ class GPTDataset(MegatronDataset):
         dataset_path: str | None, config: GPTDatasetConfig
     ) -> IndexedDataset:
         """Open the pair at dataset_path."""
-        if dataset_path is None:
-            raise ValueError("config: no blend is given; give one, or build MockGPTDataset")
+        _check_has_prefix(dataset_path)
         storage = ObjectStorageConfig(config.object_storage_cache_path)
         mmap = config.mmap_bin_files
         return IndexedDataset(dataset_path, mmap=mmap, object_storage_config=storage)
@@ -1891,64 +1894,6 @@ def _positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.nd
     return positions
 
 
-class MockGPTLowLevelDataset:
-    """100,000 sequences of 1 to 4,095 tokens, computed at each access.
-
-    A sequence is 1, 2, ..., length - 1, each modulo vocab_size, and then eod.
-
-    >>> sequence = MockGPTLowLevelDataset(ByteTokenizer())[0]
-    >>> sequence[:3].tolist(), sequence[-1].item()
-    ([1, 2, 3], 256)
-    """
-
-    def __init__(self, tokenizer: typing.Any) -> None:
-        self.tokenizer = tokenizer
-        generator = np.random.default_rng(0)
-        self.sequence_lengths = generator.integers(1, 4096, size=100_000, dtype=np.int32)
-
-    def __len__(self) -> int:
-        return len(self.sequence_lengths)
-
-    def fingerprint(self) -> dict:
-        """Return a fingerprint: the two values that decide the tokens."""
-        return {"vocab_size": self.tokenizer.vocab_size, "eod": self.tokenizer.eod}
-
-    def __getitem__(self, idx: int) -> np.ndarray:
-        numbers_up = np.arange(1, self.sequence_lengths[idx], dtype=np.int64)
-        return np.append(numbers_up % self.tokenizer.vocab_size, self.tokenizer.eod)
-
-    def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return length tokens of sequence idx, from offset on; if length is None, all of them."""
-        end = None if length is None else offset + length
-        return self[idx][offset:end]
-
-
-class MockGPTDataset(GPTDataset):
-    """Samples of ascending numbers, for speed tests without data.
-
-    dataset and indices are the arguments that GPTDataset calls indexed_dataset and indexed_indices.
-    (All four names are upstream's.)
-    """
-
-    def __init__(
-        self,
-        dataset: MockGPTLowLevelDataset,
-        dataset_path: str | None,
-        indices: np.ndarray,
-        num_samples: int | None,
-        index_split: Split,
-        config: GPTDatasetConfig,
-    ) -> None:
-        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
-
-    @staticmethod
-    def build_low_level_dataset(
-        dataset_path: str | None, config: GPTDatasetConfig
-    ) -> MockGPTLowLevelDataset:
-        """Return the mock data; dataset_path is ignored."""
-        return MockGPTLowLevelDataset(config.tokenizer)
-
-
 # ==============================================================================
 # 6. BlendedDataset
 # ==============================================================================
@@ -1965,7 +1910,7 @@ class MockGPTDataset(GPTDataset):
 #
 # The lag of a dataset is weight * max(i, 1), minus the number of samples that it gave before sample
 # i.  (Because of max, sample 0 comes from the dataset with the largest weight.)  So at any point of
-# the run, each dataset has given nearly its share of the samples.
+# the blend, each dataset has given nearly its share of the samples.
 #
 # A blend may have phases with different weights.  In each phase the rule counts from 0 again, and
 # each dataset continues after its last sample:
@@ -2319,7 +2264,7 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 #   the config has        the builder makes
 #   blend and split       for each split, a blend of one part of every corpus
 #   blend_per_split       for each split, a blend of its own list of whole corpora
-#   neither               mock data
+#   neither               mock data (section 21)
 #
 # In a blend with weights, each corpus has a target of n samples and is built with a surplus:
 #
@@ -2409,9 +2354,9 @@ def _entries_of_config(
             _check_has_size(split, size)
             prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
             weights = normalize(weights)
-            wanted = _targets_of_corpora([(size, weights)])
-            built_for = [math.ceil(n * (1 + surplus)) for n in wanted]
-            size = sum(wanted)
+            targets = _targets_of_corpora([(size, weights)])
+            built_for = [math.ceil(n * (1 + surplus)) for n in targets]
+            size = sum(targets)
             entries.append(_Entry(split, prefixes, bounds, built_for, True, weights, size))
     return entries
 
@@ -2462,7 +2407,7 @@ class BlendedMegatronDatasetBuilder:
         self.cls = cls
         self.sizes = [_as_size(size, "sizes") for size in sizes]
         self.is_built_on_rank = is_built_on_rank
-        self.config = copy.copy(config)  # what the caller changes later changes nothing built
+        self.config = copy.copy(config)
         self._entries = _entries_of_config(self.config, self.sizes)
 
     def build(self) -> list:
@@ -2584,7 +2529,7 @@ class BlendedMegatronDatasetBuilder:
 #   step    one update of the model.  It reads M rounds, where M is the global batch size divided by
 #           the samples in a round.  (Section 11 calls M num_microbatches.)  If M is constant, step
 #           t reads rounds t*M .. t*M + M - 1
-#   pass    one time through all samples of the dataset
+#   pass    once through all samples of the dataset
 #
 # The two samplers differ in the order of the samples and in how they deal them to the ranks.
 # "single" keeps the samples in order and deals each rank a block of them.  "cyclic" shuffles them
@@ -2842,12 +2787,13 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 # ==============================================================================
 # Question: which part of each batch does a rank get, and from where?
 #
-# A big model is trained by many ranks, which divide the work along up to four axes.  A rank has a
+# A big model is trained by many ranks, which divide the work along up to four axes.  (In this
+# section, a rank is one process.  The rank of section 8 is the dp coordinate.)  A rank has a
 # coordinate on each axis:
 #
 #   tp  tensor parallel     each rank holds a part of every layer; all of them need the same batch
 #   cp  context parallel    each rank has a part of every row of the batch
-#   dp  data parallel       each coordinate is a copy of the whole model, and reads its own batches
+#   dp  data parallel       each coordinate has a copy of the whole model, and its own batches
 #   pp  pipeline parallel   each coordinate is a stage, which holds some of the layers: the first
 #                           stage needs the tokens, the last stage the labels
 #
@@ -3191,6 +3137,7 @@ def get_batch_on_this_cp_rank(
         GPTDataset does not: with inter_document_masking, set use_per_sequence_balancing;
       - if tokens, labels, loss_mask, attention_mask and position_ids have rows of different
         lengths, or one of them is not a tensor;
+      - if documents are cut, and a tensor has not as many rows as cu_seqlens;
       - if none of these five has a value, but a different key has one, such as input_ids.
 
     Upstream differs: it changes the batch.
@@ -3208,26 +3155,30 @@ def get_batch_on_this_cp_rank(
     if cp_size == 1:
         return part
     _check_batch_to_cut(batch)
-    length = _length_of_rows(batch)
-    if length is None:
+    S = _length_of_rows(batch)
+    if S is None:
         return part
-    cu_seqlens = batch.get("cu_seqlens")
-    if cu_seqlens is None or use_per_sequence_balancing:
-        bounds = torch.tensor([[0, length]], device="cpu")
-        [places] = _positions_of_cp_rank(bounds, cp_rank, cp_size)  # the same in every row
+    chunk = S // (2 * cp_size)  # tokens in a chunk of the full row
+    positions = None  # if documents are cut: the positions in each row that this rank keeps
+    if batch.get("cu_seqlens") is None or use_per_sequence_balancing:
+        _check_divisible_row(S, cp_size)
     else:
-        # With 0 in front and S at the end, the lengths of the documents add up to S, even if a
-        # cu_seqlens from elsewhere lacks 0 or S.
-        bounds = torch.nn.functional.pad(cu_seqlens.to("cpu", torch.int64), (1, 0))
-        bounds = torch.nn.functional.pad(bounds, (0, 1), value=length)
-        places = _positions_of_cp_rank(bounds, cp_rank, cp_size)
+        positions = _positions_in_documents(batch["cu_seqlens"], S, cp_rank, cp_size)
     for key, value in batch.items():
         dim = 2 if key == "attention_mask" else 1
-        if key != "cu_seqlens" and isinstance(value, torch.Tensor):
-            if value.shape[dim : dim + 1] == (length,):
-                part[key] = _select_positions(value, dim, places.to(value.device))
-            elif key in _BATCH_KEYS:
-                _check_axis_to_cut(key, value, dim, length)
+        if key == "cu_seqlens" or not isinstance(value, torch.Tensor):
+            continue
+        if value.shape[dim : dim + 1] != (S,):
+            if key in _BATCH_KEYS:
+                _check_axis_to_cut(key, value, dim, S)
+        elif positions is None:
+            front = value.narrow(dim, cp_rank * chunk, chunk)
+            back = value.narrow(dim, S - (cp_rank + 1) * chunk, chunk)
+            part[key] = torch.cat([front, back], dim)
+        else:
+            _check_rows_to_cut(key, value, positions)
+            rows = zip(value, positions.to(value.device), strict=True)
+            part[key] = torch.stack([row.index_select(dim - 1, kept) for row, kept in rows])
     return part
 
 
@@ -3244,36 +3195,29 @@ def _length_of_rows(batch):
     return None
 
 
-def _positions_of_cp_rank(bounds, cp_rank, cp_size):
-    """Return the positions in each row that a cp rank keeps: int64 (rows, S / cp_size).
+def _positions_in_documents(cu_seqlens, S, cp_rank, cp_size):
+    """Return the positions in each row that a cp rank keeps, if it cuts each document separately.
 
-    bounds   int64 (rows, n).  Each row goes from 0 to S.  Two successive bounds enclose a document,
-             or no tokens if they are equal
+    The result is int64 (rows, S / cp_size).  With cp_size 2 and documents of 4 and 8 tokens:
 
-    Each document is cut into 2 * cp_size chunks.  The rank keeps chunk cp_rank, counted from the
-    front, and chunk cp_rank, counted from the back.
+      position   0 1 2 3   4 5 6 7 8 9 10 11
+      document   a a a a   b b b b b b b  b
+      chunk      0 1 2 3   0 0 1 1 2 2 3  3     of the 2 * cp_size chunks of the document
+      cp rank    0 1 1 0   0 0 1 1 1 1 0  0
     """
+    # A cu_seqlens from elsewhere may lack the 0 in front or the S at the end, so both are added.
+    # If they were there, this adds only empty documents, which have no positions.
+    bounds = torch.nn.functional.pad(cu_seqlens.to("cpu", torch.int64), (1, 0))
+    bounds = torch.nn.functional.pad(bounds, (0, 1), value=S)
     _check_divisible_documents(bounds, cp_size)
-    rows = len(bounds)
-    lengths = bounds.diff(dim=1).flatten()
-    # The next three tensors have one entry for each token of each row.
-    length_of_document = lengths.repeat_interleave(lengths)
-    start_of_document = bounds[:, :-1].flatten().repeat_interleave(lengths)
-    places = torch.arange(len(length_of_document) // rows, device="cpu").repeat(rows)
-    chunks = (places - start_of_document) * (2 * cp_size) // length_of_document
-    is_kept = (chunks == cp_rank) | (chunks == 2 * cp_size - 1 - cp_rank)
-    return places[is_kept].view(rows, -1)
-
-
-def _select_positions(tensor, dim, places):
-    """Return the part of a tensor at the given positions of axis dim.
-
-    places   1-D: the same positions in every row; 2-D: one list of positions per row
-    """
-    if places.ndim == 1:
-        return tensor.index_select(dim, places)
-    rows = zip(tensor, places, strict=True)
-    return torch.stack([row.index_select(dim - 1, kept) for row, kept in rows])
+    positions = torch.arange(S, device="cpu").repeat(len(bounds), 1)
+    # the index in bounds of the end of the document that each position is in
+    ends = torch.searchsorted(bounds, positions, right=True)
+    start = bounds.gather(1, ends - 1)
+    length = bounds.gather(1, ends) - start
+    chunk = (positions - start) * (2 * cp_size) // length
+    is_kept = (chunk == cp_rank) | (chunk == 2 * cp_size - 1 - cp_rank)
+    return positions[is_kept].view(len(bounds), -1)
 
 
 # ==============================================================================
@@ -5078,6 +5022,12 @@ def _check_blend(blend):
         _check_weights(weights, prefixes)
 
 
+def _check_has_prefix(dataset_path):
+    """Raise ValueError if a corpus is to be opened with a config of mock data, without a prefix."""
+    if dataset_path is None:
+        raise ValueError("config: no blend is given; give one, or build MockGPTDataset")
+
+
 def _check_config_of_samples(config):
     """Check the fields of a GPTDatasetConfig that say what a sample looks like.
 
@@ -5498,11 +5448,19 @@ def _check_batch_to_cut(batch):
         raise ValueError(f"batch: {reason}, got {others}; rename one of them")
 
 
-def _check_divisible_documents(bounds, cp_size):
-    """Check that each document can be cut into 2 * cp_size chunks of equal length.
+def _check_divisible_row(length, cp_size):
+    """Raise ValueError unless rows of this length can be cut into 2 * cp_size equal chunks."""
+    if length % (2 * cp_size):
+        raise ValueError(
+            f"batch: its rows have {length} tokens, expected a multiple of {2 * cp_size} (2 * "
+            f"cp_size, which is {cp_size}); choose a different sequence_length"
+        )
 
-    bounds are the same as in _positions_of_cp_rank().  Raises ValueError if a length is negative,
-    or not a multiple of 2 * cp_size.
+
+def _check_divisible_documents(bounds, cp_size):
+    """Raise ValueError unless each document can be cut into 2 * cp_size equal chunks.
+
+    bounds   int64 (rows, n): two successive bounds in a row enclose a document, or no tokens
     """
     lengths = bounds.diff(dim=1)
     wrong = ((lengths < 0) | (lengths % (2 * cp_size) != 0)).nonzero()
@@ -5510,9 +5468,20 @@ def _check_divisible_documents(bounds, cp_size):
         row, at = wrong[0].tolist()
         begin, end = bounds[row, at : at + 2].tolist()
         number = int((lengths[row, :at] > 0).sum())
-        size = f"has {end - begin} tokens ({begin} to {end}), expected a multiple of {2 * cp_size}"
-        advice = "pad it; with use_per_sequence_balancing=True, only rows need such a length"
-        raise ValueError(f"document {number} of row {row} {size} (2 * cp_size); {advice}")
+        raise ValueError(
+            f"batch: document {number} of row {row} has {end - begin} tokens ({begin} to {end} in "
+            f"cu_seqlens), expected a multiple of {2 * cp_size} (2 * cp_size, which is {cp_size}); "
+            "pad the documents, or cut full rows with use_per_sequence_balancing=True"
+        )
+
+
+def _check_rows_to_cut(key, value, positions):
+    """Raise ValueError if a tensor of a batch has not as many rows as cu_seqlens."""
+    if len(value) != len(positions):
+        raise ValueError(
+            f"batch[{key!r}] has {len(value)} rows, but cu_seqlens has {len(positions)}; give all "
+            "tensors of a batch the same number of rows"
+        )
 
 
 def _check_loader(sampler, kwargs):
@@ -7955,55 +7924,134 @@ def _check_tokenizers(opened, tokenizer):
 
 
 # ==============================================================================
-# 21. Fine-tuning data
+# 21. Other data
 # ==============================================================================
-# Question: how does a conversation become a sample when it is read?
+# Question: how do mock data and conversations become samples?
+#
+# Mock data need no files.  MockGPTDataset is a GPTDataset whose tokens are computed when they are
+# read.
+#
+# Conversations, for fine-tuning, are in the rows of a file.  SFTDataset makes a sample from a row:
 #
 #   a row       {"messages": [{"role": "user", "content": "2+2"},
 #                             {"role": "assistant", "content": "4"}]}
 #
 #   text        u s e r :   2 + 2 ; a s s i s t a n t :   4 $      ; is a line end, $ is eod
-#   targets     . . . . . . . . . . . . . . . . . . . . . 4 $      . is -100: nothing to learn here
+#   targets     . . . . . . . . . . . . . . . . . . . . . 4 $      . is -100: it is not learned
 #
-#   a sample    |<- conversation 0 ->|<-- conversation 1 -->|<- filled up ->|     S + 1 places
-#   tokens      all places but the last
-#   labels      all targets but the first: the label of a token is the target of the next one
-#   cu_seqlens  0                    ^ begins conversation 1                S S S ...
+#   a sample    |<- conversation 0 ->|<-- conversation 1 -->|<- padding ->|     S + 1 positions
+#   tokens      all positions but the last
+#   labels      all targets but the first: the label of a token is the target of the next token
+#   cu_seqlens  0                    ^ conversation 1 starts              S S S ...
 #
-# Sample k is row k of the split, modulo the number of rows, tokenized when the sample is read.
-# There is no pair, no shuffled order and no cache; the cyclic sampler of section 8 shuffles.  A row
-# may hold several conversations: each "system" message begins a new one.  Attention stays within a
-# conversation, as kernels for packed sequences do it by cu_seqlens.
+# A row may hold several conversations: each message with the role "system" begins a new one.  The
+# attention kernel of the model uses cu_seqlens to keep the conversations of a sample apart.
+#
+# Sample k is made from row k of the split, modulo the number of rows.  It is tokenized when it is
+# read, so there is no file pair, no index array and no cache.  SFTDataset does not shuffle: use the
+# sampler "cyclic" (section 8).
 
-_IGNORED = -100  # the target of a place where nothing is learned; torch's cross_entropy skips it
+
+class MockGPTLowLevelDataset:
+    """100,000 sequences of 1 to 4,095 tokens, computed at each access.
+
+    A sequence is 1, 2, ..., length - 1, each modulo vocab_size, and then eod.
+
+    >>> sequence = MockGPTLowLevelDataset(ByteTokenizer())[0]
+    >>> sequence[:3].tolist(), sequence[-1].item()
+    ([1, 2, 3], 256)
+    """
+
+    def __init__(self, tokenizer: typing.Any) -> None:
+        self.tokenizer = tokenizer
+        generator = np.random.default_rng(0)
+        self.sequence_lengths = generator.integers(1, 4096, size=100_000, dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    def fingerprint(self) -> dict:
+        """Return a fingerprint: the two values that decide the tokens."""
+        return {"vocab_size": self.tokenizer.vocab_size, "eod": self.tokenizer.eod}
+
+    def __getitem__(self, idx: int) -> np.ndarray:
+        numbers_up = np.arange(1, self.sequence_lengths[idx], dtype=np.int64)
+        return np.append(numbers_up % self.tokenizer.vocab_size, self.tokenizer.eod)
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Return length tokens of sequence idx, from offset on; if length is None, all of them."""
+        end = None if length is None else offset + length
+        return self[idx][offset:end]
+
+
+class MockGPTDataset(GPTDataset):
+    """Samples of ascending numbers, for speed tests without data.
+
+    dataset and indices are the arguments that GPTDataset calls indexed_dataset and indexed_indices.
+    (All four names are upstream's.)
+    """
+
+    def __init__(
+        self,
+        dataset: MockGPTLowLevelDataset,
+        dataset_path: str | None,
+        indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ) -> None:
+        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+
+    @staticmethod
+    def build_low_level_dataset(
+        dataset_path: str | None, config: GPTDatasetConfig
+    ) -> MockGPTLowLevelDataset:
+        """Return the mock data; dataset_path is ignored."""
+        return MockGPTLowLevelDataset(config.tokenizer)
+
+
+_IGNORED = -100  # the target of a token that is not learned; torch's cross_entropy skips it
 
 
 class SFTDataset(MegatronDataset):
-    """Samples of conversations, tokenized at access.  Upstream: SFTDataset.
+    """Samples of conversations, tokenized when they are read.
 
     dataset        the rows: any object with len(dataset) and dataset[i]["messages"]
-    dataset_path   the path of the file; None: there is none
-    indices        int32, the rows of this split
-    num_samples    how many samples; None: each row once
-    config         GPTDatasetConfig, without create_attention_mask and the two resets
+    dataset_path   path of the file, or None
+    indices        numbers of the rows in this split: ints (D,) or a range
+    num_samples    number of samples.  None: as many as the split has rows
+    index_split    Split
+    config         GPTDatasetConfig.  create_attention_mask must be False, and neither
+                   reset_attention_mask nor reset_position_ids may be set
 
     ds[k] is a dict of new tensors:
-      tokens, labels   int64 (S,); labels are -100 where nothing is learned, pads where filled
-      loss_mask        float32 (S,), 0 where the label is -100 or padding
-      position_ids     int64 (S,), from 0 in each conversation
-      cu_seqlens       int32 (S+1,): where the conversations begin, and then S in all entries left
-      max_seqlen       int32 (): the length of the longest conversation, with its padding
-    ds[None] is sample 0 without any loss.  The first sample in which nothing is learned is a
-    warning; a row that cannot be used is a ValueError.  Both name file and line.
 
-    The tokenizer may have tokenize_conversation(conversation, return_target=True,
-    add_generation_prompt=False) -> tokens, targets, as upstream's tokenizers for fine-tuning have.
-    Any other tokenizer gets the template of the drawing.
+      tokens         int64 (S,)
+      labels         int64 (S,): the next token; -100 if it is not learned; the pad in padding
+      loss_mask      float32 (S,), 0: the label is -100 or padding
+      position_ids   int64 (S,), counted from 0 in each conversation
+      cu_seqlens     int32 (S+1,): the positions at which conversations start, then S in all other
+                     entries
+      max_seqlen     int32 (): length of the longest conversation, with its padding
 
-    A sample that is too long is cut, and one that is too short is filled with tokenizer.pad.  A
-    tokenizer without pad fills with eod; only the filled places are masked then, so that each real
-    eod is learned.  With context_parallel_size cp > 1 each conversation is filled up to a multiple
-    of 2 * cp tokens, so that section 9 can cut it for the ranks.  S must be such a multiple, too.
+    ds[None] is the padding sample: sample 0 with a loss_mask of zeros.
+
+    A tokenizer may have a template of its own, as upstream's tokenizers for fine-tuning do.  This
+    is a method tokenize_conversation(conversation, return_target=True, add_generation_prompt=False)
+    that returns tokens and targets.  Without it, the template is the one in the drawing above.
+
+    A sample with too many tokens is cut.  A sample with too few is padded:
+
+      the tokenizer has   padding is   these labels have no loss
+      a pad               the pad      all that equal the pad, even if the token is real
+      no pad              the eod      only the padding; so the model learns to write eod
+
+    If context_parallel_size is cp > 1, each conversation is padded to a multiple of 2 * cp tokens,
+    so that section 9 can cut it.  S must be such a multiple, too.
+
+    Raises ValueError for a config or a tokenizer that does not fit, and for a row that cannot be
+    used.  A warning reports the first sample without any loss.  Messages about a row name the file
+    and the line.
 
     >>> rows = [{"messages": [{"role": "user", "content": "2+2"},
     ...                       {"role": "assistant", "content": "4"}]}]
@@ -8025,27 +8073,30 @@ class SFTDataset(MegatronDataset):
         config: GPTDatasetConfig,
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
-        _check_sft(self)
-        # Unlike GPTDataset: None where there is no pad; a pad that is also eod stays the pad.
-        self._pad_token_id = _attribute_of(config.tokenizer, "pad")
-        self._has_warned = False  # of a sample in which nothing is learned
+        _check_config_of_sft(config)
+        _check_has_rows(self)
+        # Unlike in GPTDataset, a pad that is also a special token stays the pad.
+        pad = _attribute_of(config.tokenizer, "pad")
+        self._has_pad = pad is not None
+        self._pad_token_id = pad if self._has_pad else config.tokenizer.eod
+        self._has_warned = False  # True once a sample without loss has been reported
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> typing.Any:
-        """Open a file of rows: Parquet if the name ends in .parquet, else JSON lines."""
+        """Open a file of rows: Parquet if its name ends in .parquet, otherwise JSON lines."""
         dataset_path = os.fsdecode(dataset_path)
         if re.search(r"\.(gz|zst|bz2|xz)$", dataset_path, re.IGNORECASE):
-            raise ValueError(f"{dataset_path}: compressed rows cannot be found: unpack it first")
+            reason = "fine-tuning data must not be compressed, as each row is read separately"
+            raise ValueError(f"{dataset_path}: {reason}; decompress the file first")
         is_parquet = dataset_path.endswith(".parquet")
         rows = _ParquetRows(dataset_path) if is_parquet else _JsonlRows(dataset_path)
-        if len(rows) > 0:  # a file of another kind is found out now
-            with _naming_action(_label_of_row(dataset_path, rows, 0), _WANTED_OF_ROW):
-                _split_conversations(rows[0]["messages"])
+        if len(rows) > 0:  # a file with different contents is rejected now
+            _conversations_of_row(dataset_path, rows, 0)
         return rows
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: typing.Any) -> int:
-        """Return the number of rows of the file."""
+        """Return the number of rows in the file."""
         return len(low_level_dataset)
 
     def __len__(self) -> int:
@@ -8059,45 +8110,48 @@ class SFTDataset(MegatronDataset):
         k = _as_index(idx, len(self), f"the samples of {_label_of_dataset(self)}")
         row = int(self.indices[k % len(self.indices)])
         S = self.config.sequence_length
-        pad = self._pad_token_id
-        fill = self.config.tokenizer.eod if pad is None else pad
-        cp = self.config.context_parallel_size
-        granularity = 2 * cp if cp is not None and cp > 1 else 1
+        cp = self.config.context_parallel_size or 1
+        granularity = 2 * cp if cp > 1 else 1
         encoded = self._iter_encoded(row)
-        tokens, targets, is_filled, ends = _pack_conversations(encoded, S, fill, granularity)
+        tokens, targets, is_padding, ends = _pack_conversations(
+            encoded, S, self._pad_token_id, granularity
+        )
         labels = targets[1:].copy()
-        is_padding = is_filled[1:] if pad is None else labels == pad
-        is_learned = (labels != _IGNORED) & ~is_padding
-        if not is_learned.any() and not self._has_warned:
+        has_loss = labels != _IGNORED
+        has_loss &= labels != self._pad_token_id if self._has_pad else ~is_padding[1:]
+        if not has_loss.any() and not self._has_warned:
             self._has_warned = True
-            place = _label_of_row(_label_of_dataset(self), self.dataset, row)
-            words = f"in its first {S} tokens the role assistant says nothing"
-            warnings.warn(f"{place}: nothing is learned from this sample: {words}", stacklevel=2)
+            _warn(
+                f"{_label_of_row(_label_of_dataset(self), self.dataset, row)}: this sample has no "
+                f"loss, because none of its first {S} labels is learned; check that the row has "
+                "text of the role assistant, and increase sequence_length if this text comes "
+                "later.  (Only the first sample without loss is reported.)"
+            )
         starts = ends[:-1]
         if len(starts) > S:  # some conversations have no tokens
             starts = sorted(set(starts))
         cu_seqlens = np.full(S + 1, S, np.int32)
         cu_seqlens[: len(starts)] = starts
-        # A last conversation without tokens begins at a filled place, where positions count on.
-        begins = [start for start in starts if not is_filled[start]]
+        # A last conversation without tokens would start in the padding of the one before it.
+        position_starts = [start for start in starts if not is_padding[start]]
         sample = {
             "tokens": tokens[:-1].copy(),
             "labels": labels,
-            "loss_mask": is_learned.astype(np.float32),
-            "position_ids": _positions_from(begins, S),
+            "loss_mask": has_loss.astype(np.float32),
+            "position_ids": _positions_from(position_starts, S),
             "cu_seqlens": cu_seqlens,
             "max_seqlen": np.array(np.diff(ends).max(), np.int32),
         }
         return {key: torch.from_numpy(values) for key, values in sample.items()}
 
     def _iter_encoded(self, row):
-        """Yield the tokens and the targets of each conversation of a row, as one int64 (2, n)."""
+        """Yield the tokens and targets of each conversation in a row, as one int64 (2, n)."""
         tokenizer = self.config.tokenizer
         encode = _attribute_of(tokenizer, "tokenize_conversation")
-        with _naming_action(
-            _label_of_row(_label_of_dataset(self), self.dataset, row), _WANTED_OF_ROW
-        ):
-            for conversation in _split_conversations(self.dataset[row]["messages"]):
+        name = _label_of_dataset(self)
+        conversations = _conversations_of_row(name, self.dataset, row)
+        with _naming_action(_label_of_row(name, self.dataset, row), "cannot be tokenized"):
+            for conversation in conversations:
                 if encode is None:
                     tokens, targets = _encode_conversation(conversation, tokenizer)
                 else:
@@ -8106,69 +8160,86 @@ class SFTDataset(MegatronDataset):
                 yield np.stack([np.asarray(tokens, np.int64), np.asarray(targets, np.int64)])
 
 
-_WANTED_OF_ROW = 'wanted "messages", a list of {"role": ..., "content": ...}, that can be tokenized'
-
-
-def _check_sft(dataset):
-    """ValueError for a config, a split or a tokenizer that an SFTDataset cannot have."""
-    config = dataset.config
+def _check_config_of_sft(config):
+    """Raise ValueError for a config, or a tokenizer in it, that SFTDataset cannot use."""
     for name in ("create_attention_mask", "reset_attention_mask", "reset_position_ids"):
         if getattr(config, name):
-            raise ValueError(f"{name} must be False for SFTDataset: cu_seqlens stands for it")
+            raise ValueError(f"{name} must be False for SFTDataset, which returns cu_seqlens")
+    S = config.sequence_length
     cp = config.context_parallel_size or 1
-    if cp > 1 and config.sequence_length % (2 * cp):
+    if cp > 1 and S % (2 * cp):
         raise ValueError(
-            f"sequence_length: {config.sequence_length} is not a multiple of {2 * cp} (2 * "
-            f"context_parallel_size, which is {cp}), so a row cannot be cut: choose another length"
+            f"sequence_length is {S}, expected a multiple of {2 * cp} (2 * context_parallel_size, "
+            f"which is {cp}); choose a different length"
         )
-    if dataset.num_samples and len(dataset.indices) == 0:
-        place = (
-            f"{_label_of_dataset(dataset)}: {dataset.index_split.name} of split {config.split!r}"
-        )
-        raise ValueError(f"{place} holds no rows for {dataset.num_samples} samples: enlarge it")
     _check_tokenizer(config.tokenizer, ["tokenize", "eod"])
     if _attribute_of(config.tokenizer, "tokenize_conversation") is None:
         added = list(config.tokenizer.tokenize(""))
         if len(added) > 0:
-            words = f"this one would put {added} around each piece of a conversation"
-            raise ValueError(f"SFTDataset wants a tokenizer without add_special_tokens: {words}")
+            raise ValueError(
+                f"tokenizer: it would add the ids {added} to each part of a conversation, because "
+                "it adds them to an empty text; build it without add_special_tokens, or give it a "
+                "method tokenize_conversation()"
+            )
+
+
+def _check_has_rows(dataset):
+    """Raise ValueError if an SFTDataset has samples, but no rows to make them from."""
+    if dataset.num_samples and len(dataset.indices) == 0:
+        raise ValueError(
+            f"{_label_of_dataset(dataset)}, {dataset.index_split.name}: num_samples is "
+            f"{dataset.num_samples}, but there are no rows; choose a larger share of the split or "
+            "a larger file, or request no samples"
+        )
 
 
 def _label_of_row(name, rows, row):
-    """What to call a row of a file, or of other rows with a name, in a message."""
+    """Return what messages call a row: its line in a file of JSON lines, otherwise its number."""
     if isinstance(rows, _JsonlRows):
         return f"{name}, line {rows.line_numbers[row]}"
     return f"{name}, row {row + 1}"
 
 
-def _split_conversations(messages):
-    """Cut the messages of a row into conversations: each system message begins a new one."""
+def _conversations_of_row(name, rows, row):
+    """Read a row and return its conversations.  Errors name the row; name is that of the file."""
+    place = _label_of_row(name, rows, row)
+    with _naming_action(place, "cannot be read"):
+        content = rows[row]
+    with _naming_place(place):
+        return _split_conversations(content)
+
+
+def _split_conversations(row):
+    """Return the conversations in a row, each a list of messages.
+
+    Each system message begins a new conversation.  Raises ValueError if the row has no messages.
+    """
     conversations = []
-    for message in messages:
-        if message["role"] == "system" or len(conversations) == 0:
-            conversations.append([])
-        conversations[-1].append(message)
+    try:
+        for message in row["messages"]:
+            if message["role"] == "system" or len(conversations) == 0:
+                conversations.append([])
+            conversations[-1].append(message)
+    except (AttributeError, LookupError, TypeError):
+        form = '"messages", a list of {"role": ..., "content": ...}'
+        raise ValueError(f"expected {form}, got {row!r:.60}") from None
     if len(conversations) == 0:
-        raise ValueError("the list is empty")
+        raise ValueError('the list "messages" is empty; remove this row')
     return conversations
 
 
 def _encode_conversation(conversation, tokenizer):
-    """Return the tokens and the targets of a conversation, by a plain template.
+    """Return the tokens and targets of a conversation, written by a plain template.
 
-    A message is the line "role: content".  Only the content of the assistant's messages is learned,
-    and the eod that stands there in the place of the line's end.
+    A message becomes a line "role: content".  The content of assistant messages is learned, and so
+    is the eod that ends these messages, instead of a line end.  Nothing else is learned.
     """
     tokens = []
     targets = []
     for message in conversation:
-        for key, value in message.items():
-            if key not in ("role", "content") and value not in (None, "", [], {}):
-                raise ValueError(f"{key} would be lost: the template knows role and content alone")
+        _check_message(message)
         role = message["role"]
         content = message["content"]
-        if not isinstance(role, str) or not isinstance(content, str):  # such as JSON's null
-            raise ValueError(f"wanted texts as role and content, got {message}")
         if role == "assistant":
             prompt = list(tokenizer.tokenize("assistant: "))
             answer = [*tokenizer.tokenize(content), tokenizer.eod]
@@ -8180,40 +8251,56 @@ def _encode_conversation(conversation, tokenizer):
     return tokens, targets
 
 
-def _pack_conversations(encoded, sequence_length, fill, granularity):
-    """Lay conversations end to end in the S + 1 places of a sample.
+def _check_message(message):
+    """Raise ValueError unless role and content are strings, and no other key has a value."""
+    for key in ("role", "content"):
+        value = message.get(key)
+        if not isinstance(value, str):  # e.g. None, which JSON writes as null
+            raise ValueError(f"the {key} of a message must be a string, got {value!r:.60}")
+    for key, value in message.items():
+        if key not in ("role", "content") and value not in (None, "", [], {}):
+            raise ValueError(
+                f"the template would drop {key!r}, which is {value!r:.60}; remove this key, or use "
+                "a tokenizer with a method tokenize_conversation()"
+            )
 
-    encoded       int64 (2, n), tokens and targets, of each conversation; what is too long is cut
-    fill          the id that fills up tokens and targets, to S + 1 and to the granularity
-    granularity   each place where a conversation ends, but S, is a multiple of it
-    Returns       tokens and targets, int64 (S+1,); a bool (S+1,), True at filled places; and the
-                  list of the places where conversations end, from 0 to S
 
-    The last place always holds the fill id, as in upstream.
+def _pack_conversations(encoded, sequence_length, pad_id, granularity):
+    """Concatenate conversations, and cut or pad them to the S + 1 positions of a sample.
+
+    encoded       the tokens and targets of each conversation, int64 (2, n)
+    pad_id        the token and the target at positions of padding
+    granularity   each conversation is padded to a multiple of this, unless it ends at S
+
+    Return tokens and targets, int64 (S+1,), is_padding, bool (S+1,), and a list of the positions at
+    which conversations end.  The list begins with 0 and ends with S.
+
+    The last position always holds padding, as in upstream.
     """
     S = sequence_length
-    places = np.full((2, S + 1), fill, np.int64)
-    is_filled = np.ones(S + 1, bool)
+    columns = np.full((2, S + 1), pad_id, np.int64)
+    is_padding = np.ones(S + 1, bool)
     ends = [0]
     for conversation in encoded:
         begin = ends[-1]
         kept = conversation[:, : S - begin]
         end = begin + kept.shape[1]
-        places[:, begin:end] = kept
-        is_filled[begin:end] = False
+        columns[:, begin:end] = kept
+        is_padding[begin:end] = False
         ends.append(_ceil_div(end, granularity) * granularity)
         if ends[-1] >= S:
             break
     ends[-1] = S
-    tokens, targets = places
-    return tokens, targets, is_filled, ends
+    tokens, targets = columns
+    return tokens, targets, is_padding, ends
 
 
 class _Rows:
-    """The rows of a file, by number, also where its name gets another file.
+    """Base class for the rows of a file, read by their numbers.
 
-    A pickle has all but the open file.  Who unpickles it opens the file that is there now, which
-    must have the same fingerprint.
+    The file stays open, so it can be read to the end even if a different file takes its name.  A
+    pickle does not hold the open file.  Unpickling opens the file that has the name now, and raises
+    DatasetFormatError if its fingerprint is different.
     """
 
     def __init__(self, path):
@@ -8221,6 +8308,7 @@ class _Rows:
         self._open()
 
     def _open(self):
+        """Open the file and compute its fingerprint."""
         self._file = open(self.path, "rb")
         weakref.finalize(self, self._file.close)
         status = os.fstat(self._file.fileno())
@@ -8242,34 +8330,39 @@ class _Rows:
             raise _replaced_error(self.path, was, self._fingerprint)
 
     def fingerprint(self):
-        """What tells these rows from others, as IndexedDataset.fingerprint() does for tokens."""
+        """Return a fingerprint of the rows, as IndexedDataset.fingerprint() does for a pair.
+
+        It holds the size of the file and a CRC-32 of its first and last 4,096 bytes.
+        """
         return self._fingerprint
 
 
 class _JsonlRows(_Rows):
-    """The rows of a file of JSON lines.  Blank lines are no rows."""
+    """The rows of a file of JSON lines.  A blank line is not a row."""
 
     def __init__(self, path):
         super().__init__(path)
-        self.starts = array.array("q")  # where each row begins, in bytes, and the end of the file
-        self.line_numbers = array.array("q")  # of each row, from 1
-        place = 0
+        self.row_offsets = array.array("q")  # where each row begins, in bytes; then the file's size
+        self.line_numbers = array.array("q")  # of each row, counted from 1
+        offset = 0
         for number, line in enumerate(self._file, 1):
             if not line.isspace():
-                self.starts.append(place)
+                self.row_offsets.append(offset)
                 self.line_numbers.append(number)
-            place += len(line)
-        self.starts.append(place)
+            offset += len(line)
+        self.row_offsets.append(offset)
 
     def __len__(self):
         return len(self.line_numbers)
 
     def __getitem__(self, row):
-        begin = self.starts[row]
-        size = self.starts[row + 1] - begin  # with the blank lines behind it
+        begin = self.row_offsets[row]
+        size = self.row_offsets[row + 1] - begin  # with the blank lines after it
         line = _read_bytes(self._file, begin, size, self.path).rstrip()
         if os.fstat(self._file.fileno()).st_mtime_ns != self._mtime_ns:
-            raise ValueError(f"{self.path} was written while it is read: build the dataset again")
+            raise ValueError(
+                f"{self.path} was written after it was opened; build the dataset again"
+            )
         return _parse_object(line)
 
 
@@ -8279,7 +8372,7 @@ class _ParquetRows(_Rows):
     def _open(self):
         super()._open()
         parquet = _import_extra("pyarrow.parquet", self.path)
-        with _naming_action(self.path, 'wanted a Parquet file with "messages"'):
+        with _naming_action(self.path, 'cannot be read as Parquet with a column "messages"'):
             options = {"columns": ["messages"], "page_checksum_verification": True}
             self._messages = parquet.read_table(self._file, **options)["messages"]
 
