@@ -6714,8 +6714,7 @@ class HuggingFaceTokenizer:
         names = [str(eod_token)] if eod_token else ["<|endoftext|>", "</s>"]
         known = [name for name in names if self._tokenizer.token_to_id(name) is not None]
         if len(known) == 0:
-            advice = "name the end-of-document token with eod_token (--eod-token)"
-            raise ValueError(f"{self.path}: it has no token {' or '.join(names)}; {advice}")
+            raise ValueError(f"{self.path}: no token {' or '.join(names)}; name one (--eod-token)")
         self.eod = self._tokenizer.token_to_id(known[0])
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1  # ids may have gaps
         self.unique_identifiers = {
@@ -6856,12 +6855,10 @@ def build_tokenizer(
     name = os.fsdecode(name)
     path = name.removeprefix("gigatoken:")
     if ":" not in path and path != "bytes" and not os.path.exists(path):
-        expected = f"expected {_TOKENIZER_NAMES}"
-        raise FileNotFoundError(f"{path}: there is no such tokenizer.json or folder; {expected}")
+        raise FileNotFoundError(f"{path}: no such file or folder; expected {_TOKENIZER_NAMES}")
     if name.startswith("gigatoken:"):
         if add_special_tokens:
-            advice = 'leave out "gigatoken:"'
-            raise ValueError(f"{name}: only the package tokenizers adds special tokens; {advice}")
+            raise ValueError(f'{name}: for add_special_tokens, leave out "gigatoken:"')
         return _GigatokenTokenizer(path, eod_token)
     if name.endswith(".json") or (name != "bytes" and os.path.isdir(name)):
         return HuggingFaceTokenizer(name, eod_token, add_special_tokens)
@@ -6914,8 +6911,7 @@ def _attribute_of(tokenizer, name):
 def _check_tokenizer(tokenizer, names):
     """Check that a tokenizer is an object with these attributes.  Raises ValueError if not."""
     if tokenizer is None or isinstance(tokenizer, type):
-        expected = "expected an object, such as ByteTokenizer()"
-        raise ValueError(f"tokenizer: {expected}, got {tokenizer!r:.60}")
+        raise ValueError(f"tokenizer: expected an object, such as ByteTokenizer(), got {tokenizer}")
     for name in names:
         kind, description = _ATTRIBUTES_OF_TOKENIZER[name]
         if not isinstance(_attribute_of(tokenizer, name), kind):
@@ -7059,9 +7055,8 @@ def preprocess(
 
     started = time.perf_counter()
     encoder = _Encoder(tokenizer, json_keys, append_eod, split_sentences)
-    num_bytes, num_bad, first_bad = _write_pairs(
-        prefixes, encoder, inputs, workers, on_error, verbose
-    )
+    result = _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose)
+    num_bytes, num_bad, first_bad = result
     counts = [[each.name, each.documents] for each in inputs]
     for prefix in prefixes.values():
         _write_record(prefix, identifiers, counts, fields)
@@ -7138,8 +7133,7 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
                     builders[key].document_indices.extend(begin + end for end in ends)
                 source.documents += len(ends)  # the same number for each key
             if num_bad > 0 and on_error == "stop":
-                advice = 'to skip bad lines, use on_error="skip" (--on-error skip)'
-                raise ValueError(f"{first_bad[0]}; {advice}")
+                raise ValueError(f'{first_bad[0]}; to skip, use on_error="skip" (--on-error skip)')
             num_bytes += sum(map(len, lines))
             if bar is not None:
                 bar.update(num_bytes - bar.n)
@@ -7182,8 +7176,8 @@ class _Input:
         self.mtime_ns = _modification_time(path)
         self.name = _label_of_input(path)  # for messages and records
         self.compression = _decompressor_of(self.name)
-        is_known = file_size is not None and self.compression is None
-        self.progress_total = file_size if is_known else math.inf  # bytes of all lines
+        # the bytes of all lines; inf: not known
+        self.progress_total = math.inf if file_size is None or self.compression else file_size
         self.lines = _iter_lines(self) if lines is None else lines
         self.lines_read = 0  # lines that are encoded
         self.documents = 0  # documents that were made from them
@@ -7220,15 +7214,14 @@ def _find_sizes(path):
         return _RemoteFile(path, is_input=True).find()
     if path == "-":
         return [(path, None)]
-    paths = [path]
+    names = [path]
     if not os.path.exists(path):
-        matches = glob.glob(path, recursive=True)
-        paths = sorted(name for name in matches if not os.path.isdir(name))
-    return [(name, os.path.getsize(name) if os.path.isfile(name) else None) for name in paths]
+        names = sorted(name for name in glob.glob(path, recursive=True) if not os.path.isdir(name))
+    return [(name, os.path.getsize(name) if os.path.isfile(name) else None) for name in names]
 
 
 def _modification_time(path):
-    """Return when a file was last written, in ns.  None: it is not a local file, such as a URL.
+    """Return when a local file was last written, in ns.  None: path is something else, e.g. a URL.
 
     The time does not change when the file gets a link or a new mode, as st_ctime_ns does.
     """
@@ -7279,8 +7272,7 @@ def _inputs_of_shard(inputs, index, count):
     sizes = [each.file_size for each in inputs]
     if None in sizes:
         name = inputs[sizes.index(None)].name
-        advice = "write it to a file first"
-        raise ValueError(f"{name}: shards need the size of each input, which is unknown; {advice}")
+        raise ValueError(f"{name}: shards need its size, which is unknown; write it to a file")
     total = sum(sizes)
     starts = itertools.accumulate(sizes[:-1], initial=0)
     shards = [min(start * count // max(total, 1), count - 1) for start in starts]  # total may be 0
@@ -7421,7 +7413,7 @@ class _Encoder:
     def encode_block(self, lines):
         """Return [(number of lines, documents)], where documents is the result of encode().
 
-        A bad line is alone, and a str, which says what is wrong, is in the place of its documents.
+        A bad line has its own entry, in which documents is a str that says what is wrong with it.
         """
         documents, error = _call_catching(self.encode, lines)
         if error is None:
@@ -7448,20 +7440,18 @@ class _Encoder:
             documents = [list(itertools.chain(*map(split, parts))) for parts in documents]
         texts = list(itertools.chain(*documents))
         tokenize_batch = _attribute_of(self.tokenizer, "tokenize_batch")
-        if tokenize_batch is None or len(texts) == 0:  # it may not accept an empty list
-            outputs = map(self.tokenizer.tokenize, texts)
-        else:
+        outputs = map(self.tokenizer.tokenize, texts)
+        if tokenize_batch is not None and len(texts) > 0:  # it may not accept an empty list
             outputs = tokenize_batch(texts)
         arrays = [_as_ids(self.tokenizer, ids) for ids in outputs]
         if len(arrays) != len(texts):
             raise ValueError(f"tokenize_batch returned {len(arrays)} lists for {len(texts)} texts")
-        all_tokens = iter(arrays)
+        all_ids = iter(arrays)
         pieces = [self.eod[:0]]  # an empty array: np.concatenate() needs at least one
         lengths = []
         ends = []
         for sentences in documents:
-            of_document = itertools.islice(all_tokens, len(sentences))
-            sequences = [tokens for tokens in of_document if len(tokens) > 0]
+            sequences = [ids for ids in itertools.islice(all_ids, len(sentences)) if len(ids) > 0]
             if len(sequences) > 0:
                 lengths.extend(map(len, sequences))
                 lengths[-1] += len(self.eod)
@@ -7491,18 +7481,16 @@ def _iter_encoded_blocks(encoder, blocks, workers):
             # Without the lock, a worker that a different job forks now would inherit both ends of
             # this pipe, and the pipe would not close when its own worker ends.
             with _start_lock:
-                pipe, end_of_worker = context.Pipe()
-                process = context.Process(
-                    target=_run_worker, args=(end_of_worker, encoder), daemon=True
-                )
+                pipe, far_end = context.Pipe()
+                process = context.Process(target=_run_worker, args=(far_end, encoder), daemon=True)
                 slots.append((process, pipe, None))
                 with warnings.catch_warnings():
                     # Python 3.12 and later warn if the process has threads; workers use none.
                     warnings.filterwarnings("ignore", ".*multi-threaded.* fork", DeprecationWarning)
-                    # In a thread, because Python loses a signal while its main thread forks.
+                    # In a thread: Python loses a signal that arrives while its main thread forks.
                     with concurrent.futures.ThreadPoolExecutor(1) as thread:
                         thread.submit(process.start).result()
-                end_of_worker.close()  # now the pipe closes when the worker ends
+                far_end.close()  # the worker has it, so the pipe closes when the worker ends
         blocks = itertools.chain(blocks, [None] * workers)  # a last round receives what is left
         for number, block in enumerate(blocks):
             process, pipe, previous_block = slots[number % workers]
@@ -7513,10 +7501,9 @@ def _iter_encoded_blocks(encoder, blocks, workers):
                     pipe.send(block[1])
             except (EOFError, ConnectionError):  # the worker has closed its end
                 process.join()
-                reason = f"exit code {process.exitcode}"
-                if process.exitcode < 0:  # a signal has ended it
-                    reason += f", {signal.strsignal(-process.exitcode)}"
-                raise ChildProcessError(f"a worker process ended ({reason})") from None
+                code = process.exitcode  # if negative, the number of a signal
+                name = f", {signal.strsignal(-code)}" if code < 0 else ""
+                raise ChildProcessError(f"a worker ended (exit code {code}{name})") from None
             if isinstance(result, Exception):
                 raise result
             if previous_block is not None:
@@ -7614,7 +7601,7 @@ def merge(
 def _check_shards(prefixes, records):
     """Check that shards to be merged are complete, in order, and from the same job.
 
-    Raises ValueError if not, and for a shard without its record, which alone names its job.
+    Raises ValueError if not.  A shard needs a record, because only the record names its job.
     """
     names = [os.path.basename(prefix) for prefix in prefixes]  # folders may differ
     first = 0  # number of the pair with which the shards of a job should begin
@@ -8300,8 +8287,7 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         message = _message_of(error)
         if isinstance(error, OSError) and error.strerror is not None:  # without its errno
-            path = "" if error.filename is None else f"{error.filename}: "
-            message = f"{path}{error.strerror}"
+            message = f"{error.filename or ''}: {error.strerror}".removeprefix(": ")
         print(f"{program}: {message}", file=sys.stderr)
         return 1
     return 0
@@ -8309,9 +8295,10 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _exit_at_signals():
-    """Raise SystemExit at SIGINT, SIGTERM and SIGHUP, so that a command ends as by an exception.
+    """Raise SystemExit at SIGINT, SIGTERM and SIGHUP, so that finally clauses clean up.
 
-    It does nothing in a thread other than the main thread, and leaves signals that are ignored.
+    A signal that is ignored stays ignored.  In a thread other than the main thread, this context
+    manager does nothing.
     """
     received = []
 
@@ -8322,8 +8309,8 @@ def _exit_at_signals():
     handlers = {}
     try:
         if threading.current_thread() is threading.main_thread():
-            for name in {"SIGINT", "SIGTERM", "SIGHUP"} & set(dir(signal)):  # Windows has no SIGHUP
-                number = getattr(signal, name)
+            hang_up = getattr(signal, "SIGHUP", signal.SIGINT)  # Windows has no SIGHUP
+            for number in {signal.SIGINT, signal.SIGTERM, hang_up}:
                 handler = signal.getsignal(number)
                 if handler not in (signal.SIG_IGN, None):  # None: C code has set the handler
                     handlers[number] = handler
@@ -8361,7 +8348,7 @@ def _print_line(line):
     except OSError as error:
         # When Python exits, it tries to write the line once more.  This call discards it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        # If the reader of a pipe has ended, as in "megatron-min demo | head -1", it is no error.
+        # The reader of a pipe may end before the command, as in "megatron-min demo | head -1".
         if not isinstance(error, BrokenPipeError):
             raise
 
@@ -8392,18 +8379,17 @@ def _make_parser(program):
         commands[name].set_defaults(run=run, program=program)
 
     several = {"nargs": "+", "action": "extend"}  # a flag that is repeated adds values
-    pair = {"type": _without_ending, "metavar": "PREFIX"}  # a shell completes names to their end
+    switch = {"action": "store_true"}
+    pair = {"type": _without_ending, "metavar": "PREFIX"}  # also with .idx, as a shell completes it
     add = commands["preprocess"].add_argument
     text = 'files, glob patterns or URLs; .gz and .zst are decompressed; "-" is standard input'
     add("--input", required=True, metavar="FILE", help=text, **several)
     text = "the pair of KEY is written as PREFIX_KEY_document.bin and .idx"
     add("--output-prefix", required=True, metavar="PREFIX", help=text)
-    text = "append the end-of-document token to each document"
-    add("--append-eod", action="store_true", help=text)
+    add("--append-eod", help="append the end-of-document token to each document", **switch)
     text = "keys to tokenize; each gets its own pair (default: text)"
     add("--json-keys", metavar="KEY", help=text, **several)
-    text = "store each sentence as a sequence (needs nltk)"
-    add("--split-sentences", action="store_true", help=text)
+    add("--split-sentences", help="store each sentence as a sequence (needs nltk)", **switch)
     text = "number of processes that tokenize (default: 1)"
     add("--workers", type=_parse_workers, default=1, metavar="N", help=text)
     text = "process only shard i of n (from 0); merge joins the shards"
@@ -8417,19 +8403,18 @@ def _make_parser(program):
     text = "prefixes of the pairs, or their .idx files, in order"
     add("--input", required=True, help=text, **several, **pair)
     add("--output-prefix", required=True, metavar="PREFIX", help="prefix of the new pair")
-    add("--multimodal", action="store_true", help="keep the modes of multimodal pairs")
+    add("--multimodal", help="keep the modes of multimodal pairs", **switch)
 
     text = "path or URL of a pair, with or without .bin or .idx"
     commands["inspect"].add_argument("prefix", help=text, **pair)
     commands["verify"].add_argument("prefix", nargs="+", help=text, **pair)
     for name in ("preprocess", "inspect"):
         add = commands[name].add_argument
-        text = f"{_TOKENIZER_NAMES} (default: bytes)"
-        add("--tokenizer", default="bytes", metavar="NAME", help=text)
+        add("--tokenizer", default="bytes", help=f"{_TOKENIZER_NAMES} (default: bytes)")
         text = "text of the end-of-document token of a tokenizer.json"
         add("--eod-token", metavar="TOKEN", help=text)
         text = "add the special tokens of a tokenizer.json, such as BOS, to each text"
-        add("--add-special-tokens", action="store_true", help=text)
+        add("--add-special-tokens", help=text, **switch)
     return parser
 
 
@@ -8500,8 +8485,7 @@ def _run_verify(args):
 
 def _run_demo(args):
     with tempfile.TemporaryDirectory() as folder:
-        _print_line("1. Text to tokens: Python's modules, and their docstrings")
-        _print_line("   a token is a byte, or eod, which ends a document")
+        _print_line("1. Text to tokens: a token is a byte, or eod, which ends a document")
         texts = []
         for path in sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:150]:
             code = path.read_text("utf-8", errors="replace")
@@ -8519,24 +8503,21 @@ def _run_demo(args):
         builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
         train, _, _ = builder.build()
         code, docs = train.samples_taken()
-        _print_line(f"2. A blend, 70 to 30: {len(train)} samples of 256 tokens")
-        _print_line(f"   {code} samples are from the code, {docs} from the docstrings")
+        _print_line(f"2. A blend: {len(train)} samples of 256 tokens, {code} code, {docs} docs")
 
         loader = build_pretraining_data_loader(train, 0, micro_batch_size=8)
         batches = iter(loader)
         for _ in range(5):
             batch = next(batches)
         text = ByteTokenizer().detokenize(batch["tokens"][0])
-        _print_line("3. A loader reads 5 batches of 8 samples, and stops")
-        _print_line(f"   the last batch begins with {text[:32]!r}")
+        _print_line(f"3. A loader: stopped after 5 batches of 8 samples, at {text[:32]!r}")
 
         resumed = build_pretraining_data_loader(train, 0, micro_batch_size=8)
         resumed.load_state_dict(loader.state_dict())
         equal = []
         for batch, other in zip(batches, resumed, strict=True):
             equal.append(torch.equal(batch["tokens"], other["tokens"]))
-        _print_line("4. A second loader resumes from the state of the first")
-        _print_line(f"   {len(equal)} more batches, equal to the first loader's: {all(equal)}")
+        _print_line(f"4. Resumed: {len(equal)} batches, same as without the stop: {all(equal)}")
     _print_line('Next, your own text: in corpus.jsonl, a line {"text": "..."} for each document')
     flags = "--input corpus.jsonl --output-prefix corpus --append-eod"
     _print_line(f"{args.program} preprocess {flags}")
