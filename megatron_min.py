@@ -881,6 +881,38 @@ def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, i
     return round(begin * n), round(end * n)
 
 
+def get_blend_from_list(
+    blend: typing.Sequence[str] | None,
+) -> tuple[list[str], list[float] | None] | None:
+    """Parse a list of prefixes, or of weights and prefixes in turn: return (prefixes, weights).
+
+    Without weights in the list, weights is None.  For None, return None.  A prefix that looks like
+    a number would be read as a weight, so write ./2023 for a folder 2023.  Raises ValueError for
+    any other list.
+
+    Upstream differs: it guesses what a list of another form means.
+
+    >>> get_blend_from_list(["30", "p1", "70", "p2"]), get_blend_from_list(["2023_01", "wiki"])
+    ((['p1', 'p2'], [30.0, 70.0]), (['2023_01', 'wiki'], None))
+    """
+    if blend is None:
+        return None
+    entries = [os.fsdecode(entry) if isinstance(entry, bytes) else str(entry) for entry in blend]
+    entries = [entry.strip() for entry in entries]
+    decimal = r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
+    # float() accepts more, but 2023_01, inf and nan are prefixes
+    is_number = [re.fullmatch(decimal, entry) is not None for entry in entries]
+    if len(entries) > 0 and not any(is_number):
+        return entries, None
+    half = len(entries) // 2
+    if half == 0 or is_number != [True, False] * half:
+        raise ValueError(
+            "blend: expected only prefixes, or weight prefix weight prefix ...; numbers found: "
+            f"{sum(is_number)} of {len(entries)}.  (Write a prefix that is a number as ./2023)"
+        )
+    return entries[1::2], [float(weight) for weight in entries[0::2]]
+
+
 @dataclasses.dataclass
 class BlendedMegatronDatasetConfig:
     """Settings that say which datasets to build.  Field names and defaults are upstream's.
@@ -6914,26 +6946,28 @@ if IMPLEMENTATION == "c":
 # ==============================================================================
 # Question: which tokenizers can a command use?
 #
-# A command names its tokenizer; build_tokenizer() turns the name into an object.
+# build_tokenizer() makes a tokenizer from its name, which a command takes as --tokenizer:
 #
-#   bytes                     ByteTokenizer(), of section 2
-#   null:50000                NullTokenizer(50000): the text holds ids already
-#   tokenizer.json            HuggingFaceTokenizer("tokenizer.json"), by the package tokenizers; or
-#                             a folder that holds such a file
-#   gigatoken:tokenizer.json  the same file by the package gigatoken, many times faster
-#   my_module:thing           what a module of your own has under this name: a tokenizer, or a class
-#                             or function that makes one without arguments
+#   bytes                     ByteTokenizer(), see section 2
+#   null:50000                NullTokenizer(50000), for texts that are ids already
+#   tokenizer.json            HuggingFaceTokenizer("tokenizer.json"), which uses the package
+#                             tokenizers.  The name may also be the folder of this file
+#   gigatoken:tokenizer.json  the same file or folder, read by the package gigatoken, many times
+#                             faster
+#   my_module:thing           the attribute thing of your own module: a tokenizer, or a class or
+#                             function that makes one when it is called without arguments
 #
-# Functions take any object that has what section 2 lists.  Which attributes it has is looked at
-# first, by _check_tokenizer(); what its tokenize() gives, when it comes.
+# Functions take any object with the attributes that section 2 lists.  _check_tokenizer() checks
+# these attributes at the start.  What tokenize() returns is checked at each call.
+
+_TOKENIZER_NAMES = "bytes, null:N, a tokenizer.json or its folder, gigatoken:FILE, or module:name"
 
 
 class NullTokenizer:
-    """Ids 0 .. vocab_size - 1 as numbers, with spaces in between; eod is vocab_size.
+    """A tokenizer for texts that are ids already: decimal numbers, separated by spaces.
 
-    vocab_size   argument: how many ids there are, without eod; the attribute of this name, as in
-                 every tokenizer, counts eod too: one more
-    Upstream     NullTokenizer
+    vocab_size   (argument) the number of ids, not counting eod.  The ids are 0 .. vocab_size - 1,
+                 and eod is vocab_size.  The attribute vocab_size counts eod, so it is one larger
 
     >>> tokenizer = NullTokenizer(100)
     >>> tokenizer.tokenize("7 0 99"), tokenizer.eod
@@ -6946,12 +6980,13 @@ class NullTokenizer:
         self.unique_identifiers = {"class": "NullTokenizer", "vocab_size": self.vocab_size}
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids in a text; ValueError if a word is none."""
-        words = text.split()
-        for word in words:
-            if not word.isdecimal() or int(word) > self.eod:
-                raise ValueError(f"wanted ids up to {self.eod}, which is eod, got {word!r:.60}")
-        return [int(word) for word in words]
+        """Return the ids in a text.  Raises ValueError for anything else between the spaces."""
+        fields = text.split()
+        for field in fields:
+            if not field.isdecimal() or int(field) > self.eod:
+                expected = f"expected an id from 0 to {self.eod}, which is eod"
+                raise ValueError(f"{expected}, got {field!r:.60}; null:N needs an N above all ids")
+        return [int(field) for field in fields]
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
         """Return ids as numbers with spaces in between."""
@@ -6959,16 +6994,20 @@ class NullTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, with the ids that the package tokenizers makes.
+    """A tokenizer loaded from a tokenizer.json by the Hugging Face package tokenizers.
 
-    path                the tokenizer.json, or a folder that holds it, as save_pretrained() makes it
-    eod_token           the text of the end-of-document token; default: the eos_token that the
-                        folder's tokenizer_config.json names, else <|endoftext|>, else </s>
-    add_special_tokens  let the file's post-processor put its special tokens, such as the beginning
-                        of a text (BOS), around each text; with False a text is its own tokens
-                        alone
+    path                the tokenizer.json, or its folder, as save_pretrained() writes it
+    eod_token           text of the end-of-document token.  None: the eos_token, if the folder has
+                        a tokenizer_config.json that names it, otherwise the first one of
+                        <|endoftext|> and </s> that the file has
+    add_special_tokens  True: let the file's post-processor add its special tokens to each text,
+                        such as BOS, which marks the beginning of a text
 
-    The text of a special token within a document becomes that token.
+    If a document contains the text of a special token, this text becomes that token.  Settings of
+    the file that truncate or pad texts have no effect.
+
+    Raises ImportError if the package is missing, and ValueError if the file is not a
+    tokenizer.json, or has no such end-of-document token.
     """
 
     def __init__(
@@ -6979,19 +7018,17 @@ class HuggingFaceTokenizer:
     ) -> None:
         self.path = os.fsdecode(path)
         if os.path.isdir(self.path):
-            if not eod_token:
-                eod_token = _read_eos_token(self.path)
+            eod_token = eod_token or _read_eos_token(self.path)
             self.path = os.path.join(self.path, "tokenizer.json")
         tokenizers = _import_extra("tokenizers", self.path)
         content = pathlib.Path(self.path).read_bytes()
-        with _naming_action(self.path, "wanted a tokenizer.json of the package tokenizers"):
+        with _naming_action(self.path, "cannot be read as a tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         self._add_special_tokens = add_special_tokens
-        names = [eod_token] if eod_token else ["<|endoftext|>", "</s>"]
+        names = [str(eod_token)] if eod_token else ["<|endoftext|>", "</s>"]
         known = [name for name in names if self._tokenizer.token_to_id(name) is not None]
         if len(known) == 0:
-            words = "name one by eod_token, or --eod-token"
-            raise ValueError(f"{self.path}: no token {' or '.join(names)}: {words}")
+            raise ValueError(f"{self.path}: no token {' or '.join(names)}; name one (--eod-token)")
         self.eod = self._tokenizer.token_to_id(known[0])
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1  # ids may have gaps
         self.unique_identifiers = {
@@ -7002,7 +7039,7 @@ class HuggingFaceTokenizer:
         }
         if add_special_tokens:
             self.unique_identifiers["add_special_tokens"] = True
-        # A file may say that long texts are cut off, and short ones filled up: not in a corpus.
+        # A file may ask for this, for a model that reads one text at a time.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
@@ -7011,40 +7048,39 @@ class HuggingFaceTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=self._add_special_tokens).ids
 
     def tokenize_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the ids of each text as an array."""
+        """Return the ids of each text, as an array."""
         encode = self._tokenizer.encode_batch_fast
         encodings = encode(texts, add_special_tokens=self._add_special_tokens)
-        return [np.frombuffer(array.array("I", found.ids), np.uint32) for found in encodings]
+        return [np.frombuffer(array.array("I", each.ids), np.uint32) for each in encodings]
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
-        """Return the text of some ids, special tokens included."""
-        numbers_alone = [operator.index(token) for token in ids]
-        return self._tokenizer.decode(numbers_alone, skip_special_tokens=False)
+        """Return the text of ids.  Special tokens are part of it."""
+        ids = [operator.index(token) for token in ids]
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def _read_eos_token(folder):
-    """The text of the eos_token in a folder's tokenizer_config.json; None if it names none."""
+    """Return the eos_token in a folder's tokenizer_config.json, or None if it names none."""
     path = os.path.join(folder, "tokenizer_config.json")
     if not os.path.exists(path):
         return None
     with _naming_action(path, "cannot read its eos_token"):
         token = json.loads(pathlib.Path(path).read_bytes()).get("eos_token")
-        if isinstance(token, dict):
-            token = token["content"]
-    return str(token) if token else None
+        return token["content"] if isinstance(token, dict) else token
 
 
 class _GigatokenTokenizer(HuggingFaceTokenizer):
-    """A tokenizer.json, with the ids that the package gigatoken makes.
+    """A HuggingFaceTokenizer whose ids the package gigatoken computes.
 
-    For the usual files, as of GPT-2 and Llama 3, they are those of the package tokenizers.  Raises
-    ValueError if the two packages make different ids of a probe.
+    For usual files, such as those of GPT-2 and Llama 3, both packages make the same ids.  Raises
+    ValueError if they make different ids of the texts that _check_same_ids() tries.
     """
 
-    # gigatoken 0.10 keeps each word that it has seen, in about 11 bytes for each byte of it.  So it
-    # is made anew after so much text: that costs 7 % of the time, and a worker stays below 1 GiB.
+    # gigatoken 0.10 keeps all words that it has seen.  It needs about 11 bytes of memory for each
+    # byte of a word.  So its tokenizer is made anew after this number of bytes of text.  This costs
+    # 7 % of the time, and keeps a worker below 1 GiB.
     _MOST_BYTES = 48 << 20
-    _PROBE = (
+    _PROBE_TEXTS = (
         "The quick brown fox isn't THE cat's; they'll go to the lab, of course (or not).",
         "na\u00efve e\u0301 \u03ba\u03b1\u03bb\u03b7 \u043c\u0438\u0440 \u05e9\u05dc\u05d5\u05dd",
         "\u0645\u0631\u062d \u0928\u092e\u0938\u094d\u0924\u0947 \u4f60\u597d\u3002 \ud55c\uad6d",
@@ -7057,30 +7093,34 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
         super().__init__(path, eod_token)
         self.unique_identifiers["package"] = "gigatoken"
         self._reset_gigatoken()
-        self._check_probe()
+        self._check_same_ids()
 
-    def _check_probe(self):
-        """Check that both packages make the same ids of texts that often tell them apart.
+    def _check_same_ids(self):
+        """Check that both packages make the same ids of some texts.  Raises ValueError if not.
 
-        Raises ValueError if they do not.  The texts are _PROBE, up to 1,000 tokens, as some span
-        words in an unusual file, and each added token alone, inside a word and between spaces.
+        The packages may differ if a file has unusual settings.  These texts often show it:
+
+          - _PROBE_TEXTS
+          - up to 1,000 tokens of the file, because in some files a token may span words
+          - each added token: alone, inside a word, and between spaces
         """
         some_ids = range(0, self.vocab_size, self.vocab_size // 1000 + 1)
-        texts = [*self._PROBE, *(self.detokenize([token]) for token in some_ids)]
+        texts = [*self._PROBE_TEXTS, *(self.detokenize([token]) for token in some_ids)]
         for added in self._tokenizer.get_added_tokens_decoder().values():
             texts += [added.content, f"a{added.content}b", f"a {added.content} b"]
-        for text, found in zip(texts, self.tokenize_batch(texts), strict=True):
-            # one at a time: a batch would start threads, which no fork survives
-            if found.tolist() != HuggingFaceTokenizer.tokenize(self, text):
+        for text, ids in zip(texts, self.tokenize_batch(texts), strict=True):
+            # One text at a time: for a batch the package tokenizers would start threads, which are
+            # lost when a worker is forked.
+            if ids.tolist() != HuggingFaceTokenizer.tokenize(self, text):
                 raise ValueError(
                     f"{self.path}: gigatoken and tokenizers make different ids of {text!r:.60}; "
                     'use the package tokenizers: the name without "gigatoken:"'
                 )
 
     def _reset_gigatoken(self):
-        """Make gigatoken's own tokenizer, which has seen no text yet."""
+        """Make gigatoken's tokenizer anew, without the words that it has seen."""
         gigatoken = _import_extra("gigatoken", self.path)
-        with _naming_action(self.path, "gigatoken refuses it"):
+        with _naming_action(self.path, 'cannot be read by gigatoken (leave out "gigatoken:")'):
             self._gigatoken = gigatoken.Tokenizer.from_json(self._tokenizer.to_str())
         self._seen_bytes = 0
 
@@ -7089,21 +7129,21 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
         return self.tokenize_batch([text])[0].tolist()
 
     def tokenize_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the ids of each text as an array."""
+        """Return the ids of each text, as an array."""
         contents = [text.encode() for text in texts]
         if self._gigatoken is None or self._seen_bytes > self._MOST_BYTES:
             self._reset_gigatoken()
         self._seen_bytes += sum(map(len, contents))
-        # The ids come as an array of the package awkward: those of all texts, laid end to end, and
-        # where each text ends.
-        found = self._gigatoken.encode_batch(contents, parallel=False)
-        layout = found.layout.to_ListOffsetArray64(True)
+        # The result is an array of the package awkward: the ids of all texts, concatenated, and the
+        # offsets between the texts.
+        batch = self._gigatoken.encode_batch(contents, parallel=False)
+        layout = batch.layout.to_ListOffsetArray64(True)
         edges = np.asarray(layout.offsets).tolist()
         tokens = np.asarray(layout.content.data)
         return [tokens[begin:end] for begin, end in itertools.pairwise(edges)]
 
     def __getstate__(self):
-        """Pickle all but what gigatoken has made, which cannot be pickled."""
+        """Pickle all attributes except gigatoken's tokenizer, which cannot be pickled."""
         return self.__dict__ | {"_gigatoken": None}
 
 
@@ -7112,12 +7152,16 @@ def build_tokenizer(
     eod_token: str | None = None,
     add_special_tokens: bool = False,
 ) -> typing.Any:
-    """Return the tokenizer that a name means, as in the table above.
+    """Return the tokenizer with this name.  The names are in the table above.
 
-    eod_token           the text of the end-of-document token, of a tokenizer.json alone
-    add_special_tokens  of a tokenizer.json by the package tokenizers, see HuggingFaceTokenizer
-    Raises              FileNotFoundError if the name is a path, and nothing is there; ValueError
-                        if gigatoken makes different ids than tokenizers
+    name                a name, or the path of a tokenizer.json or of its folder
+    eod_token           text of the end-of-document token; only for a tokenizer.json
+    add_special_tokens  see HuggingFaceTokenizer; only for a tokenizer.json without gigatoken
+
+    A module is searched first in the current folder, which then stays at the end of sys.path.
+
+    Raises FileNotFoundError for a path at which there is nothing, ImportError if a module or a
+    package cannot be imported, and ValueError for any other name.
 
     >>> build_tokenizer("null:100").eod
     100
@@ -7125,52 +7169,53 @@ def build_tokenizer(
     name = os.fsdecode(name)
     path = name.removeprefix("gigatoken:")
     if ":" not in path and path != "bytes" and not os.path.exists(path):
-        names = "bytes, null:VOCAB, a tokenizer.json, its folder, or module:attribute"
-        raise FileNotFoundError(f"{path}: no such tokenizer.json or folder; expected {names}")
+        raise FileNotFoundError(f"{path}: no such file or folder; expected {_TOKENIZER_NAMES}")
     if name.startswith("gigatoken:"):
         if add_special_tokens:
-            raise ValueError(f"{name}: only the package tokenizers can add special tokens")
+            raise ValueError(f'{name}: for add_special_tokens, leave out "gigatoken:"')
         return _GigatokenTokenizer(path, eod_token)
     if name.endswith(".json") or (name != "bytes" and os.path.isdir(name)):
         return HuggingFaceTokenizer(name, eod_token, add_special_tokens)
     if eod_token or add_special_tokens:
-        raise ValueError(f"{name}: eod and special tokens can be chosen for a tokenizer.json alone")
+        raise ValueError(f"{name}: eod_token and add_special_tokens need a tokenizer.json")
     if name == "bytes":
         return ByteTokenizer()
     if re.fullmatch("null:[0-9]+", name):
         return NullTokenizer(name.removeprefix("null:"))
     if ":" not in name or name.startswith("null:"):
-        names = "bytes, null:VOCAB, [gigatoken:]tokenizer.json, or its folder, module:attribute"
-        raise ValueError(f"unknown tokenizer {name!r}: wanted {names}")
-    # As with "python -m", the module may lie in the current folder, beside the data.
+        raise ValueError(f"unknown tokenizer {name!r}; expected {_TOKENIZER_NAMES}")
+    # As with "python -m", the module may be in the current folder, beside the data.
     folder = os.getcwd()
     sys.path.insert(0, folder)
     try:
-        found = pkgutil.resolve_name(name)
-        is_object = hasattr(found, "tokenize") and not isinstance(found, type)
-        if callable(found) and not is_object:
-            found = found()
+        with _naming_place(f"tokenizer {name!r}"):
+            tokenizer = pkgutil.resolve_name(name)
+            is_object = hasattr(tokenizer, "tokenize") and not isinstance(tokenizer, type)
+            if callable(tokenizer) and not is_object:
+                tokenizer = tokenizer()
+    except (ImportError, AttributeError) as error:
+        raise ImportError(f"tokenizer {name!r}: {_message_of(error)}") from error
     finally:
         sys.path.remove(folder)
     if folder not in sys.path:
-        sys.path.append(folder)  # worker processes look for the module there
-    _check_tokenizer(found, ["vocab_size", "tokenize"])
-    return found
+        sys.path.append(folder)  # worker processes import the module, too
+    _check_tokenizer(tokenizer, ["vocab_size", "tokenize"])
+    return tokenizer
 
 
 # -- What a tokenizer is -----------------------------------------------------------------------
 
-# What is checked of a tokenizer: the class of an attribute, and in words.
+# The attributes that are checked: the class of the value, and its name in messages.
 _ATTRIBUTES_OF_TOKENIZER = {
     "vocab_size": (typing.SupportsIndex, "a whole number"),
     "eod": (typing.SupportsIndex, "an id"),
     "tokenize": (collections.abc.Callable, "a method"),
-    "unique_identifiers": (dict, "a dict that says which tokenizer it is"),
+    "unique_identifiers": (dict, "a dict that identifies the tokenizer"),
 }
 
 
 def _attribute_of(tokenizer, name):
-    """An attribute of a tokenizer; None if there is none, or if it says NotImplementedError."""
+    """Return an attribute of a tokenizer.  None: it is missing, or raises NotImplementedError."""
     try:
         return getattr(tokenizer, name, None)
     except NotImplementedError:
@@ -7178,18 +7223,18 @@ def _attribute_of(tokenizer, name):
 
 
 def _check_tokenizer(tokenizer, names):
-    """Check that an object has these attributes; ValueError with its class and what it lacks."""
-    if isinstance(tokenizer, type):
-        raise ValueError(f"wanted a tokenizer, got a class: make an object of {tokenizer.__name__}")
+    """Check that a tokenizer is an object with these attributes.  Raises ValueError if not."""
+    if tokenizer is None or isinstance(tokenizer, type):
+        raise ValueError(f"tokenizer: expected an object, such as ByteTokenizer(), got {tokenizer}")
     for name in names:
-        kind, words = _ATTRIBUTES_OF_TOKENIZER[name]
+        kind, description = _ATTRIBUTES_OF_TOKENIZER[name]
         if not isinstance(_attribute_of(tokenizer, name), kind):
-            found = type(tokenizer).__name__
-            raise ValueError(f"wanted a tokenizer, got {found}, which lacks {name}, {words}")
+            class_name = type(tokenizer).__name__
+            raise ValueError(f"tokenizer: {class_name} has no attribute {name} ({description})")
 
 
 def _check_tokenizer_of_corpus(tokenizer, append_eod):
-    """Check what is going to make a corpus."""
+    """Check that a tokenizer can make a corpus.  Raises ValueError if not."""
     _check_tokenizer(tokenizer, ["vocab_size", "tokenize"])
     if append_eod:
         _check_tokenizer(tokenizer, ["eod"])
@@ -7207,30 +7252,36 @@ def _check_tokenizer_of_corpus(tokenizer, append_eod):
 #   block 1  -- pipe 2 ->  worker 2  -- tokens of block 1 ->  .bin, .idx
 #   block 2  -- pipe 1 ->  worker 1  ...
 #
-# This process goes round the workers: it takes the tokens of a block from the next one, sends it a
-# new block, and writes the tokens.  So the files are those of encode_jsonl() in section 2, one pair
-# for each JSON key, whatever the number of workers.  A worker has one block at a time, so nothing
-# fills up; and where a worker dies its pipe ends, which is an error.
+# A block is some lines of one input.  This process visits the workers in a fixed order, again and
+# again.  It receives the tokens of a worker's block, sends the worker a new block, and then writes
+# the tokens.  So blocks are written in the order in which they are read.  For any number of
+# workers, the files have the same bytes as if encode_jsonl() of section 2 had written them, one
+# pair for each JSON key.  A worker holds one block at a time, so no pipe gets full.  If a worker
+# dies, its pipe closes, and this process raises an error.
 #
-# Many machines share the work as shards of whole inputs.  Laid end to end, the bytes of all inputs
-# have as many equal shares as there are shards, and an input belongs to that in which it begins:
+# Several machines can share the work: each processes one shard, which is a part of the inputs.  An
+# input is never divided.  Imagine all inputs end to end, and cut their bytes into one equal share
+# for each shard.  An input belongs to the shard in whose share it begins:
 #
 #   inputs        a.jsonl                 b.jsonl   c.jsonl.gz       d.jsonl
 #   bytes         |-----------------------|---------|----------------|------------------|
 #   shares        |         0/3           :          1/3          :         2/3         |
 #   read by       0/3                       1/3       1/3              2/3
 #
-# The pairs of the shards, merged in order, are the files of one job, byte for byte.  Each pair has
-# a record of what it was made from, such as this one of books_text_document_00001_of_00003:
+# If the pairs of all shards are merged in order, the new pair has the same bytes as if one job had
+# read all inputs.
 #
-#   {"tokenizer": {...}, "append_eod": true,            null: some documents end in eod
-#    "bin": 1200, "idx": 162,                           the sizes of the pair, in bytes
-#    "inputs": [["b.jsonl", 1], ["c.jsonl.gz", 5]],     document 0 is that of b.jsonl
-#    "job": "5d41402abc4b2a76b9719d911017c592"}         of a shard: a digest of all
-#                                                       inputs and of append_eod
+# Each pair has a record, PREFIX.record.json, which says what the pair was made from.  This is the
+# record of books_text_document_00001_of_00003:
+#
+#   {"tokenizer": {...}, "append_eod": true,            null: only a part of the pair has eod
+#    "bin": 1200, "idx": 162,                           sizes of the two files, in bytes
+#    "inputs": [["b.jsonl", 1], ["c.jsonl.gz", 5]],     the pair has 1 document of b.jsonl, then 5
+#    "job": "5d41402abc4b2a76b9719d911017c592"}         only for shards: a digest of append_eod and
+#                                                       of the names and sizes of all inputs
 
-_BLOCK_BYTES = 1 << 19  # of text for a worker at a time: more of it takes more memory
-_LONGEST_LINE = 2**31 - 1  # bytes; no sequence may have more tokens
+_BLOCK_BYTES = 1 << 19  # size of a block of text; larger blocks need more memory
+_LONGEST_LINE = 2**31 - 1  # in bytes; a sequence cannot have more tokens
 
 
 def preprocess(
@@ -7247,27 +7298,47 @@ def preprocess(
     on_error: str = "stop",
     verbose: bool = False,
 ) -> dict[str, str]:
-    """Write files of JSON lines as pairs, <output_prefix>_<key>_document.bin and .idx for each key.
+    """Tokenize JSON Lines files and write one .bin/.idx pair for each JSON key.
 
-    input         a path, URL or pattern such as s3://bucket/*.jsonl, whose files are read in sorted
-                  order, or a list of these; .gz and .zst are decompressed; "-" is standard input
-    texts         in the place of input: an iterable of texts, or of dicts with the JSON keys; its
-                  rows count as lines
-    tokenizer     an object as described in section 2, or its name as in section 19
-    append_eod    put tokenizer.eod after each document that has tokens
-    json_keys     each key of these becomes a pair of its own
-    split_sentences  each sentence that nltk finds is a sequence; names end in _sentence
-    workers       how many processes tokenize
-    shard         (i, n), 0 <= i < n: make the i-th of n shards; names end as in _00001_of_00016
-    on_error      "stop": the first bad line is an error; "skip": each becomes a document without
-                  tokens, and a warning counts them.  Bad is a line that is no JSON object in UTF-8
-                  with a text under each key, is too long, or at which the tokenizer raises an error
-                  other than MemoryError and OSError.  A job of bad lines alone is always an error.
-    verbose       show a bar, where tqdm is installed, and at the end one line on stderr
-    Returns       {key: path prefix of its pair}
-    Raises        ValueError that names file, line and reason, or another error; no pair appears
-                  then, but while several get their names, each of which is whole or not there
-    Upstream      tools/preprocess_data.py; the files are equal byte for byte
+    The pair of a key is <output_prefix>_<key>_document.  Upstream's tools/preprocess_data.py writes
+    the same bytes.  They do not depend on the number of workers.  A third file, the pair's record,
+    names the tokenizer and the inputs, and says whether eod was appended.
+
+    input            a path, a URL, a pattern such as s3://bucket/*.jsonl, or a list of these.
+                     Files that match a pattern are read in sorted order.  Files with names ending
+                     in .gz or .zst are decompressed; "-" is standard input
+    output_prefix    the first part of the name of each pair
+    tokenizer        a tokenizer object (section 2) or the name of one (section 19)
+    texts            instead of input: an iterable of strings, or of dicts with the JSON keys.
+                     Messages count its items as lines
+    append_eod       True: append tokenizer.eod to each document that has tokens
+    json_keys        the keys to tokenize; each gets its own pair
+    split_sentences  True: store each sentence, as nltk finds it, as a sequence.  Names then end in
+                     _sentence instead of _document
+    workers          how many processes tokenize.  1: this process alone
+    shard            (i, n): process only shard i of n, where 0 <= i < n.  Names then end in, for
+                     example, _00001_of_00016.  merge() joins the shards and needs their records
+    on_error         what to do with a bad line (see below).  "stop": raise ValueError.  "skip":
+                     write a document without tokens, and warn at the end
+    verbose          True: show a progress bar if tqdm is installed, and print a summary to stderr
+
+    Return {key: prefix of its pair}.
+
+    Blank lines are skipped.  A line is bad if
+
+      - it is not a JSON object in UTF-8 with a text, or a list of texts, under each key
+      - it is longer than 2**31 - 1 bytes
+      - the tokenizer raises an exception on it, or returns ids that cannot be stored
+
+    MemoryError and OSError are not the fault of a line: they always end the job.  If every line is
+    bad, ValueError is raised even with "skip".
+
+    The ValueError for a bad line names the file, the line and the reason.  Raises OSError if an
+    input cannot be read, or if its size or modification time changes after the job has begun.
+
+    Until the first pair gets its name, an error leaves everything as it was, an older pair too.
+    After that, finished pairs stay, perhaps without a record, and an OSError names the two files of
+    a pair that has only one of its names.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     prefix = os.path.join(folder, "corpus")
@@ -7286,129 +7357,151 @@ def preprocess(
     else:
         inputs = [_Input("texts", None, _iter_lines_of_rows(texts, json_keys))]
     suffix = "_sentence" if split_sentences else "_document"
-    more = {"append_eod": append_eod}  # for the records
+    fields = {"append_eod": append_eod}  # the records get these fields, too
     index, count = shard
     if count > 1:
-        suffix += f"_{index:05}_of_{count:05}"  # so that the names sort as the shards do
-        sizes = [[os.path.basename(each.name), each.size] for each in inputs]
-        more["job"] = _md5(json.dumps([sizes, bool(append_eod)]))  # what all shards have in common
+        suffix += f"_{index:05}_of_{count:05}"  # so that sorted names are in the order of shards
+        sizes = [[os.path.basename(each.name), each.file_size] for each in inputs]
+        fields["job"] = _md5(json.dumps([sizes, bool(append_eod)]))  # the same in all its shards
         inputs = _inputs_of_shard(inputs, index, count)
     prefixes = {key: f"{os.fsdecode(output_prefix)}_{key}{suffix}" for key in json_keys}
-    identity = _identity_of_tokenizer(tokenizer)
+    identifiers = _identifiers_of(tokenizer)
 
     started = time.perf_counter()
     encoder = _Encoder(tokenizer, json_keys, append_eod, split_sentences)
-    num_bytes, num_bad, first_bad = _write_pairs(
-        prefixes, encoder, inputs, workers, on_error, verbose
-    )
+    result = _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose)
+    num_bytes, num_bad, first_bad = result
     counts = [[each.name, each.documents] for each in inputs]
     for prefix in prefixes.values():
-        _write_record(prefix, identity, counts, more)
+        _write_record(prefix, identifiers, counts, fields)
     if verbose:
-        documents = sum(each.documents for each in inputs)
+        documents = _label_of_count(sum(each.documents for each in inputs), "document")
         rate = num_bytes / 1e6 / (time.perf_counter() - started)
-        print(f"{documents:,} documents, {num_bytes:,} bytes, {rate:,.1f} MB/s", file=sys.stderr)
+        print(f"{documents}, {num_bytes:,} bytes, {rate:,.1f} MB/s", file=sys.stderr)
     if num_bad > 0:
-        found = f"{num_bad:,} bad lines became documents without tokens"
-        warnings.warn(f"{found}; the first: {'; '.join(first_bad)}", stacklevel=2)
+        skipped = f"{_label_of_count(num_bad, 'bad line')} skipped (stored without tokens)"
+        _warn(f"{skipped}: {'; '.join(first_bad)}{'; ...' if num_bad > len(first_bad) else ''}")
     empty = [each.name for each in inputs if each.documents == 0]
     if len(empty) > 0:
-        warnings.warn(f"{len(empty):,} inputs gave no document, such as {empty[0]}", stacklevel=2)
+        _warn(f"no document in {_label_of_count(len(empty), 'input')}; the first is {empty[0]}")
     return prefixes
 
 
 def _check_preprocess_arguments(input, output_prefix, texts, json_keys, workers, shard, on_error):
-    """Check the arguments of preprocess()."""
+    """Check the arguments of preprocess().  Raises ValueError for a wrong one."""
     index, count = shard
     if not 0 <= index < count:
-        raise ValueError(f"wanted a shard i/n with 0 <= i < n, got {index}/{count}")
+        raise ValueError(f"shard: expected (i, n) with 0 <= i < n, got ({index}, {count})")
     if on_error not in ("stop", "skip"):
-        raise ValueError(f"on_error must be stop or skip, got {on_error!r}")
-    if workers < 1 or len(json_keys) == 0 or output_prefix is None:
-        raise ValueError("wanted workers >= 1, at least one of json_keys, and an output_prefix")
-    if workers > 1 and multiprocessing.current_process().daemon:
-        raise ValueError("a daemonic process, as this one is, may start no other: use workers=1")
+        raise ValueError(f'on_error: expected "stop" or "skip", got {on_error!r}')
+    if _as_whole(workers, "workers", 1) > 1 and multiprocessing.current_process().daemon:
+        raise ValueError("workers: this process is daemonic and cannot start others; use workers=1")
+    if len(json_keys) == 0:
+        raise ValueError("json_keys: expected at least one key, got none")
+    if output_prefix is None:
+        raise ValueError("output_prefix is missing; it is the first part of the name of each pair")
     if (input is None) == (texts is None):
-        raise ValueError("preprocess wants one of input, which are paths, and texts")
+        got = "neither" if texts is None else "both"
+        raise ValueError(f"expected either input, which is for paths, or texts, got {got}")
     is_table = hasattr(texts, "columns") or hasattr(texts, "to_pylist")  # the latter: a column
     if is_table or isinstance(texts, (str, bytes, collections.abc.Mapping)):
-        advice = "give the rows of a table, by .to_pylist() or .to_dict('records')"
-        found = f"an iterable of texts or dicts, got one {type(texts).__name__}"
-        raise ValueError(f"texts: expected {found}; {advice}")
+        raise ValueError(
+            f"texts: expected an iterable of texts or dicts, got one {type(texts).__name__}; "
+            "convert a table to rows with .to_pylist() or .to_dict('records')"
+        )
+
+
+def _label_of_count(number, noun):
+    """Return a number with its noun, such as "1 line" or "2,000 lines"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
-    """The loop of encode_jsonl(), for blocks; return bytes, bad lines, and what is said of five."""
+    """Write the pairs, as encode_jsonl() does, but block by block.
+
+    Return the number of bytes read, the number of bad lines, and messages about the first five.
+    """
     num_bytes = 0
     num_bad = 0
     first_bad = []
     with contextlib.ExitStack() as stack:
-        bar = None
-        if verbose:
-            with contextlib.suppress(ModuleNotFoundError):
-                import tqdm
-
-                total = sum(each.num_bytes for each in inputs)  # infinity: no end is shown
-                # disable=None: for a terminal alone
-                bar = tqdm.tqdm(total=total, unit="B", unit_scale=True, disable=None)
-                stack.enter_context(bar)
+        bar = stack.enter_context(_progress_bar(inputs, verbose))
         builders = {}
         for key, prefix in prefixes.items():
             builder = IndexedDatasetBuilder(get_bin_path(prefix), encoder.dtype)
             builders[key] = stack.enter_context(builder)
         encoded_blocks = _iter_encoded_blocks(encoder, _iter_blocks(inputs), workers)
-        # Closed even where an exception ends the loop, so that workers never outlive the job.
+        # It is closed even if an exception ends the loop, so workers never outlive the job.
         stack.enter_context(contextlib.closing(encoded_blocks))
         for (source, lines), encoded in encoded_blocks:
             for num_lines, documents in encoded:
                 source.lines_read += num_lines
-                if isinstance(documents, str):  # why a line is bad
+                if isinstance(documents, str):  # the reason why a line is bad
                     num_bad += 1
                     if num_bad <= 5:
-                        first_bad.append(f"{source.name}: line {source.lines_read}: {documents}")
-                    documents = dict.fromkeys(prefixes, (b"", [], [0]))  # without tokens
+                        first_bad.append(f"{source.name}, line {source.lines_read}: {documents}")
+                    documents = dict.fromkeys(prefixes, (b"", [], [0]))  # one without tokens
                 for key, (content, lengths, ends) in documents.items():
                     begin = len(builders[key].sequence_lengths)
                     builders[key].add_sequences(content, lengths)
                     builders[key].document_indices.extend(begin + end for end in ends)
-                source.documents += len(ends)  # of each key as many
+                source.documents += len(ends)  # the same number for each key
             if num_bad > 0 and on_error == "stop":
-                raise ValueError(f'{first_bad[0]} (on_error="skip", --on-error skip, goes on)')
+                raise ValueError(f'{first_bad[0]}; to skip, use on_error="skip" (--on-error skip)')
             num_bytes += sum(map(len, lines))
             if bar is not None:
                 bar.update(num_bytes - bar.n)
         if num_bad > 0 and num_bad == sum(each.documents for each in inputs):
-            raise ValueError(f"all {num_bad:,} lines are bad; the first: {'; '.join(first_bad)}")
+            raise ValueError(f"every line is bad; the first: {'; '.join(first_bad)}")
         for builder in builders.values():
-            builder._bin.finish()  # a disk too full for a .bin shows before a pair has its name
+            builder._bin.finish()  # raises OSError if the disk is full; no pair has its name yet
     return num_bytes, num_bad, first_bad
+
+
+def _progress_bar(inputs, verbose):
+    """Return a context manager: tqdm's bar, or one without a bar if tqdm is missing or not wanted.
+
+    The total is infinity if a size is unknown; tqdm then shows no end.
+    """
+    if verbose:
+        with contextlib.suppress(ModuleNotFoundError):
+            import tqdm
+
+            total = sum(each.progress_total for each in inputs)
+            # disable=None: show the bar only on a terminal
+            return tqdm.tqdm(total=total, unit="B", unit_scale=True, disable=None)
+    return contextlib.nullcontext()
 
 
 # -- Inputs ------------------------------------------------------------------------------------
 
 
 class _Input:
-    """A file of lines, as it is when the job begins, and what the job has read of it.
+    """An input as it is when the job begins, and how far the job has read it.
 
-    size   in bytes; None: not known, as of "-", standard input, of a pipe, and of some URLs
-    lines  an iterator of lines, where they are not in the file
+    path        path or URL.  "-": standard input
+    file_size   in bytes.  None: not known, for example for standard input, pipes and some URLs
+    lines       an iterator of its lines.  None: the lines are read from path
     """
 
-    def __init__(self, path, size, lines=None):
+    def __init__(self, path, file_size, lines=None):
         self.path = path
-        self.size = size
-        self.written = _modification_time(path)
+        self.file_size = file_size
+        self.mtime_ns = _modification_time(path)
         self.name = _label_of_input(path)  # for messages and records
         self.compression = _decompressor_of(self.name)
-        is_known = size is not None and self.compression is None
-        self.num_bytes = size if is_known else math.inf  # of its lines
+        # the bytes of all lines; inf: not known
+        self.progress_total = math.inf if file_size is None or self.compression else file_size
         self.lines = _iter_lines(self) if lines is None else lines
-        self.lines_read = 0  # that have become documents
-        self.documents = 0  # that it has given so far
+        self.lines_read = 0  # lines that are encoded
+        self.documents = 0  # documents that were made from them
 
 
 def _find_inputs(paths):
-    """Return an _Input of each file that one path, or several, mean."""
+    """Return an _Input for each file that is named by one path or pattern, or by a list of them.
+
+    Raises FileNotFoundError if there is no file for one of them.
+    """
     if isinstance(paths, (str, bytes, os.PathLike)):
         paths = [paths]
     paths = [os.fsdecode(path) for path in paths]
@@ -7416,43 +7509,47 @@ def _find_inputs(paths):
     inputs = []
     for path in paths:
         with _input_error_context(path):
-            found = _find_sizes(path)
-        if len(found) == 0:
+            files = _find_sizes(path)
+        if len(files) == 0:
             name = _label_of_input(path)
-            raise FileNotFoundError(f"{name}: no such file, and as a pattern it matches none")
-        inputs.extend(_Input(name, size) for name, size in found)
+            raise FileNotFoundError(f"{name}: no such file, and as a pattern it matches no file")
+        inputs.extend(_Input(name, size) for name, size in files)
     if len(inputs) == 0:
-        raise ValueError("wanted at least one input, got none")
+        raise ValueError("input: expected at least one input, got none")
     return inputs
 
 
 def _find_sizes(path):
-    """Return [(path, bytes or None)] of a file, or, if none has this name, of all that match it."""
+    """Return [(path, size in bytes)] of a file, or of all files that match the path as a pattern.
+
+    A path that exists is not a pattern.  A size is None if it is not known.
+    """
     if _is_remote(path):
         return _RemoteFile(path, is_input=True).resolve()
     if path == "-":
         return [(path, None)]
-    paths = [path]
+    names = [path]
     if not os.path.exists(path):
-        found = glob.glob(path, recursive=True)
-        paths = sorted(name for name in found if not os.path.isdir(name))
-    return [(name, os.path.getsize(name) if os.path.isfile(name) else None) for name in paths]
+        names = sorted(name for name in glob.glob(path, recursive=True) if not os.path.isdir(name))
+    return [(name, os.path.getsize(name) if os.path.isfile(name) else None) for name in names]
 
 
 def _modification_time(path):
-    """Return when a local file was written last; None for a URL and all else that is no file."""
-    # A link or a chmod would change st_ctime_ns.
+    """Return when a local file was last written, in ns.  None: path is something else, e.g. a URL.
+
+    The time does not change when the file gets a link or a new mode, as st_ctime_ns does.
+    """
     return os.stat(path).st_mtime_ns if os.path.isfile(path) else None
 
 
 def _label_of_input(path):
-    """What to call an input: without the query of a URL, which may be a signature."""
+    """Return the path of an input for messages; the query of a URL, maybe secret, is left out."""
     return path.partition("?")[0] if _is_remote(path) else path
 
 
 @contextlib.contextmanager
 def _input_error_context(path):
-    """Have an error say which input cannot be read; storages would show the query of a URL."""
+    """Name the input in an error that is raised while it is read, without the query of a URL."""
     name = _label_of_input(path)
     try:
         with _naming_action(name, "cannot be read", OSError):
@@ -7460,16 +7557,20 @@ def _input_error_context(path):
     except OSError as error:
         if name == path:
             raise
+        # Messages of storage packages contain the whole URL.
         raise OSError(re.sub(r"\?\S*", "", _message_of(error))) from None
 
 
 def _decompressor_of(name):
-    """Return the module that reads a compressed file, by the end of its name; None: it is not."""
+    """Return the module that decompresses a file of this name, or None if it is not compressed.
+
+    Raises ValueError for formats that are not read, and ImportError if the module is missing.
+    """
     lower = name.lower()
     if lower.endswith((".bz2", ".xz", ".lzma", ".zip", ".tar")):
         # Python's bz2 and lzma take a damaged second stream for the end of the file.
-        advice = "unpack or recompress it first, as by bzcat F | zstd > F.zst"
-        raise ValueError(f"{name}: only .gz and .zst are read: {advice}")
+        advice = "unpack or recompress it first, for example with bzcat F | zstd > F.zst"
+        raise ValueError(f"{name}: only .gz and .zst can be decompressed; {advice}")
     if lower.endswith(".gz"):
         return gzip
     if not lower.endswith(".zst"):
@@ -7481,26 +7582,25 @@ def _decompressor_of(name):
 
 
 def _inputs_of_shard(inputs, index, count):
-    """Return the inputs of shard number index of count; a warning if shares are very unequal."""
-    sizes = [each.size for each in inputs]
+    """Return the inputs of shard number index of count.  Warns if the shards are very unequal."""
+    sizes = [each.file_size for each in inputs]
     if None in sizes:
         name = inputs[sizes.index(None)].name
-        raise ValueError(f"{name}: its size is not known, so it cannot be in a shard")
+        raise ValueError(f"{name}: shards need its size, which is unknown; write it to a file")
     total = sum(sizes)
     starts = itertools.accumulate(sizes[:-1], initial=0)
     shards = [min(start * count // max(total, 1), count - 1) for start in starts]  # total may be 0
     num_filled = len(set(shards))
     if num_filled < count or max(sizes) * count > total:
-        warnings.warn(
-            f"the {len(inputs):,} inputs give {num_filled:,} of {count:,} shards, of unequal "
-            "sizes: cut large ones first, as by split -n l/16 --additional-suffix=.jsonl",
-            stacklevel=3,
+        _warn(
+            f"the shards are unequal, and {num_filled:,} of {count:,} have inputs; divide large "
+            "inputs first, for example with split -n l/16 --additional-suffix=.jsonl"
         )
     return [each for each, shard in zip(inputs, shards, strict=True) if shard == index]
 
 
 def _iter_lines(source):
-    """Yield the lines of an _Input; OSError if it cannot be read, or has changed at the end."""
+    """Yield the lines of an _Input.  At the end, raise OSError if it has changed meanwhile."""
     with _input_error_context(source.path), contextlib.ExitStack() as stack:
         if source.path == "-":
             file = sys.stdin.buffer
@@ -7509,36 +7609,37 @@ def _iter_lines(source):
 
             file = stack.enter_context(fsspec.open(source.path, "rb"))
             _keep_file_systems()
-            file = io.BufferedReader(file, 1 << 16)  # a stream of HTTP has no lines
+            file = io.BufferedReader(file, 1 << 16)  # fsspec's stream of HTTP cannot yield lines
         else:
             file = stack.enter_context(open(source.path, "rb"))
         yield from file if source.compression is None else source.compression.open(file)
-        if source.size is not None:
-            came = file.tell()
-            found = came, _find_sizes(source.path), _modification_time(source.path)
-            if found != (source.size, [(source.path, source.size)], source.written):
-                told = f"it had {source.size:,} bytes when the job began, and {came:,} came"
+        if source.file_size is not None:
+            size = file.tell()
+            now = size, _find_sizes(source.path), _modification_time(source.path)
+            if now != (source.file_size, [(source.path, source.file_size)], source.mtime_ns):
                 raise OSError(
-                    f"{told}, or it was written meanwhile; start again when it is complete"
+                    f"it changed while the job ran ({source.file_size:,} bytes at the start, "
+                    f"{size:,} bytes read); start again when nothing writes to it"
                 )
 
 
 def _iter_lines_of_rows(texts, json_keys):
-    """Yield the JSON lines of texts or dicts; of another row, as a str, what is wrong with it."""
+    """Yield each text or dict as a line of JSON.  For anything else, yield a str: what is wrong."""
     for row in texts:
         line = None
         if isinstance(row, str):
             row = {json_keys[0]: row}
         if isinstance(row, collections.abc.Mapping):
-            with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):  # no JSON
+            # These errors mean that a key is missing, or that json cannot write a value.
+            with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):
                 line = json.dumps({key: row[key] for key in json_keys}).encode()
         if line is None:
-            line = f"wanted a text, or a dict with the keys {json_keys}, got {row!r:.60}"
+            line = f"expected a text, or a dict with the keys {json_keys}, got {row!r:.60}"
         yield line
 
 
 def _iter_blocks(inputs):
-    """Yield the lines of all inputs in blocks: (input, lines)."""
+    """Yield the lines of all inputs in blocks: (input, list of lines)."""
     for source in inputs:
         lines = []
         size = 0
@@ -7555,47 +7656,53 @@ def _iter_blocks(inputs):
 
 # -- Workers -----------------------------------------------------------------------------------
 
-_worker_start = threading.Lock()  # several jobs may run in threads of one process
+_start_lock = threading.Lock()  # several jobs may run in threads of one process
 
 
 def _parse_object(line):
-    """Return the JSON object on a line; a ValueError says why there is none."""
+    """Return the JSON object on a line, a dict.  Raises ValueError if the line has none."""
     if len(line) > _LONGEST_LINE:
         raise ValueError(f"longer than {_LONGEST_LINE:,} bytes")
     try:
-        found = json.loads(line.decode("utf-8-sig"))  # of bytes json would guess the encoding
-        if not isinstance(found, dict):
-            raise ValueError(f"a {type(found).__name__}")
+        value = json.loads(line.decode("utf-8-sig"))  # for bytes, json would guess the encoding
+        if isinstance(value, dict):
+            return value
+        reason = f"it is a {type(value).__name__}"
     except (ValueError, RecursionError) as error:
-        reason = getattr(error, "msg", error)  # str() of an error of json counts lines, too
-        begin = f"which begins {line[:60].decode(errors='replace')!r}"
-        raise ValueError(f"wanted a JSON object on the line, {begin}: {reason}") from None
-    return found
+        reason = getattr(error, "msg", error)  # str() of json's error has a line number of its own
+    begin = line[:60].decode(errors="replace").strip()
+    raise ValueError(f"not a JSON object: {reason}; it begins {begin!r}")
 
 
 def _parse_texts(line, json_keys):
-    """Return {key: sentences} of the JSON object on a line; a ValueError says why it is bad."""
-    if isinstance(line, str):  # _iter_lines_of_rows() says why
+    """Return {key: list of texts} of the JSON object on a line.  Raises ValueError for a bad line.
+
+    A line that is a str says what is wrong with a row: see _iter_lines_of_rows().
+    """
+    if isinstance(line, str):
         raise ValueError(line)
     row = _parse_object(line)
     texts = {}
     for key in json_keys:
+        if key not in row:
+            raise ValueError(f"expected the key {key!r}, got only {list(row)!s:.60}")
         try:
             texts[key] = _as_sentences(row[key])
-            "".join(texts[key]).encode()  # an error at a lone surrogate
-        except (KeyError, ValueError) as error:
-            found = f"got {row!r:.60}: {_message_of(error)}"
-            raise ValueError(f"wanted a text under {key!r}, {found}") from None
+            "".join(texts[key]).encode()  # raises UnicodeEncodeError for a lone surrogate
+        except ValueError as error:
+            raise ValueError(f"key {key!r}: {_message_of(error)}") from None
     return texts
 
 
 class _Encoder:
-    """What a worker does: it turns lines into documents, as _write_pairs() takes them.
+    """The work of a worker process: it encodes lines as documents, for _write_pairs().
+
+    ends holds, for each document, the number of sequences up to its end:
 
     lines                    content (bytes)        lengths   ends
-    {"text": "aaaa"}         a a a a $              5         1   one sequence so far
-    {"text": ""}             ($ is eod)                       1   no sequence more
-    {"text": ["b", "bb"]}    b b b $                1, 3      3   three sequences
+    {"text": "aaaa"}         a a a a $              5         1      $ is eod
+    {"text": ""}                                              1      no new sequence
+    {"text": ["b", "bb"]}    b b b $                1, 3      3      two new sequences
     """
 
     def __init__(self, tokenizer, json_keys, append_eod, split_sentences):
@@ -7608,19 +7715,24 @@ class _Encoder:
                 self.splitter = punkt.PunktTokenizer("english")
             except LookupError:
                 self.splitter = punkt.PunktSentenceTokenizer()
-                found = "nltk has no model of English here, and takes its untrained one"
-                warnings.warn(f"{found}: python -m nltk.downloader punkt_tab", stacklevel=3)
+                _warn(
+                    "nltk's model of English is not installed, so an untrained model finds the "
+                    "sentences; to install it, run: python -m nltk.downloader punkt_tab"
+                )
         self.dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
         eod = [tokenizer.eod] if append_eod else []
-        # Unsigned: beside the uint64 of a tokenizer int32 would become a float.
+        # The dtype is unsigned, because numpy would join int32 and a tokenizer's uint64 as floats.
         self.eod = np.frombuffer(_encode_tokens(eod, self.dtype), f"u{self.dtype.itemsize}")
 
     def encode_block(self, lines):
-        """Return [(number of lines, what encode() makes of them)], or why the one line is bad."""
+        """Return [(number of lines, documents)], where documents is the result of encode().
+
+        A bad line has its own entry, in which documents is a str that says what is wrong with it.
+        """
         documents, error = _call_catching(self.encode, lines)
         if error is None:
             return [(len(lines), documents)]
-        if isinstance(error, (MemoryError, OSError)):  # not for what the lines are
+        if isinstance(error, (MemoryError, OSError)):  # not the fault of a line
             raise error
         if len(lines) == 1:
             return [(1, _message_of(error))]
@@ -7628,31 +7740,32 @@ class _Encoder:
         return self.encode_block(lines[:half]) + self.encode_block(lines[half:])
 
     def encode(self, lines):
-        """Return {key: (content, lengths, ends)}: section 2's loop, for many lines."""
+        """Return {key: (content, lengths, ends)} of the lines that are not blank."""
         rows = [_parse_texts(line, self.json_keys) for line in lines if not line.isspace()]
         return {key: self._encode_documents([row[key] for row in rows]) for key in self.json_keys}
 
     def _encode_documents(self, documents):
-        """Return (content, lengths, ends) of lists of sentences: encode_document(), for many."""
+        """Return (content, lengths, ends) of documents, each of which is a list of texts.
+
+        encode_document() in section 2 defines the sequences.
+        """
         if self.splitter is not None:
             split = self.splitter.tokenize
             documents = [list(itertools.chain(*map(split, parts))) for parts in documents]
         texts = list(itertools.chain(*documents))
         tokenize_batch = _attribute_of(self.tokenizer, "tokenize_batch")
-        if tokenize_batch is None or len(texts) == 0:  # it may not take an empty list
-            found = map(self.tokenizer.tokenize, texts)
-        else:
-            found = tokenize_batch(texts)
-        arrays = [_as_ids(self.tokenizer, ids) for ids in found]
+        outputs = map(self.tokenizer.tokenize, texts)
+        if tokenize_batch is not None and len(texts) > 0:  # it may not accept an empty list
+            outputs = tokenize_batch(texts)
+        arrays = [_as_ids(self.tokenizer, ids) for ids in outputs]
         if len(arrays) != len(texts):
             raise ValueError(f"tokenize_batch returned {len(arrays)} lists for {len(texts)} texts")
-        all_tokens = iter(arrays)
-        pieces = [self.eod[:0]]  # so that there is something to concatenate
+        all_ids = iter(arrays)
+        pieces = [self.eod[:0]]  # an empty array: np.concatenate() needs at least one
         lengths = []
         ends = []
         for sentences in documents:
-            of_document = itertools.islice(all_tokens, len(sentences))
-            sequences = [tokens for tokens in of_document if len(tokens) > 0]
+            sequences = [ids for ids in itertools.islice(all_ids, len(sentences)) if len(ids) > 0]
             if len(sequences) > 0:
                 lengths.extend(map(len, sequences))
                 lengths[-1] += len(self.eod)
@@ -7662,80 +7775,87 @@ class _Encoder:
 
 
 def _iter_encoded_blocks(encoder, blocks, workers):
-    """Yield each block, in order, and what encoder.encode_block() makes of it."""
+    """Yield each block, in order, with the result of encoder.encode_block() for its lines.
+
+    Raises ChildProcessError if a worker ends, or if an error other than a bad line is raised in it.
+    """
     if workers == 1:
         for source, lines in blocks:
             yield (source, lines), encoder.encode_block(lines)
         return
-    # A forked process has everything at once; the other ways to start one import torch again.  But
-    # elsewhere than on Linux a library may not survive a fork, or the system has none.
+    # A forked process is ready at once; a process that is started in another way imports torch
+    # again.  But some systems cannot fork, and on systems other than Linux a library may crash in a
+    # forked process.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     if sys.platform != "linux":
-        encoder = pickle.dumps(encoder)  # _run_worker() knows where its modules may lie
-    turns = []  # (process of a worker, pipe to it, block that it has, or None)
+        encoder = pickle.dumps(encoder)  # _run_worker() knows where its modules may be
+    slots = []  # for each worker (process, pipe to it, the block that it has or None)
     try:
         for _ in range(workers):
-            # A worker that another job forked in between would hold these ends of pipes open.
-            with _worker_start:
-                pipe, end_of_worker = context.Pipe()
-                process = context.Process(
-                    target=_run_worker, args=(end_of_worker, encoder), daemon=True
-                )
-                turns.append((process, pipe, None))
+            # Without the lock, a worker that a different job forks now would inherit both ends of
+            # this pipe, and the pipe would not close when its own worker ends.
+            with _start_lock:
+                pipe, far_end = context.Pipe()
+                process = context.Process(target=_run_worker, args=(far_end, encoder), daemon=True)
+                slots.append((process, pipe, None))
                 with warnings.catch_warnings():
-                    # Python 3.12 and later warn of threads here: the worker does without them.
+                    # Python 3.12 and later warn if the process has threads; workers use none.
                     warnings.filterwarnings("ignore", ".*multi-threaded.* fork", DeprecationWarning)
-                    # In a thread: Python loses a signal that comes while the main thread forks.
+                    # In a thread: Python loses a signal that arrives while its main thread forks.
                     with concurrent.futures.ThreadPoolExecutor(1) as thread:
                         thread.submit(process.start).result()
-                end_of_worker.close()  # so that the pipe ends when the worker does
-        blocks = itertools.chain(blocks, [None] * workers)  # a last round takes what is left
+                far_end.close()  # the worker has it, so the pipe closes when the worker ends
+        blocks = itertools.chain(blocks, [None] * workers)  # a last round receives what is left
         for number, block in enumerate(blocks):
-            process, pipe, done = turns[number % workers]
-            turns[number % workers] = (process, pipe, block)
+            process, pipe, previous_block = slots[number % workers]
+            slots[number % workers] = (process, pipe, block)
             try:
-                answer = pipe.recv()
+                result = pipe.recv()
                 if block is not None:
                     pipe.send(block[1])
             except (EOFError, ConnectionError):  # the worker has closed its end
                 process.join()
-                code = process.exitcode  # below 0: the number of a signal
-                raise ChildProcessError(f"a worker process ended, exit code {code}") from None
-            if isinstance(answer, Exception):
-                raise answer
-            if done is not None:
-                yield done, answer  # it is written while the worker has a block already
+                code = process.exitcode  # if negative, the number of a signal
+                name = f", {signal.strsignal(-code)}" if code < 0 else ""
+                raise ChildProcessError(f"a worker ended (exit code {code}{name})") from None
+            if isinstance(result, Exception):
+                raise result
+            if previous_block is not None:
+                yield previous_block, result  # the worker encodes its new block meanwhile
     finally:
-        for process, _, _ in turns:
+        for process, _, _ in slots:
             if process.is_alive():
                 process.kill()
                 process.join()
 
 
 def _run_worker(pipe, encoder):
-    """Encode the lines that come through a pipe: this is all that a worker process does."""
+    """Encode the blocks that come through a pipe, until it closes.  A worker process runs this."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # A terminal sends Ctrl-C to all processes, but the parent alone answers: it ends its workers.
+    # A terminal sends Ctrl-C to all processes.  The parent alone reacts, and ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The processes keep all cores busy already: threads of the tokenizers library would compete.
+    # The worker processes keep all cores busy; threads of the package tokenizers would compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    torch.set_num_threads(1)  # a fork leaves those of torch behind, and it would wait for them
+    torch.set_num_threads(1)  # torch would wait for threads that a forked process does not have
     if isinstance(encoder, bytes):
-        sys.path.append(os.getcwd())  # a tokenizer's module may lie beside the data
+        sys.path.append(os.getcwd())  # a tokenizer's module may be beside the data
         encoder = pickle.loads(encoder)
-    answer = None  # it is ready for its first block
+    result = None  # the worker is ready for its first block
     with contextlib.suppress(EOFError, OSError):
         while True:
-            pipe.send(answer)
+            pipe.send(result)
             lines = pipe.recv()
-            answer, error = _call_catching(encoder.encode_block, lines)
-            if error is not None:  # no bad line; the error might not pass the pipe
-                answer = ChildProcessError(_message_of(error))
+            result, error = _call_catching(encoder.encode_block, lines)
+            if error is not None:  # not a bad line.  Perhaps the error itself cannot be pickled
+                result = ChildProcessError(_message_of(error))
 
 
 def _end_with_parent():
-    """End this worker, also in the middle of a block, when its parent is gone."""
-    # A pipe ends then, when workers that were forked later, and hold copies of its end, have ended.
+    """End this worker when its parent has ended, also in the middle of a block.
+
+    It cannot rely on the pipe: workers that were forked later hold copies of the parent's end, so
+    the pipe does not close while they live.
+    """
     multiprocessing.parent_process().join()
     os._exit(1)
 
@@ -7748,13 +7868,23 @@ def merge(
     output_prefix: str | os.PathLike,
     multimodal: bool = False,
 ) -> None:
-    """Append whole pairs, in the given order, into one new pair of the same dtype.
+    """Join pairs of one dtype into a new pair, which has their documents in the given order.
 
-    The new pair is the one that a single builder would have written; its record lists the inputs of
-    all.  The output may not be one of them.  Of shards, in whatever folders they lie, all must be
-    there, in order, with their records, made from the same inputs; and the records may not name
-    different tokenizers.  A warning says if only some pairs were made with append_eod.
-    Cost: each byte is copied once.  Upstream: tools/merge_datasets.py.
+    prefixes        paths of the pairs.  A name may come several times
+    output_prefix   path of the new pair, which must not be one of these pairs
+    multimodal      True: the pairs have modes, which the new pair keeps
+
+    The new pair has the same bytes as if one builder had written it.  Its record lists the inputs
+    of all pairs.  If a pair has no record, its own prefix is listed as an input.
+
+    If the pairs are shards, all shards of the job must be given, in order, with their records; they
+    may be in different folders.  All pairs must have been made with the same tokenizer, as far as
+    their records say.
+
+    Raises ValueError if the pairs cannot be joined.  Warns if only some of them were made with
+    append_eod.  Each byte is copied once.
+
+    Upstream: tools/merge_datasets.py.
 
     >>> prefix = toy_corpus()
     >>> merge([prefix, prefix], prefix + "2")
@@ -7765,7 +7895,7 @@ def merge(
         prefixes = [prefixes]
     prefixes = [os.fsdecode(prefix) for prefix in prefixes]
     if len(prefixes) == 0:
-        raise ValueError("wanted at least one pair, got none")
+        raise ValueError("prefixes: expected at least one pair, got none")
     records = {prefix: _record_of(IndexedDataset(prefix)) for prefix in prefixes}
     _check_shards(prefixes, records)
     tokenizer = _common_tokenizer(records)
@@ -7776,40 +7906,41 @@ def merge(
         for prefix in prefixes:
             before = len(builder.document_indices)
             builder.add_index(prefix)
-            # a pair without a record, such as upstream's, is an input of its own
             documents = len(builder.document_indices) - before
+            # a pair without a record, such as upstream's, is an input itself
             inputs += records[prefix].get("inputs", [[prefix, documents]])
     _write_record(output_prefix, tokenizer, inputs, eod)
 
 
 def _check_shards(prefixes, records):
-    """Check that of a job whose shards are merged all are there, in order, of the same inputs."""
-    wanted = iter(())  # the names of the shards of a job that must come next, in order
-    jobs = set()  # what the records of these shards say of their job
-    for prefix in [*prefixes, "the end"]:
-        name = os.path.basename(prefix)  # each machine may have a folder of its own
-        shard = re.fullmatch(r"(.*)_\d{5,}_of_(\d{5,})", name)
-        next_name = next(wanted, None)
-        if shard is not None and next_name is None:
-            stem, count = shard.groups()
-            wanted = (f"{stem}_{index:05}_of_{count}" for index in range(int(count)))
-            next_name = next(wanted, None)
-            jobs.clear()
-        if next_name not in (name, None):
-            raise ValueError(f"wanted {next_name} in the place of {prefix}: merge all shards")
-        if shard is not None:
+    """Check that shards to be merged are complete, in order, and from the same job.
+
+    Raises ValueError if not.  A shard needs a record, because only the record names its job.
+    """
+    names = [os.path.basename(prefix) for prefix in prefixes]  # folders may differ
+    first = 0  # number of the pair with which the shards of a job should begin
+    while first < len(prefixes):
+        shard = re.fullmatch(r"(.*)_\d{5,}_of_(\d{5,})", names[first])
+        count = 0 if shard is None else int(shard[2])
+        for index, number in enumerate(range(first, first + count)):
+            name = f"{shard[1]}_{index:05}_of_{shard[2]}"
+            prefix = prefixes[number] if number < len(prefixes) else "the end of the list"
+            if names[number : number + 1] != [name]:
+                advice = f"merge all {count} shards, in order"
+                raise ValueError(f"expected the shard {name}, got {prefix}; {advice}")
             if records[prefix] == {}:
-                advice = "copy its .record.json, too; rename a pair that was not made by --shard"
-                raise ValueError(f"{prefix}: a shard without its record: {advice}")
-            jobs.add(records[prefix].get("job"))
-        if len(jobs) > 1:
-            raise ValueError(f"{prefix}: not of the inputs, or append_eod, of the shards before it")
+                advice = "copy its .record.json, too; rename a pair that was not made with --shard"
+                raise ValueError(f"{prefix}: this shard has no record; {advice}")
+            if records[prefix].get("job") != records[prefixes[first]].get("job"):
+                advice = "make all shards from the same files and with the same append_eod"
+                raise ValueError(f"{prefix}: not from the same job as the first shard; {advice}")
+        first += max(count, 1)
 
 
-def _make_record(path_prefix, tokenizer, inputs, more):
-    """The record of a pair, which is there; an error if it would be one of another form.
+def _make_record(path_prefix, tokenizer, inputs, fields):
+    """Return the record of a pair whose files are complete.  Raises an error for wrong arguments.
 
-    more   a dict that may hold append_eod, which a record of an older release lacks, and job
+    fields   a dict that may have the keys append_eod, which older records lack, and job
     """
     record = {
         "tokenizer": None if tokenizer is None else dict(tokenizer),
@@ -7817,99 +7948,100 @@ def _make_record(path_prefix, tokenizer, inputs, more):
         "bin": os.path.getsize(get_bin_path(path_prefix)),
         "idx": os.path.getsize(get_idx_path(path_prefix)),
     }
-    if "append_eod" in more:
-        record["append_eod"] = None if more["append_eod"] is None else bool(more["append_eod"])
-    if "job" in more:
-        record["job"] = str(more["job"])
+    if "append_eod" in fields:
+        record["append_eod"] = None if fields["append_eod"] is None else bool(fields["append_eod"])
+    if "job" in fields:
+        record["job"] = str(fields["job"])
     return record
 
 
-def _write_record(path_prefix, tokenizer, inputs, more=()):
-    """Write the record of a pair, which is there."""
-    record = _make_record(path_prefix, tokenizer, inputs, more)
+def _write_record(path_prefix, tokenizer, inputs, fields=()):
+    """Write the record of a pair whose files are complete; fields as for _make_record()."""
+    record = _make_record(path_prefix, tokenizer, inputs, fields)
     with _NewFile(f"{os.fsdecode(path_prefix)}.record.json", synced=False) as file:
         file.write(json.dumps(record, indent=1).encode())
 
 
 def _record_of(pair):
-    """The record of an opened pair, which is read once; {} if there is none of its sizes and form.
+    """Return the record of an IndexedDataset, or {} if it is missing, damaged or of other files.
 
-    With "begins": the number of each input's first document, and at the end that of all documents.
+    The key "begins" is added: the number of each input's first document, and at the end the number
+    of all documents.  The file is read once.
     """
     if "record" not in pair._memo:
-        record = {}
-        with contextlib.suppress(Exception):  # it may be missing, damaged, or of another release
+        pair._memo["record"] = {}
+        with contextlib.suppress(Exception):  # e.g. it is missing, or has an unknown form
             prefix = pair.absolute_prefix
-            found = json.loads(pathlib.Path(f"{prefix}.record.json").read_bytes())
-            inputs = found["inputs"]
-            if found == _make_record(prefix, found["tokenizer"], inputs, found):
+            record = json.loads(pathlib.Path(f"{prefix}.record.json").read_bytes())
+            inputs = record["inputs"]
+            if record == _make_record(prefix, record["tokenizer"], inputs, record):
                 counts = (documents for _, documents in inputs)
-                record = found | {"begins": list(itertools.accumulate(counts, initial=0))}
-        pair._memo["record"] = record
+                begins = list(itertools.accumulate(counts, initial=0))
+                pair._memo["record"] = record | {"begins": begins}
     return pair._memo["record"]
 
 
-def _identity_of_tokenizer(tokenizer):
-    """A tokenizer's unique_identifiers, a dict, as JSON has it; None if it has none."""
-    identity = _attribute_of(tokenizer, "unique_identifiers")
-    identity = json.loads(json.dumps(identity, default=str))
-    return identity if isinstance(identity, dict) else None
+def _identifiers_of(tokenizer):
+    """Return a tokenizer's unique_identifiers, as JSON reads them back, or None if it has none."""
+    identifiers = _attribute_of(tokenizer, "unique_identifiers")
+    identifiers = json.loads(json.dumps(identifiers, default=str))
+    return identifiers if isinstance(identifiers, dict) else None
 
 
 def _common_tokenizer(records, advice="preprocess all of them with one tokenizer"):
-    """Return the tokenizer that {name: record} name, or None.
+    """Return the tokenizer in {name: record}, or None if no record names one.
 
-    Raises ValueError, with the first value that differs and the advice, if they name several.
+    Raises ValueError, with the first value that differs and the advice, if there are several.
     """
-    found = {name: record.get("tokenizer") for name, record in records.items()}
-    named = {name: identity for name, identity in found.items() if identity is not None}
-    first = next(iter(named), None)
-    for name, identity in named.items():
-        same = {"package": None}  # which package reads a tokenizer.json makes no other tokenizer
-        difference = _first_difference(named[first] | same, identity | same)  # section 13
+    tokenizers = {name: record.get("tokenizer") for name, record in records.items()}
+    tokenizers = {name: each for name, each in tokenizers.items() if each is not None}
+    first = next(iter(tokenizers), None)
+    for name, tokenizer in tokenizers.items():
+        same = {"package": None}  # both packages that read a tokenizer.json make the same ids
+        difference = _first_difference(tokenizers[first] | same, tokenizer | same)  # section 13
         if difference is not None:
             key, wanted, got = difference
             expected = f"expected the tokenizer of {first}, whose {key} is {wanted!r:.60}"
             raise ValueError(f"{name}: {expected}, got {got!r:.60}; {advice}")
-    return named.get(first)
+    return tokenizers.get(first)
 
 
-_EOD_WORDS = {True: "with eod", False: "without eod", None: "partly with eod"}
+_LABELS_OF_EOD = {True: "with eod", False: "without eod", None: "partly with eod"}
 
 
 def _common_eod(records):
-    """Return {"append_eod": what {name: record} say}, or {} if none of them says it.
+    """Return {"append_eod": value} for {name: record}, or {} if no record has the key.
 
-    If they differ, the value is None, and a warning names two that do.
+    If the records differ, the value is None, and a warning names two pairs.
     """
-    said = {name: each["append_eod"] for name, each in records.items() if "append_eod" in each}
-    first = next(iter(said), None)
-    for name, value in said.items():
-        if value != said[first]:
-            found = f"made {_EOD_WORDS[value]}, and {first} {_EOD_WORDS[said[first]]}"
-            _warn(f"{name}: {found}; preprocess one again (append_eod) unless this is meant")
+    values = {name: each["append_eod"] for name, each in records.items() if "append_eod" in each}
+    first = next(iter(values), None)
+    for name, value in values.items():
+        if value != values[first]:
+            differs = f"made {_LABELS_OF_EOD[value]}, but {first} {_LABELS_OF_EOD[values[first]]}"
+            _warn(f"{name}: {differs}; unless this is meant, preprocess one again (append_eod)")
             return {"append_eod": None}
-    return {"append_eod": said[first]} if len(said) > 0 else {}
+    return {"append_eod": values[first]} if len(values) > 0 else {}
 
 
-def _words_of_record(record):
-    """Return what made a pair, such as "; ByteTokenizer, with eod"; "" if its record is {}."""
-    words = []
-    identity = record.get("tokenizer")
-    if identity is not None:
-        digits = str(identity.get("tokenizer.json", ""))[:8]  # of an md5
-        words.append(f"{identity.get('class', 'a tokenizer')} {digits}".strip())
+def _label_of_record(record):
+    """Return what a pair was made with, such as "; ByteTokenizer, with eod", or "" for {}."""
+    parts = []
+    if record.get("tokenizer") is not None:
+        md5 = str(record["tokenizer"].get("tokenizer.json", ""))
+        parts.append(f"{record['tokenizer'].get('class', 'a tokenizer')} {md5[:8]}".strip())
     if "append_eod" in record:
-        words.append(_EOD_WORDS[record["append_eod"]])
-    return "; " + ", ".join(words) if len(words) > 0 else ""
+        parts.append(_LABELS_OF_EOD[record["append_eod"]])
+    return "; " + ", ".join(parts) if len(parts) > 0 else ""
 
 
 def _check_tokenizers(opened, tokenizer):
-    """Check the tokenizers of {prefix: corpus}, which must be the same, and their eods.
+    """Check that the corpora in {prefix: corpus} were made with one tokenizer.
 
-    Warns if a corpus was made with a different tokenizer than the config's, and if eods differ.
+    Raises ValueError if their records name different tokenizers.  Warns if a record and the config
+    do, and if only some corpora were made with eod.
     """
-    of_config = {"the config": {"tokenizer": _identity_of_tokenizer(tokenizer)}}
+    of_config = {"the config": {"tokenizer": _identifiers_of(tokenizer)}}
     advice = "give the config the tokenizer of this corpus, or preprocess the corpus again"
     records = {}
     for prefix, pair in opened.items():
@@ -8562,277 +8694,270 @@ def _samples_of_sequence(dataset, sequence):
 #   megatron-min demo
 #
 #   how a command ends                              exit code
-#   well                                            0
-#   an error: one sentence on stderr                1
-#   a flag that argparse does not accept            2
+#   without an error                                0
+#   an error: one line on stderr                    1
+#   wrong arguments: argparse prints the usage      2
 #   Ctrl-C (SIGINT)                                 130
-#   SIGTERM, as a cluster sends before it kills     143
-#   SIGHUP, as a terminal sends when it closes      129
+#   SIGTERM, which a cluster sends before it kills  143
+#   SIGHUP, which a terminal sends when it closes   129
 #
-# In all these cases temporary files and workers go with the command.  A signal that was ignored
-# when the command began, as by nohup, stays ignored.  Where one comes while Python cannot raise, as
-# in a __del__, the command goes on to its end, and then has the signal's code.
+# In all these cases the command removes its temporary files and ends its workers.  A signal that is
+# ignored when the command begins, as nohup arranges for SIGHUP, stays ignored.  If a signal arrives
+# where Python ignores exceptions, as in __del__, the command runs to its end and then exits with
+# the signal's code.
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit code; 2, 129, 130, 143, --help's 0 come as SystemExit.
+    """Run a command and return its exit code, 0 or 1.
 
-    argv   the words after the name of the program; None: those of this process
+    argv   the arguments, without the name of the program.  None: sys.argv[1:]
 
-    It works in any thread, but answers signals only in the main thread.
+    Usage errors, --help and signals raise SystemExit.  In a thread other than the main thread,
+    signals are left to the program.
     """
-    program = "megatron-min" if argv is not None else _words_of_start()
-    options = _make_parser(program).parse_args(argv)
-    arrived = []
+    program = "megatron-min" if argv is not None else _label_of_program()
+    args = _make_parser(program).parse_args(argv)
+    try:
+        with _exit_at_signals(), warnings.catch_warnings():
+            warnings.showwarning = _print_warning
+            args.run(args)
+    except Exception as error:
+        message = _message_of(error)
+        if isinstance(error, OSError) and error.strerror is not None:  # without its errno
+            message = f"{error.filename or ''}: {error.strerror}".removeprefix(": ")
+        print(f"{program}: {message}", file=sys.stderr)
+        return 1
+    return 0
+
+
+@contextlib.contextmanager
+def _exit_at_signals():
+    """Raise SystemExit at SIGINT, SIGTERM and SIGHUP, so that finally clauses clean up.
+
+    A signal that is ignored stays ignored.  In a thread other than the main thread, this context
+    manager does nothing.
+    """
+    received = []
 
     def exit_at_signal(number, frame):
-        """End the command as an exception does; 128 + number is how a shell reports a signal."""
-        arrived.append(number)
-        sys.exit(128 + number)
+        received.append(number)
+        sys.exit(128 + number)  # the code by which a shell reports a signal
 
     handlers = {}
-    code = 0
     try:
         if threading.current_thread() is threading.main_thread():
-            for name in {"SIGINT", "SIGTERM", "SIGHUP"} & set(dir(signal)):  # of this platform
-                number = getattr(signal, name)
+            hang_up = getattr(signal, "SIGHUP", signal.SIGINT)  # Windows has no SIGHUP
+            for number in {signal.SIGINT, signal.SIGTERM, hang_up}:
                 handler = signal.getsignal(number)
-                if handler not in (signal.SIG_IGN, None):  # None: it is not Python's
+                if handler not in (signal.SIG_IGN, None):  # None: C code has set the handler
                     handlers[number] = handler
                     signal.signal(number, exit_at_signal)
-        with warnings.catch_warnings():
-            warnings.showwarning = _print_warning
-            options.run(options)
-    except Exception as error:
-        code = 1
-        if len(arrived) == 0:  # what a signal stops may raise an error of its own
-            print(f"{program}: {_message_of(error)}", file=sys.stderr)
+        yield
+    except Exception:
+        if len(received) == 0:  # otherwise it is a consequence of the signal
+            raise
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    if len(arrived) > 0:
-        sys.exit(128 + arrived[0])
-    return code
+    if len(received) > 0:
+        sys.exit(128 + received[0])
 
 
-def _words_of_start():
-    """Return the words with which this process was started, in front of those of the command."""
+def _label_of_program():
+    """Return how this program was started, without the arguments, such as "python my/data.py"."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    words = sys.argv[0] if spec is None else f"-m {spec.name}"
-    if words.startswith("-m ") or words.endswith(".py"):
-        return f"{os.path.basename(sys.executable)} {words}"
-    return os.path.basename(words)  # a script, such as the one that pip makes
+    program = sys.argv[0] if spec is None else f"-m {spec.name}"
+    if program.startswith("-m ") or program.endswith(".py"):
+        return f"{os.path.basename(sys.executable)} {program}"
+    return os.path.basename(program)  # a script, such as the one that pip installs
 
 
 def _print_warning(message, *details):
-    """Print a warning as a user wants to see it: without the line of code that it came from."""
+    """Print a warning on one line, without the line of code that it points to."""
     print(f"warning: {_message_of(message)}", file=sys.stderr)
 
 
 def _print_line(line):
-    """Print a line of what a command has found or made; escapes for what a console cannot show."""
+    """Print a line to stdout.  Characters that the console cannot show are escaped."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
         print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except OSError as error:
-        # Python would try to write the line again when it exits: send it to nowhere.
+        # When Python exits, it tries to write the line once more.  This call discards it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        # A reader may have seen enough, as in "megatron-min demo | head -1".
+        # The reader of a pipe may end before the command, as in "megatron-min demo | head -1".
         if not isinstance(error, BrokenPipeError):
             raise
 
 
 def _print_pair(label, dataset):
-    """Print a line about a pair, which ends with what made it, from its record."""
-    num_documents = len(dataset.document_indices) - 1
-    tokens = f"{dataset.num_tokens:,} tokens of {np.dtype(dataset.dtype)}"
-    made = _words_of_record(_record_of(dataset))
-    _print_line(f"{label}: {len(dataset):,} sequences, {num_documents:,} documents, {tokens}{made}")
+    """Print a line about a pair: its size, and what its record says."""
+    documents = _label_of_count(len(dataset.document_indices) - 1, "document")
+    sequences = _label_of_count(len(dataset), "sequence")
+    tokens = f"{_label_of_count(dataset.num_tokens, 'token')} ({np.dtype(dataset.dtype)})"
+    made_with = _label_of_record(_record_of(dataset))
+    _print_line(f"{label}: {documents}, {sequences}, {tokens}{made_with}")
 
 
 def _make_parser(program):
-    """Return the parser of all commands; each stores the function that runs it as options.run."""
-    parser = argparse.ArgumentParser(program, description="Text to training batches.")
+    """Return the parser of all commands.  A command's function is in the attribute run."""
+    description = "Turn text into training batches for GPT models, as Megatron-LM does."
+    parser = argparse.ArgumentParser(program, description=description)
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     commands = {}
     for name, run, text in (
-        ("preprocess", _run_preprocess, "JSON lines, also compressed, to .bin/.idx pairs"),
-        ("merge", _run_merge, "append pairs of one dtype into a new pair"),
-        ("inspect", _run_inspect, "counts, lengths and first tokens of a pair"),
-        ("verify", _run_verify, "check every entry of pairs"),
-        ("demo", _run_demo, "real text to blended, resumable batches, in a few seconds"),
+        ("preprocess", _run_preprocess, "tokenize JSON Lines files and write .bin/.idx pairs"),
+        ("merge", _run_merge, "join pairs of the same dtype into one pair"),
+        ("inspect", _run_inspect, "show the size and the first tokens of a pair"),
+        ("verify", _run_verify, "check every entry of the .idx of one or more pairs"),
+        ("demo", _run_demo, "go from text to resumed batches, in a few seconds"),
     ):
         commands[name] = subparsers.add_parser(name, help=text, description=text)
         commands[name].set_defaults(run=run, program=program)
 
-    several = {"nargs": "+", "action": "extend"}  # given again, a flag adds to what it has
-    pair = {"type": _without_ending}  # as a shell completes names, and its * finds pairs
+    several = {"nargs": "+", "action": "extend"}  # a flag that is repeated adds values
+    switch = {"action": "store_true"}
+    pair = {"type": _without_ending, "metavar": "PREFIX"}  # also with .idx, as a shell completes it
     add = commands["preprocess"].add_argument
-    add("--input", required=True, help="files, globs, URLs; .gz, .zst; - is stdin", **several)
-    add("--output-prefix", required=True, help="a pair is PREFIX_KEY_document")
-    add("--append-eod", action="store_true", help="eod after each document")
-    add("--json-keys", help="each key becomes a pair; default: text", **several)
-    add("--split-sentences", action="store_true", help="a sentence is a sequence")
-    add("--workers", type=_parse_workers, default=1, help="processes; default: 1")
-    add(
-        "--shard", type=_parse_shard, default=(0, 1), metavar="i/n", help="a part; merge joins them"
-    )
-    add("--on-error", choices=("stop", "skip"), default="stop", help="at a bad line, default: stop")
-    add("--no-verbose", dest="verbose", action="store_false", help="no progress")
+    text = 'files, glob patterns or URLs; .gz and .zst are decompressed; "-" is standard input'
+    add("--input", required=True, metavar="FILE", help=text, **several)
+    text = "the pair of KEY is written as PREFIX_KEY_document.bin and .idx"
+    add("--output-prefix", required=True, metavar="PREFIX", help=text)
+    add("--append-eod", help="append the end-of-document token to each document", **switch)
+    text = "keys to tokenize; each gets its own pair (default: text)"
+    add("--json-keys", metavar="KEY", help=text, **several)
+    add("--split-sentences", help="store each sentence as a sequence (needs nltk)", **switch)
+    text = "number of processes that tokenize (default: 1)"
+    add("--workers", type=_parse_workers, default=1, metavar="N", help=text)
+    text = "process only shard i of n (from 0); merge joins the shards"
+    add("--shard", type=_parse_shard, default=(0, 1), metavar="i/n", help=text)
+    text = "what to do with a bad line: stop, or skip it with a warning (default: stop)"
+    add("--on-error", choices=("stop", "skip"), default="stop", help=text)
+    text = "show no progress bar and no summary"
+    add("--no-verbose", dest="verbose", action="store_false", help=text)
 
     add = commands["merge"].add_argument
-    add("--input", required=True, help="pairs, or their .idx files, in order", **several, **pair)
-    add("--output-prefix", required=True, help="of the new pair")
-    add("--multimodal", action="store_true", help="the pairs hold modes")
+    text = "prefixes of the pairs, or their .idx files, in order"
+    add("--input", required=True, help=text, **several, **pair)
+    add("--output-prefix", required=True, metavar="PREFIX", help="prefix of the new pair")
+    add("--multimodal", help="keep the modes of multimodal pairs", **switch)
 
     text = "path or URL of a pair, with or without .bin or .idx"
     commands["inspect"].add_argument("prefix", help=text, **pair)
-    commands["verify"].add_argument("prefix", nargs="+", help="as of inspect", **pair)
+    commands["verify"].add_argument("prefix", nargs="+", help=text, **pair)
     for name in ("preprocess", "inspect"):
         add = commands[name].add_argument
-        text = "bytes, null:N, [gigatoken:]tokenizer.json or its folder, module:name"
-        add("--tokenizer", default="bytes", help=text)
-        add("--eod-token", help="end-of-document token of a tokenizer.json")
-        text = "put those of a tokenizer.json, such as BOS, around texts"
-        add("--add-special-tokens", action="store_true", help=text)
+        add("--tokenizer", default="bytes", help=f"{_TOKENIZER_NAMES} (default: bytes)")
+        text = "text of the end-of-document token of a tokenizer.json"
+        add("--eod-token", metavar="TOKEN", help=text)
+        text = "add the special tokens of a tokenizer.json, such as BOS, to each text"
+        add("--add-special-tokens", help=text, **switch)
     return parser
 
 
 def _parse_shard(text):
-    """The type of --shard: "3/16" -> (3, 16)."""
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if found is None or int(found[1]) >= int(found[2]):
-        raise argparse.ArgumentTypeError(f"wanted i/n, such as 0/16 to 15/16, got {text!r}")
-    return int(found[1]), int(found[2])
+    """Parse the value of --shard: "3/16" -> (3, 16)."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise argparse.ArgumentTypeError(f"expected i/n, such as 0/16 to 15/16, got {text!r}")
+    return int(match[1]), int(match[2])
 
 
 def _parse_workers(text):
-    """The type of --workers: a number of processes."""
+    """Parse the value of --workers, a number of processes."""
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"wanted 1 or more, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number from 1 on, got {text!r}")
     return int(text)
 
 
-def _run_preprocess(options):
+def _run_preprocess(args):
     prefixes = preprocess(
-        options.input,
-        options.output_prefix,
-        build_tokenizer(options.tokenizer, options.eod_token, options.add_special_tokens),
-        append_eod=options.append_eod,
-        json_keys=["text"] if options.json_keys is None else options.json_keys,
-        split_sentences=options.split_sentences,
-        workers=options.workers,
-        shard=options.shard,
-        on_error=options.on_error,
-        verbose=options.verbose,
+        args.input,
+        args.output_prefix,
+        build_tokenizer(args.tokenizer, args.eod_token, args.add_special_tokens),
+        append_eod=args.append_eod,
+        json_keys=["text"] if args.json_keys is None else args.json_keys,
+        split_sentences=args.split_sentences,
+        workers=args.workers,
+        shard=args.shard,
+        on_error=args.on_error,
+        verbose=args.verbose,
     )
     for prefix in prefixes.values():
         _print_pair(prefix, IndexedDataset(prefix))
 
 
-def _run_merge(options):
-    merge(options.input, options.output_prefix, options.multimodal)
-    _print_pair(options.output_prefix, IndexedDataset(options.output_prefix))
+def _run_merge(args):
+    merge(args.input, args.output_prefix, args.multimodal)
+    _print_pair(args.output_prefix, IndexedDataset(args.output_prefix))
 
 
-def _run_inspect(options):
-    tokenizer = build_tokenizer(options.tokenizer, options.eod_token, options.add_special_tokens)
-    dataset = IndexedDataset(options.prefix, check=True)
-    _print_pair(options.prefix, dataset)
+def _run_inspect(args):
+    tokenizer = build_tokenizer(args.tokenizer, args.eod_token, args.add_special_tokens)
+    dataset = IndexedDataset(args.prefix, check=True)
+    _print_pair(args.prefix, dataset)
     if len(dataset) == 0:
         return
     lengths = dataset.sequence_lengths
     mean = dataset.num_tokens / len(dataset)
-    _print_line(f"lengths: {lengths.min():,} to {lengths.max():,} tokens, {mean:,.1f} on average")
+    _print_line(f"sequences: {lengths.min():,} to {lengths.max():,} tokens, {mean:,.1f} on average")
     tokens = dataset.get(0, 0, min(16, int(lengths[0]))).tolist()
-    _print_line(f"sequence 0: {tokens}")
-    own = {"tokenizer": _identity_of_tokenizer(tokenizer)}
-    records = {"this command": own, options.prefix: _record_of(dataset)}
+    _print_line(f"first tokens: {tokens}")
+    own = {"tokenizer": _identifiers_of(tokenizer)}
+    records = {"this command": own, args.prefix: _record_of(dataset)}
     advice = "name the tokenizer of the pair with --tokenizer"
     _, difference = _call_catching(_common_tokenizer, records, advice)
     if difference is not None:
         _print_line(f"not decoded: {difference}")
     elif all(isinstance(token, int) and 0 <= token < tokenizer.vocab_size for token in tokens):
-        _print_line(f"decoded: {tokenizer.detokenize(tokens)!r}")
+        _print_line(f"as text: {tokenizer.detokenize(tokens)!r}")
     else:
         _print_line(f"not decoded: {advice}")
 
 
-def _run_verify(options):
-    for prefix in options.prefix:
-        _print_pair(f"whole: {prefix}", IndexedDataset(prefix, check=True))
+def _run_verify(args):
+    for prefix in args.prefix:
+        _print_pair(f"OK: {prefix}", IndexedDataset(prefix, check=True))
 
 
-def _run_demo(options):
+def _run_demo(args):
     with tempfile.TemporaryDirectory() as folder:
-        _print_line("1. Text to pairs: Python's modules and docstrings; a token is a byte, or eod")
+        _print_line("1. Text to tokens: a token is a byte, or eod, which ends a document")
         texts = []
         for path in sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:150]:
             code = path.read_text("utf-8", errors="replace")
             docs = "".join(re.findall('"""(.+?)"""', code, re.DOTALL))
             texts.append({"code": code, "docs": docs})
         demo = os.path.join(folder, "demo")
-        keys = ["code", "docs"]
-        pairs = preprocess(texts=texts, output_prefix=demo, append_eod=True, json_keys=keys)
+        job = {"append_eod": True, "json_keys": ["code", "docs"]}
+        pairs = preprocess(texts=texts, output_prefix=demo, **job)
         for prefix in pairs.values():
-            _print_pair(prefix, IndexedDataset(prefix))
+            _print_pair(f"   {os.path.basename(prefix)}", IndexedDataset(prefix))
 
         blend = [pairs["code"], pairs["docs"]], [70, 30]
         config = GPTDatasetConfig(1234, 256, blend=blend, split="1", tokenizer=ByteTokenizer())
         sizes = [600, 0, 0]
         builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
         train, _, _ = builder.build()
-        taken = dict(zip(keys, train.samples_taken().tolist(), strict=True))
-        _print_line(f"2. A blend: {len(train):,} samples of 256 tokens, of which {taken}")
+        code, docs = train.samples_taken()
+        _print_line(f"2. A blend: {len(train)} samples of 256 tokens, {code} code, {docs} docs")
 
         loader = build_pretraining_data_loader(train, 0, micro_batch_size=8)
         batches = iter(loader)
         for _ in range(5):
             batch = next(batches)
         text = ByteTokenizer().detokenize(batch["tokens"][0])
-        _print_line(f"3. Batches of 8 samples, stopped after 5 steps, at {text[:32]!r}")
+        _print_line(f"3. A loader: stopped after 5 batches of 8 samples, at {text[:32]!r}")
 
         resumed = build_pretraining_data_loader(train, 0, micro_batch_size=8)
         resumed.load_state_dict(loader.state_dict())
         equal = []
         for batch, other in zip(batches, resumed, strict=True):
             equal.append(torch.equal(batch["tokens"], other["tokens"]))
-        _print_line(f"4. Resumed: {len(equal)} more steps, equal: {all(equal)}")
-    _print_line("Next, your own text, a JSON object with a text on each line of a file:")
-    words = "preprocess --input corpus.jsonl --output-prefix corpus --append-eod"
-    _print_line(f"{options.program} {words}")
-
-
-def get_blend_from_list(
-    blend: typing.Sequence[str] | None,
-) -> tuple[list[str], list[float] | None] | None:
-    """Parse a list of prefixes, or of weights and prefixes in turn: return (prefixes, weights).
-
-    Without weights in the list, weights is None.  For None, return None.  A prefix that looks like
-    a number would be read as a weight, so write ./2023 for a folder 2023.  Raises ValueError for
-    any other list.
-
-    Upstream differs: it guesses what a list of another form means.
-
-    >>> get_blend_from_list(["30", "p1", "70", "p2"]), get_blend_from_list(["2023_01", "wiki"])
-    ((['p1', 'p2'], [30.0, 70.0]), (['2023_01', 'wiki'], None))
-    """
-    if blend is None:
-        return None
-    entries = [os.fsdecode(entry) if isinstance(entry, bytes) else str(entry) for entry in blend]
-    entries = [entry.strip() for entry in entries]
-    decimal = r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
-    # float() accepts more, but 2023_01, inf and nan are prefixes
-    is_number = [re.fullmatch(decimal, entry) is not None for entry in entries]
-    if len(entries) > 0 and not any(is_number):
-        return entries, None
-    half = len(entries) // 2
-    if half == 0 or is_number != [True, False] * half:
-        raise ValueError(
-            "blend: expected only prefixes, or weight prefix weight prefix ...; numbers found: "
-            f"{sum(is_number)} of {len(entries)}.  (Write a prefix that is a number as ./2023)"
-        )
-    return entries[1::2], [float(weight) for weight in entries[0::2]]
+        _print_line(f"4. Resumed: {len(equal)} batches, same as without the stop: {all(equal)}")
+    _print_line('Next, your own text: in corpus.jsonl, a line {"text": "..."} for each document')
+    flags = "--input corpus.jsonl --output-prefix corpus --append-eod"
+    _print_line(f"{args.program} preprocess {flags}")
 
 
 if __name__ == "__main__":
