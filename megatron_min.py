@@ -6,7 +6,7 @@
 
 This module writes and reads the files that Megatron-LM trains on, and makes training batches from
 them.  The reference is the package megatron-core 0.16.1, called "upstream" here.  Wherever upstream
-works as intended, files, index arrays, caches, samples and batches have the same bytes here.
+works as intended, the files, index arrays, caches, samples and batches of both are the same bytes.
 
 Part I is the textbook.  Each section asks one question, answers it with a drawing or a table, and
 then in code.  The code defines what happens to good input.  One-line calls of functions named
@@ -471,9 +471,9 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
                  never wrapped
     multimodal   True: store a mode (int8) for each sequence, too
 
-    Use a builder in a with block.  When the block ends, finalize() writes the .idx beside the .bin.
-    If the block raises an exception, the new files are removed.  Without a with block, call
-    finalize() yourself; a builder that is deleted before this call removes its file.
+    Use a builder in a with block.  Its end calls finalize(), which writes the .idx beside the .bin;
+    an exception removes the new files.  Without a with block, call finalize() yourself; a builder
+    that is deleted before this call removes its file.
 
     Raises ValueError for wrong input, and TypeError for a length or mode that is not an integer.
     Nothing is written then.  If a write fails, for example on a full disk, or add_index() fails
@@ -665,8 +665,8 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 # These attributes are optional:
 #
 #   pad                  the id that pads a short sample
-#   eos                  the id of one more special token
-#   special_tokens_dict  {name: id} of all special tokens; section 5 compares pad with these ids
+#   eos                  the id of one more special token; section 5 compares pad with it
+#   special_tokens_dict  {name: id} of all special tokens; section 5 compares pad with them
 #   tokenize_batch       takes a list of str, returns the ids of each one.  It only saves time
 
 
@@ -1249,10 +1249,7 @@ def build_sample_idx(
     >>> documents = np.arange(3, dtype=np.int32)
     >>> build_sample_idx(sizes, documents, 4, 1, 13).tolist()
     [[0, 0], [1, 0], [2, 1], [2, 5]]
-
-    Without the extra token, sample 1 is bbbc.  Its row is (0, 4), the end of aaaa, instead of
-    (1, 0), the start of bbb.  Both point to the same token; _fill_rows() says why.
-
+    >>> # Without the extra token, bbbc starts at (0, 4), the end of aaaa; see _fill_rows().
     >>> build_sample_idx(sizes, documents, 4, 1, 13, add_extra_token_to_sequence=False).tolist()
     [[0, 0], [0, 4], [2, 1], [2, 5]]
     """
@@ -1612,8 +1609,8 @@ class GPTDataset(MegatronDataset):
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         """Return where the tokens of sample k are: [(sequence, offset, length), ...], in order.
 
-        The piece of an empty document has the length 0.  Without the extra token, so has the first
-        piece if the sample's row of sample_index points to the end of a document.
+        The piece of an empty document has the length 0.  Without the extra token, the first piece
+        has it, too, if the sample's row of sample_index points to the end of a document.
         """
         k = _as_index(k, len(self), f"the samples of {_label_of_dataset(self)}")
         j = operator.index(self.shuffle_index[k])
@@ -2036,7 +2033,7 @@ def _drop_zero_weights(items, weights, names):
 
 
 class BlendedDataset(_Identified):
-    """A blend of several datasets, in which each of them gives its share of the samples.
+    """A blend of datasets, in which each gives its share of the samples.
 
     datasets   MegatronDatasets of one split, at most 32,766
     weights    finite numbers >= 0.  A dataset of weight 0 is dropped, and the log names it
@@ -2231,10 +2228,10 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 #   weights, but no size                   ValueError
 #   weights and a size                     a blend of sum(n) samples  n plus surplus
 #
-# A size of None requests one epoch of each corpus.  All phases are built, and size may not exceed
-# the sum of their samples.  Without weights, the corpora are blended in proportion to their numbers
-# of samples.  If samples of a split are requested, but its corpora have none, the split is None,
-# and a warning says so.
+# Mock data (section 21) count as one corpus.  A size of None requests one epoch of each corpus.
+# All phases are built, and size may not exceed the sum of their samples.  Without weights, the
+# corpora are blended in proportion to their numbers of samples.  If samples of a split are
+# requested, but its corpora have none, the split is None, and a warning says so.
 #
 # In a job of several ranks, rank 0 builds first:
 #
@@ -2355,11 +2352,6 @@ class BlendedMegatronDatasetBuilder:
             return self._build_splits()
         # _on_every_rank() calls a function and waits for the other ranks.  If the call fails on one
         # rank, every rank raises an error (section 17).  None calls nothing, and so only waits.
-        #
-        #   rank 0                other ranks
-        #   is_built_on_rank()    is_built_on_rank()
-        #   build                 wait
-        #   wait                  build, if is_built_on_rank() returned True
         is_built_here = _on_every_rank(self.is_built_on_rank)
         if _rank() == 0:
             datasets = _on_every_rank(self._build_splits)
@@ -2500,11 +2492,10 @@ class BlendedMegatronDatasetBuilder:
 #   full_validation           and None, which asks for a padding sample, fills each micro-batch
 #   cyclic, sharded           dropped before the shuffle, so never read
 #   cyclic, unsharded         dropped after the shuffle, so different ones in each pass.  Samples
-#                             that do not fill a micro-batch are dropped before it.  (Of 23 samples,
-#                             on 3 ranks with micro_batch_size 2, 22 are shuffled and 18 are read.)
+#                             that do not fill a micro-batch are dropped before it
 #
-# Section 10 saves consumed_samples, and whether the pass has ended.  When a job loads them, section
-# 10 checks that the data and the settings still give the same samples.
+# Section 10 saves consumed_samples, and whether the pass has ended.  A job that loads this state
+# checks that the data and the settings still give the same samples.
 
 
 class _Sampler:
@@ -2512,8 +2503,7 @@ class _Sampler:
 
     kind                  name of the sampler in a saved state
     consumed_samples      the argument; iterating does not change it
-    next_start            where the next iteration starts, counted like consumed_samples.  (The
-                          loader of section 10 counts the samples that a run has consumed)
+    next_start            where the next iteration starts, counted like consumed_samples
     samples_per_round     micro_batch_size * data_parallel_size
     active_total_samples  number of samples in full rounds
 
@@ -2761,9 +2751,8 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 #          | flag   | tokens, 2 x 4 int64     | position_ids, 2 x 4     |
 #
 # The receivers know this layout in advance: it follows from their stage and from the arguments of
-# get_batch().  They cannot know whether the read failed, so the buffer begins with a flag, 0 or 1.
-# If the flag is 1, a second broadcast carries the error message, and every rank of the group raises
-# the error.
+# get_batch().  The flag says whether the read failed, 0 or 1.  If it is 1, a second broadcast
+# carries the error message, and every rank of the group raises the error.
 
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
@@ -2920,9 +2909,8 @@ def get_batch_on_this_tp_rank(
 ) -> dict[str, torch.Tensor | None]:
     """Read the next micro-batch on tp rank 0, and return it on every tensor-parallel rank.
 
-    data_iterator          iterator over the batches of a loader.  It is read on tp rank 0 of the
-                           first and of the last stage, and of an intermediate stage if packed or
-                           mtp is True.  On all other ranks it may be None
+    data_iterator          iterator over the batches of a loader.  It may be None on a rank that
+                           reads no batches (see the opening of this section)
     micro_batch_size       B, the rows of a batch
     sequence_length        S, the tokens of a row
     create_attention_mask  True: the first and the last stage get the dense mask, too.  False: a
@@ -3050,9 +3038,9 @@ def get_batch_on_this_cp_rank(
 
     Raises ValueError if cp_rank is not in 0 .. cp_size - 1, and with cp_size above 1 also
 
-      - if the length that is cut, of the row or of a document, is negative or not a multiple of
-        2 * cp_size.  SFTDataset pads its documents to such lengths (context_parallel_size).
-        GPTDataset does not: with inter_document_masking, set use_per_sequence_balancing;
+      - if the length of the row, or of a document that is cut, is negative or not a multiple of
+        2 * cp_size.  SFTDataset pads its documents (context_parallel_size).  GPTDataset does not:
+        with inter_document_masking, set use_per_sequence_balancing;
       - if tokens, labels, loss_mask, attention_mask and position_ids have rows of different
         lengths, or one of them is not a tensor;
       - if documents are cut, and a tensor has not as many rows as cu_seqlens;
@@ -6539,7 +6527,7 @@ def _call_catching(step, *arguments):
         return None, error
 
 
-def _device_of_group(group=None) -> torch.device:
+def _device_of_group(group=None):
     """Return the device of the tensors that a group can send.
 
     A group may have several backends, such as "cpu:gloo,cuda:nccl".
@@ -6549,9 +6537,7 @@ def _device_of_group(group=None) -> torch.device:
     return torch.device("cpu")
 
 
-def _on_every_rank(
-    step: typing.Callable[[], typing.Any] | None, group: typing.Any = None
-) -> typing.Any:
+def _on_every_rank(step, group=None):
     """Call step() on every rank of a group.  If it fails on one rank, raise an error on every rank.
 
     A rank whose step is None calls nothing, and only waits for the other ranks.
@@ -7949,8 +7935,6 @@ class SFTDataset(MegatronDataset):
                      entries
       max_seqlen     int32 (): length of the longest conversation, with its padding
 
-    ds[None] is the padding sample: sample 0 with a loss_mask of zeros.
-
     A tokenizer may have a template of its own, as upstream's tokenizers for fine-tuning do.  This
     is a method tokenize_conversation(conversation, return_target=True, add_generation_prompt=False)
     that returns tokens and targets.  Without it, the template is the one in the drawing above.
@@ -7987,7 +7971,9 @@ class SFTDataset(MegatronDataset):
         config: GPTDatasetConfig,
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
-        _check_config_of_sft(config)
+        cp = config.context_parallel_size or 1
+        self._granularity = 2 * cp if cp > 1 else 1
+        _check_config_of_sft(config, self._granularity)
         if num_samples:
             with _naming_place(f"{_label_of_dataset(self)}, {index_split.name}"):
                 _check_has_tokens(len(self.indices), num_samples)
@@ -8026,10 +8012,8 @@ class SFTDataset(MegatronDataset):
         k = _as_index(idx, len(self), f"the samples of {_label_of_dataset(self)}")
         row = int(self.indices[k % len(self.indices)])
         S = self.config.sequence_length
-        cp = self.config.context_parallel_size or 1
-        granularity = 2 * cp if cp > 1 else 1
         tokens, targets, is_padding, ends = _pack_conversations(
-            self._iter_encoded(row), S, self._pad_token_id, granularity
+            self._iter_encoded(row), S, self._pad_token_id, self._granularity
         )
         labels = targets[1:].copy()
         has_loss = labels != _IGNORED
@@ -8038,8 +8022,8 @@ class SFTDataset(MegatronDataset):
             self._has_warned = True
             name = _label_of_row(_label_of_dataset(self), self.dataset, row)
             _warn(
-                f"{name}: this sample has no loss, because none of its {S} labels is learned; check "
-                "its text of the role assistant, or increase sequence_length (reported only once)"
+                f"{name}: this sample has no loss, because none of its {S} labels is learned; "
+                "check its text of the role assistant, or increase sequence_length (reported once)"
             )
         starts = ends[:-1]
         if len(starts) > S:  # some conversations have no tokens
@@ -8074,16 +8058,14 @@ class SFTDataset(MegatronDataset):
                 yield np.stack([np.asarray(tokens, np.int64), np.asarray(targets, np.int64)])
 
 
-def _check_config_of_sft(config):
+def _check_config_of_sft(config, granularity):
     """Raise ValueError for a config, or a tokenizer in it, that SFTDataset cannot use."""
     for name in ("create_attention_mask", "reset_attention_mask", "reset_position_ids"):
         if getattr(config, name):
             raise ValueError(f"{name} must be False for SFTDataset, which returns cu_seqlens")
-    S = config.sequence_length
-    cp = config.context_parallel_size or 1
-    if cp > 1 and S % (2 * cp):
-        expected = f"a multiple of {2 * cp} (2 * context_parallel_size)"
-        raise ValueError(f"sequence_length: expected {expected}, got {S}")
+    if config.sequence_length % granularity:
+        expected = f"a multiple of {granularity} (2 * context_parallel_size)"
+        raise ValueError(f"sequence_length: expected {expected}, got {config.sequence_length}")
     _check_tokenizer(config.tokenizer, ["tokenize", "eod"])
     if _attribute_of(config.tokenizer, "tokenize_conversation") is None:
         added = list(config.tokenizer.tokenize(""))

@@ -6738,7 +6738,7 @@ def test_what_fine_tuning_refuses(one, tmp_path):
         (
             "good.jsonl",
             {"sequence_length": 90} | CP_4,
-            "length is 90, .*multiple of 8 .*, which is 4",
+            "sequence_length: expected a multiple of 8 .*, got 90",
         ),
         (
             "good.jsonl",
