@@ -6,8 +6,7 @@
 
 This module writes and reads the files that Megatron-LM trains on, and makes training batches from
 them.  The reference is the package megatron-core 0.16.1, called "upstream" here.  Wherever upstream
-works as intended, this module produces the same bytes: files, index arrays, caches, samples and
-batches.
+works as intended, the files, index arrays, caches, samples and batches of both are the same bytes.
 
 Part I is the textbook.  Each section asks one question, answers it with a drawing or a table, and
 then in code.  The code defines what happens to good input.  One-line calls of functions named
@@ -32,9 +31,8 @@ Words       token           an integer that stands for a piece of text
             pass            once through all samples of a dataset, which may cover many epochs
             job             one set of processes, from its start to its end
             run             the training of one model; several jobs may continue it in turn
-            rank            one process of a job; usually each rank has one GPU.  The processes
-                            that read the same samples form one data-parallel rank, which section 8
-                            calls "rank"
+            rank            one process of a job, usually with one GPU.  The processes that read the
+                            same samples form one data-parallel rank, which section 8 calls "rank"
             micro-batch     the samples that one data-parallel rank reads at once
             padding sample  a sample without loss, which completes a short micro-batch
             round           one micro-batch on every data-parallel rank
@@ -49,15 +47,13 @@ Words       token           an integer that stands for a piece of text
   | because a text is nearly always one sequence.  document_index, an array of section 4, is     |
   | the order in which sequences are read.  It has nothing to do with document_indices.          |
   |                                                                                              |
-  | Two settings, reset_position_ids and reset_attention_mask, do not use the sequences.  For    |
-  | them, a document ends with an eod token.                                                     |
+  | For three settings in section 5, a document ends with an eod token, not with its sequence.   |
   +----------------------------------------------------------------------------------------------+
 
 Notation    S  input tokens of a sample (sequence_length)    D  sequences in a split
             T  tokens in one epoch of a split                E  epochs over the split
-            N  samples in a dataset                          x  1 if a sample has an extra token,
-                                                                S + 1 in all, so that the last
-                                                                input has a label; otherwise 0
+            N  samples in a dataset                          x  1 if a sample has an extra token, so
+                                                                its last input has a label; else 0
             j  number of a sample in the stream              k  number of a sample in its dataset
             d  number of a document in the stream (sections 4 and 5), or of a dataset in the blend
                (section 6)
@@ -182,8 +178,7 @@ log = logging.getLogger("megatron_min")
 # Question: where on disk are the tokens of sequence i?
 #
 # A corpus is stored in two files.  The .bin file holds the tokens of all sequences, concatenated.
-# The .idx file says where each sequence begins and how many tokens it has.  It also says which
-# sequences form each document.
+# The .idx file says where each sequence is, and which sequences form each document.
 #
 #   corpus.bin   a a a a b b b c c c c c c      the tokens of all sequences, here one byte each
 #                ^       ^     ^
@@ -198,9 +193,8 @@ log = logging.getLogger("megatron_min")
 #   count = sequence_lengths[i]
 #   tokens[first : first + count]                                    b b b
 #
-# The .idx file describes n sequences.  Its array document_indices has m entries, one more than
-# there are documents.  All integers are little-endian.  The arrays are read and written in the
-# byte order of the machine, so the machine must be little-endian, too.
+# The .idx file describes n sequences and m - 1 documents.  All integers are little-endian.  Arrays
+# are read and written as they are in memory, so the machine must be little-endian, too.
 #
 #   OFFSET      SIZE   FIELD
 #   0           9      magic b"MMIDIDX\0\0"
@@ -312,9 +306,8 @@ class IndexedDataset(torch.utils.data.Dataset):
     path_prefix            path of the pair without .bin or .idx, or its URL on object storage, such
                            as s3://bucket/corpus (section 16)
     multimodal             True: return modes, too; the .idx must hold them
-    mmap                   True: map the .bin; each access returns a view of the mapping.  False:
-                           each access reads its part of the file into a new array.  (A .bin on
-                           object storage is always read.)
+    mmap                   True: map the .bin; each access returns a view of the mapping.  False,
+                           and always on object storage: each access reads a new array
     object_storage_config  an ObjectStorageConfig, or None for its defaults
     check                  True: check every entry of the .idx at the start, as verify() does
 
@@ -453,12 +446,11 @@ class IndexedDataset(torch.utils.data.Dataset):
     # ---- how caches, states and pickles recognize the pair: section 15
 
     def fingerprint(self) -> dict:
-        """Return a fingerprint of the data.  Every copy of the pair has the same fingerprint.
+        """Return a fingerprint of the data, which is the same for every copy of the pair.
 
-        It is a flat dict that json can write.  It holds the sizes of both files, a CRC-32 of all
-        sequence lengths, and a CRC-32 of the first and the last 4,096 bytes of the .bin.  An edit
-        in the middle of the .bin that keeps its size does not change the fingerprint.  The first
-        call reads 4 bytes for each sequence; later calls read nothing.
+        It is a flat dict for JSON: the sizes of both files, a CRC-32 of all sequence lengths, and
+        one of the first and the last 4,096 bytes of the .bin.  An edit in the middle of the .bin
+        that keeps its size goes unnoticed.  Only the first call reads: 4 bytes for each sequence.
         """
         return _fingerprint_of_pair(self)
 
@@ -479,14 +471,13 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
                  never wrapped
     multimodal   True: store a mode (int8) for each sequence, too
 
-    Use a builder in a with block.  When the block ends, finalize() writes the .idx beside the .bin.
-    If the block raises an exception, the new files are removed.  Without a with block, call
-    finalize() yourself; a builder that is deleted before this call removes its file.
+    Use a builder in a with block.  Its end calls finalize(), which writes the .idx beside the .bin;
+    an exception removes the new files.  Without a with block, call finalize() yourself; a builder
+    that is deleted before this call removes its file.
 
     Raises ValueError for wrong input, and TypeError for a length or mode that is not an integer.
-    Nothing is written then.  After a failed write, for example on a full disk, the builder accepts
-    no more input, and finalize() raises ValueError.  The same holds after an add_index() that
-    failed while it was copying.
+    Nothing is written then.  If a write fails, for example on a full disk, or add_index() fails
+    while it is copying, the builder accepts no more input, and finalize() raises ValueError.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     prefix = os.path.join(folder, "pair")
@@ -513,8 +504,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     ) -> None:
         """Append sequences.  content holds their tokens, as _encode_tokens() returns them.
 
-        lengths has the number of tokens of each sequence, and modes its mode.  None: all modes
-        are 0.
+        lengths and modes have an entry for each sequence.  If modes is None, all modes are 0.
         """
         lengths, modes = _as_lengths_and_modes(self, content, lengths, modes)  # as arrays
         try:
@@ -611,8 +601,7 @@ def _encode_tokens(values, dtype):
     """Return token ids (a tensor, array or list) as the bytes of a .bin file of this dtype.
 
     Raises ValueError for the first id that does not fit an integer dtype; upstream may wrap it.
-    The format also allows floating-point dtypes.  They round ids, and ids beyond their range become
-    infinity.
+    Floating-point dtypes round ids, and ids beyond their range become infinity.
     """
     if isinstance(values, torch.Tensor):
         values = values.numpy(force=True)  # from any device
@@ -627,10 +616,8 @@ def _encode_tokens(values, dtype):
 def toy_corpus(folder: str | os.PathLike | None = None) -> str:
     """Write the pair that all examples use, and return its prefix.
 
-    Its documents are aaaa, bbb and cccccc.  Each token is the ASCII code of a letter.
-
-    folder   the folder for the pair.  None: a new temporary folder, which is removed when the
-             program ends
+    Its documents are aaaa, bbb and cccccc.  Each token is the ASCII code of a letter.  If folder is
+    None, the pair is in a new temporary folder, which is removed when the program ends.
 
     >>> [bytes(document).decode() for document in IndexedDataset(toy_corpus())]
     ['aaaa', 'bbb', 'cccccc']
@@ -658,10 +645,9 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #   {"text": ""}           ->     (no tokens)    ->                          0 1 1
 #   {"text": "bbb"}        ->     b b b $        ->  b b b $      4          0 1 1 2
 #
-# Each line that is not blank is a document.  A document becomes one sequence.  If its text is a
-# list of sentences, each sentence that has tokens becomes a sequence.  A document without tokens
-# adds no sequence.  It still adds an entry to document_indices, equal to the entry before it, as in
-# upstream.
+# Each line that is not blank is a document, and becomes one sequence.  If the text is a list of
+# sentences, each sentence that has tokens becomes one.  A document without tokens adds no sequence,
+# but, as in upstream, an entry to document_indices, equal to the entry before it.
 #
 # The end-of-document token, eod, shows a model where one text ends and an unrelated text begins.
 # It is appended only with append_eod=True, which is not the default.  Without eod tokens, three
@@ -669,8 +655,7 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #
 # A tokenizer is any object with these attributes; there is no class to inherit from:
 #
-#   vocab_size           the highest id plus one.  Below 65500 (upstream's limit), ids are stored as
-#                        uint16, otherwise as int32
+#   vocab_size           the highest id plus one; DType.optimal_dtype() chooses the dtype by it
 #   eod                  the id that ends a document
 #   tokenize(text)       takes a str, returns ids in a list, array or tensor
 #   detokenize(ids)      takes ids in a list, array, tensor or iterator, returns a str
@@ -729,7 +714,7 @@ def encode_document(
     [[97, 97], [98, 256]]
     """
     sequences = []
-    for sentence in _as_sentences(text):  # see section 13, also for _as_ids()
+    for sentence in _as_sentences(text):
         tokens = _as_ids(tokenizer, tokenizer.tokenize(sentence)).tolist()
         if len(tokens) > 0:
             sequences.append(tokens)
@@ -755,9 +740,7 @@ def encode_jsonl(
     append_eod     True: append tokenizer.eod to each document that has tokens
 
     Raises ValueError, KeyError or TypeError if a line has no text.  Then no pair is written.
-
-    preprocess() in section 20 writes the same bytes.  It can use all cores, and its errors name the
-    bad line.
+    preprocess() in section 20 writes the same bytes, on all cores, and names the bad line.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = pathlib.Path(folder, "corpus.jsonl")
@@ -801,9 +784,7 @@ def encode_jsonl(
 #
 # Each split is blended with these weights: in train, in valid and in test, 3 of 10 samples are from
 # wiki and 7 are from code.  A config holds the split, the blend, and all other settings that decide
-# what a sample looks like.
-#
-# From here on, a document is a sequence of the .idx file (see the box at the top of this file).
+# what a sample looks like.  From here on, a document is a sequence of the .idx file.
 
 
 class Split(enum.Enum):
@@ -1014,10 +995,9 @@ class BlendedMegatronDatasetConfig:
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     """Settings of GPTDataset, in addition to those in BlendedMegatronDatasetConfig.
 
-    The tokenizer is required and must have unique_identifiers.  If one of the first three fields
-    below is set, it must have eod, too.
+    The tokenizer is required and must have unique_identifiers.
 
-    Documents that end with eod
+    Documents that end with eod (the tokenizer must have eod, too)
       reset_position_ids     True: positions restart after every eod token.  (None means False.)
       reset_attention_mask   True: no token attends across an eod token.  Needs the dense mask
       eod_mask_loss          True: no loss where the input token is eod
@@ -1050,9 +1030,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
     Raises ValueError for a wrong tokenizer, and for fields that contradict each other.
 
-    >>> config = GPTDatasetConfig(1234, 4, tokenizer=ByteTokenizer())  # for mock data
-    >>> config.has_dense_mask, config.add_extra_token_to_sequence
-    (True, True)
+    >>> GPTDatasetConfig(1234, 4, tokenizer=ByteTokenizer()).has_dense_mask  # for mock data
+    True
     """
 
     reset_position_ids: bool | None = None
@@ -1110,10 +1089,9 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 #
 # The shuffles (1) and (3) can be done in two ways.
 #
-# Upstream shuffles all epochs together.  If a run needs only few samples of the last epoch,
-# upstream shuffles that epoch separately; plan_epochs() has the rule.  So the order depends on the
-# number of epochs, and on whether the last epoch is separate.  If a longer run changes either, all
-# its samples may change, from the first one on.
+# Upstream shuffles all epochs together.  But if a run needs only few samples of the last epoch,
+# that one is shuffled separately; plan_epochs() has the rule.  If a longer run has more epochs, or
+# its last one is no longer separate, all samples may change, from the first one on.
 #
 # With stable_order, each epoch is shuffled separately and has its own seed.  So additional epochs
 # leave the order of the earlier ones unchanged:
@@ -1126,10 +1104,9 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 # (With this seed, the shuffle of one epoch happens to leave the three documents in order.)
 #
 # The samples (3) are shuffled together or separately in the same way.  A sample that begins in one
-# epoch and ends in the next is a sample of the epoch in which it ends.
-#
-# If a short last sample is kept, it is shuffled together with the last epoch.  A longer dataset may
-# then have a different order in this epoch, even with stable_order.
+# epoch and ends in the next is a sample of the epoch in which it ends.  A short last sample, if it
+# is kept, is shuffled together with the last epoch.  A longer dataset may then have a different
+# order in this epoch, even with stable_order.
 
 
 def count_samples(
@@ -1176,17 +1153,15 @@ def plan_epochs(
 
     tokens_per_epoch   T
     num_samples        how many samples are requested.  None: as many as one epoch has
+    other arguments    as in count_samples()
 
-    count_samples() explains the other arguments.
-
-    The number of epochs E is the smallest integer >= 1 with E*T >= num_samples*S + x.  These epochs
-    may have more samples than requested: num_samples of the plan is N, all their samples.
+    The number of epochs E is the smallest integer >= 1 with E*T >= num_samples*S + x.
 
     A run reads only the first num_samples of the shuffled samples.  If the last epoch were shuffled
     together with the earlier ones, the run could read too many samples of the last epoch, and miss
-    as many of the earlier ones.  So if few samples of the last epoch are needed, that epoch is
-    shuffled separately, and its samples come last.  Few means fewer than int(0.80 * n), where n is
-    the number of full samples in one epoch.
+    as many of the earlier ones.  So if it needs fewer than int(0.80 * n) samples of the last epoch,
+    that epoch is shuffled separately, and its samples come last.  Here n is the number of full
+    samples in one epoch.
 
     Raises ValueError if samples are requested and T is 0.
 
@@ -1198,7 +1173,8 @@ def plan_epochs(
     >>> plan.num_epochs, plan.num_samples, plan.separate_final_epoch
     (2, 6, True)
     """
-    S, tokens_per_epoch = map(operator.index, (sequence_length, tokens_per_epoch))
+    S = operator.index(sequence_length)
+    tokens_per_epoch = operator.index(tokens_per_epoch)
     x = int(add_extra_token_to_sequence)
     num_epochs = 1
     if num_samples:
@@ -1279,17 +1255,15 @@ def build_sample_idx(
 ) -> np.ndarray:
     """Build sample_index: where each sample starts in the stream.
 
-    Sample j is the tokens [j*S, j*S + S + x) of the stream.  With x = 1, its last token is only a
-    label in sample j, and is the first input of sample j+1.
+    Sample j is the tokens [j*S, j*S + S + x) of the stream.
 
-    sizes             int32: the sequence_lengths of the .idx file (sizes is upstream's name)
-    document_indices  int32 (E*D,): the document_index (document_indices is upstream's name).  Entry
-                      d is the number of the sequence that is the d-th document of the stream
-    sequence_length   S, at least 1; the extra token is not counted
+    sizes             int32: the sequence_lengths of the .idx file
+    document_indices  int32 (E*D,): the document_index.  (Both names are upstream's.)
+    sequence_length   S, at least 1
     num_epochs        E
     tokens_per_epoch  T
-    drop_last_partial_sequence   False: inputs left over at the end form a last, short sample
-    add_extra_token_to_sequence  x
+    drop_last_partial_sequence, add_extra_token_to_sequence
+                      as in count_samples()
 
     Return int32 (N+1, 2), or int64 if E*D is 2**31 or more.  Row j is (d, offset): sample j starts
     at the token with this offset in the d-th document of the stream.  Row N is the position x
@@ -1307,10 +1281,7 @@ def build_sample_idx(
     >>> documents = np.arange(3, dtype=np.int32)
     >>> build_sample_idx(sizes, documents, 4, 1, 13).tolist()
     [[0, 0], [1, 0], [2, 1], [2, 5]]
-
-    Without the extra token, sample 1 is bbbc.  Its row is (0, 4), the end of aaaa, instead of
-    (1, 0), the start of bbb.  Both point to the same token; _fill_rows() says why.
-
+    >>> # Without the extra token, bbbc starts at (0, 4), the end of aaaa; see _fill_rows().
     >>> build_sample_idx(sizes, documents, 4, 1, 13, add_extra_token_to_sequence=False).tolist()
     [[0, 0], [0, 4], [2, 1], [2, 5]]
     """
@@ -1335,10 +1306,9 @@ def _fill_rows(rows, sizes, document_index, S, x, end_of_last):
     """Fill in the rows of a sample_index.  Section 18 replaces this function with a faster one.
 
     Row 0 is (0, 0).  For each later row j, find the document in which sample j - 1 ends.  That
-    sample ends j*S + x tokens into the stream, or at end_of_last if it is short.
-
-    Without the extra token, sample j starts where sample j - 1 ends.  If that is the border of two
-    documents, row j therefore points to the end of the first one, as in upstream.
+    sample ends j*S + x tokens into the stream, or at end_of_last if it is short.  Without the extra
+    token, sample j starts there.  If this is the border of two documents, row j therefore points to
+    the end of the first one, as in upstream.
     """
     _check_document_index(document_index, sizes)
     lengths = sizes[document_index]
@@ -1391,8 +1361,8 @@ def build_stable_orders(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Shuffle each epoch separately: its documents, then the samples that end in it.
 
-    The seed of epoch 0 is random_seed, so a dataset of one epoch has upstream's order.  The seed of
-    a later epoch e is [random_seed, e].
+    Epoch 0 has the seed random_seed, so a dataset of one epoch has upstream's order.  A later epoch
+    e has the seed [random_seed, e].
 
     documents     ints (D,): numbers of the split's documents
     sample_edges  E + 1 ints: samples sample_edges[e] .. sample_edges[e + 1] - 1 of the stream end
@@ -1442,8 +1412,6 @@ def build_stable_orders(
 #   tokens                         b b b c                 all but the last of the five
 #   labels                           b b c c               all but the first
 #
-# GPTDataset.__getitem__() does this in code.
-#
 # A sample may contain the end of one document and the start of the next.  Fields of the config say
 # how the two are kept apart, and what counts as the start of a document:
 #
@@ -1454,8 +1422,8 @@ def build_stable_orders(
 #   inter_document_masking    where a sequence of      positions count from 0 again; cu_seqlens
 #                             the .idx file starts     lists the starts, instead of a mask
 #
-# If a micro-batch has too few samples (section 8), padding samples complete it.  ds[None] returns a
-# padding sample: sample 0, but with a loss that does not count.
+# ds[None] returns a padding sample: sample 0, but with a loss that does not count.  Padding samples
+# complete a micro-batch that has too few samples (section 8).
 #
 # The three index arrays depend only on
 #
@@ -1581,10 +1549,8 @@ class GPTDataset(MegatronDataset):
       cu_seqlens, max_seqlen   int32 (S+1,) and ().  Only with inter_document_masking
 
     ds[None] is the padding sample: sample 0 with a loss_mask of zeros.  Raises IndexError for a
-    sample that does not exist.
-
-    A sample costs one read for each document that it touches.  On object storage, the reads of a
-    batch are made in parallel.
+    sample that does not exist.  A sample costs one read for each document that it touches.  On
+    object storage, the reads of a batch are made in parallel.
 
     The index arrays of section 4 are attributes:
 
@@ -1631,9 +1597,8 @@ class GPTDataset(MegatronDataset):
             indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
         )
         self._x = int(config.add_extra_token_to_sequence)
-        self._keeps_short = (
-            index_split.name == "valid" and not config.drop_last_partial_validation_sequence
-        )
+        is_valid = index_split.name == "valid"
+        self._keeps_short = is_valid and not config.drop_last_partial_validation_sequence
         self._pad_token_id = _pad_id_of_config(config)
         self.eod_token_id = None  # only set if a field needs it
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
@@ -1665,9 +1630,8 @@ class GPTDataset(MegatronDataset):
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of sample idx, int64 (S + x,), and the sequence of each of its pieces.
 
-        A subclass may override this method.  It may return fewer tokens, which are then padded.  It
-        may also return a third value, the lengths of the documents in the sample;
-        inter_document_masking uses them.
+        If a subclass returns fewer tokens, they are padded.  If it also returns the lengths of the
+        documents, inter_document_masking uses them.
         """
         pieces = self.pieces(idx)
         row = np.concatenate(_read_pieces(self.dataset, pieces), dtype=np.int64)
@@ -1677,9 +1641,8 @@ class GPTDataset(MegatronDataset):
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         """Return where the tokens of sample k are: [(sequence, offset, length), ...], in order.
 
-        The piece of an empty document has the length 0.  So has the first piece if the sample's
-        row of sample_index points to the end of a document.  This happens only without the extra
-        token (see _fill_rows()).
+        The piece of an empty document has the length 0.  Without the extra token, the first piece
+        has it, too, if the sample's row of sample_index points to the end of a document.
         """
         k = _as_index(k, len(self), f"the samples of {_label_of_dataset(self)}")
         j = operator.index(self.shuffle_index[k])
@@ -1707,13 +1670,11 @@ class GPTDataset(MegatronDataset):
         return np.concatenate([row, padding], dtype=np.int64)
 
     def _make_sample(self, idx, row, lengths=None):
-        """Make the dict of a sample.
+        """Make the dict of sample idx from its tokens, row.
 
-        idx       number of the sample.  None: make the padding sample, from the row of sample 0
-        row       tokens of the sample, padded here if there are fewer than S + x
-        lengths   lengths of the documents in the sample.  None: the lengths of its pieces
+        If idx is None, make the padding sample, from the row of sample 0.  lengths are the lengths
+        of the documents in the sample.  None: the lengths of its pieces.
         """
-        k = 0 if idx is None else idx
         config = self.config
         S = config.sequence_length
         pad = self._pad_token_id
@@ -1740,7 +1701,7 @@ class GPTDataset(MegatronDataset):
         position_starts = after_eod if config.reset_position_ids else [0]
         if config.inter_document_masking:
             if lengths is None:
-                lengths = [length for _, _, length in self.pieces(k)]
+                lengths = [length for _, _, length in self.pieces(0 if idx is None else idx)]
             position_starts = _starts_of_documents(lengths, S)
 
         # Padding becomes 0.  As in upstream, so do real tokens that equal the pad id.
@@ -1760,10 +1721,8 @@ class GPTDataset(MegatronDataset):
     # ---- how the index arrays are built
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the three index arrays, and set epoch_plan.  A subclass may override this method.
-
-        Section 15 loads the arrays from the cache, or calls _build_arrays() and saves them.
-        """
+        """Return the index arrays, and set epoch_plan.  A subclass may override this method."""
+        # Section 15 loads them from the cache, or calls _build_arrays() and saves them.
         plan, arrays = _load_or_build_orders(self)
         self.epoch_plan = EpochPlan(*plan)
         return arrays
@@ -1840,10 +1799,9 @@ def _pad_id_of_config(config):
       a pad that is also a special token's id        -1, with a warning.  The pad, if
                                                      allow_ambiguous_pad_tokens is set
 
-    The special tokens here are the entries of special_tokens_dict, {name: id}, except "pad_token".
-    If the tokenizer has no such entries, they are eos and eod.
-
-    Padding has no loss.  If it shared an id with real tokens, these would have no loss, either.
+    The special tokens here are the entries of special_tokens_dict except "pad_token", or, if there
+    are none, eos and eod.  Padding has no loss.  If it shared an id with real tokens, these would
+    have no loss, either.
     """
     tokenizer = config.tokenizer
     pad = _attribute_of(tokenizer, "pad")  # None if the tokenizer has no pad (section 19)
@@ -1857,8 +1815,7 @@ def _pad_id_of_config(config):
     if same and not config.allow_ambiguous_pad_tokens:
         _warn(
             f"tokenizer: the pad id {pad} is also the id of {' and '.join(same)}; padding gets the "
-            "id -1, so that real tokens keep their loss.  To pad with the pad id all the same, set "
-            "allow_ambiguous_pad_tokens=True"
+            "id -1, so that real tokens keep their loss, unless allow_ambiguous_pad_tokens is set"
         )
         return -1
     return int(pad)
@@ -1910,11 +1867,7 @@ def _starts_of_documents(lengths: typing.Iterable[int], sequence_length: int) ->
 
 
 def _positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.ndarray:
-    """Return the position of each token in its document, int64 (S,).
-
-    starts are the positions in the sample at which documents start.
-
-    Upstream: a part of _get_ltor_masks_and_position_ids
+    """Return each token's position in its document, int64 (S,).  starts is as in causal_mask().
 
     >>> _positions_from([0, 2], 5).tolist()
     [0, 1, 0, 1, 2]
@@ -1967,9 +1920,8 @@ def build_blending_indices(
 ) -> None:
     """Fill in, for each sample of a blend, its dataset and its number in that dataset.
 
-    Sample i comes from the dataset d with the largest lag, weights[d] * max(i, 1) - taken[d].  Here
-    taken[d] is how many samples before sample i came from d.  Lags are computed in IEEE doubles.
-    Ties go to the lowest d.
+    Sample i comes from the dataset with the largest lag, as defined above.  Lags are computed in
+    IEEE doubles.  Ties go to the lowest d.
 
     dataset_index         int16 (size,), filled in: the dataset of each sample
     dataset_sample_index  int64 (size,), filled in: the number of the sample in its dataset
@@ -2005,10 +1957,10 @@ def build_exhaustive_blending_indices(
     The rule is the one of build_blending_indices(), with the weights sizes[d] / sum(sizes).  A
     dataset that has given all its samples is no longer considered.
 
-    dataset_index         int16 (sum(sizes),), filled in: the dataset of each sample
-    dataset_sample_index  int64 (sum(sizes),), filled in: the number of the sample in its dataset
-    sizes                 int64 (num_datasets,), at least 0
-    num_datasets          1 to 32,766
+    dataset_index, dataset_sample_index
+                   int16 and int64 (sum(sizes),), filled in as in build_blending_indices()
+    sizes          int64 (num_datasets,), at least 0
+    num_datasets   1 to 32,766
 
     Raises TypeError if an array has a wrong dtype.  Raises ValueError if an array is not 1-D, if
     sizes are negative or not whole, or if num_datasets is out of range.
@@ -2055,13 +2007,12 @@ def build_phase_indices(
     """Fill in a blend of several phases.
 
     In each phase the rule is the one of build_blending_indices(), and only datasets whose weight in
-    this phase is not 0 are considered.  Each dataset continues after its last sample of the earlier
-    phases.
+    this phase is not 0 are considered.
 
-    dataset_index         int16 (size,), filled in: the dataset of each sample
-    dataset_sample_index  int64 (size,), filled in: the number of the sample in its dataset
-    phases                [(samples, weights), ...].  The sum of all samples is size.  weights has
-                          one entry for each dataset; its sum is 1
+    dataset_index, dataset_sample_index
+             int16 and int64 (size,), filled in as in build_blending_indices()
+    phases   [(samples, weights), ...].  The sum of all samples is size.  weights has one entry for
+             each dataset; its sum is 1
 
     Raises TypeError if an array has a wrong dtype.  Raises ValueError if an array is not 1-D, if a
     weight is negative, infinite or nan, or if all weights of a phase are 0.
@@ -2091,9 +2042,8 @@ def build_phase_indices(
 def _as_phases(phases, names):
     """Return the phases of a blend as [(samples, normalized weights), ...].
 
-    names are what messages call the datasets.  The sum of the weights leaves out weights of 0, as a
-    plain blend does.  With them, numpy would add in a different order, and the result could differ
-    in the last bit.
+    The sum of the weights leaves out weights of 0, as a plain blend does.  With them, numpy would
+    add in a different order, and the result could differ in the last bit.
     """
     _check_phases(phases, names)
     normalized = []
@@ -2115,7 +2065,7 @@ def _drop_zero_weights(items, weights, names):
 
 
 class BlendedDataset(_Identified):
-    """A blend of several datasets, in which each of them gives its share of the samples.
+    """A blend of datasets, in which each gives its share of the samples.
 
     datasets   MegatronDatasets of one split, at most 32,766
     weights    finite numbers >= 0.  A dataset of weight 0 is dropped, and the log names it
@@ -2226,8 +2176,7 @@ class BlendedDataset(_Identified):
 
     def _build_indices(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the two index arrays, and set _taken.  A subclass may override this method."""
-        # Section 15 loads them, or calls _build_arrays() and saves them.  unique_description has
-        # everything that they are made from.
+        # made_from is empty, because unique_description has all that the arrays are made from
         self._taken, arrays = _load_or_build(self, self.split, made_from={}, pair=None)
         return arrays
 
@@ -2249,8 +2198,7 @@ class BlendedDataset(_Identified):
         return np.array(self._taken, np.int64)
 
     def __getstate__(self):
-        """Return the state without arrays that another process finds in files (section 15)."""
-        return _picklable_state(self)
+        return _picklable_state(self)  # without arrays that are in files (section 15)
 
     def __setstate__(self, state):
         _restore_arrays(self, state, BlendedDataset._build_indices)
@@ -2267,22 +2215,16 @@ class BlendedDataset(_Identified):
         return _read_blend_samples(self, indices)  # section 10
 
     def _locate(self, idx):
-        """Return (d, k): sample idx is sample k of dataset d.
-
-        For None, the padding sample, k is None, and d the dataset that sample 0 comes from.
-        (Dataset 0 may have no sample.)
-        """
+        """Return (d, k): sample idx is sample k of dataset d.  If idx is None, so is k."""
         i = _as_index(0 if idx is None else idx, len(self), "the samples of a blend")
         k = None if idx is None else int(self.dataset_sample_index[i])
         return int(self.dataset_index[i]), k
 
 
 def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
-    """Count how often each dataset occurs in dataset_index.
-
-    bincount() copies its input to int64, so dataset_index is counted in parts.
-    """
+    """Count how often each dataset occurs in dataset_index."""
     taken = np.zeros(num_datasets, np.int64)
+    # in parts, because bincount() copies its input to int64
     for low in range(0, len(dataset_index), 1 << 14):
         taken += np.bincount(dataset_index[low : low + (1 << 14)], minlength=num_datasets)
     return taken.tolist()
@@ -2292,11 +2234,6 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 # 7. The builder
 # ==============================================================================
 # Question: which datasets does a config describe, and which rank builds first?
-#
-#   the config has        the builder makes
-#   blend and split       for each split, a blend of one part of every corpus
-#   blend_per_split       for each split, a blend of its own list of whole corpora
-#   neither               mock data (section 21)
 #
 # In a blend with weights, each corpus has a target of n samples and is built with a surplus:
 #
@@ -2309,8 +2246,7 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 # Hence the surplus.  If the rule takes more samples than a corpus has, the builder rebuilds this
 # corpus alone, larger.  (Upstream fails.)
 #
-# The builder turns the config into a list of datasets to build.  For each split, the first row that
-# applies decides:
+# For each split, the first row that applies decides what the builder makes:
 #
 #   the split has                          becomes                    samples requested per corpus
 #   no corpora, or an empty share          None
@@ -2324,17 +2260,16 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 #   weights, but no size                   ValueError
 #   weights and a size                     a blend of sum(n) samples  n plus surplus
 #
-# A size of None requests one epoch of each corpus.  All phases are built, and size may not exceed
-# the sum of their samples.  Without weights, the corpora are blended in proportion to their numbers
-# of samples.  If samples of a split are requested, but its corpora have none, the split is None,
-# and a warning says so.
+# Mock data (section 21) count as one corpus.  A size of None requests one epoch of each corpus.
+# All phases are built, and size may not exceed the sum of their samples.  Without weights, the
+# corpora are blended in proportion to their numbers of samples.  If samples of a split are
+# requested, but its corpora have none, the split is None, and a warning says so.
 #
 # In a job of several ranks, rank 0 builds first:
 #
 #   rank 0: build and write the cache  ->  other ranks: load the cache, or build if they find none
 #
-# Finally the ranks compare what they built.  A node may have its own copy of the corpora, and this
-# copy may be out of date.
+# Finally the ranks compare what they built, because a node may have an old copy of the corpora.
 
 
 class _Entry(typing.NamedTuple):
@@ -2352,9 +2287,7 @@ class _Entry(typing.NamedTuple):
     phases: list | None = None
 
 
-def _entries_of_config(
-    config: BlendedMegatronDatasetConfig, sizes: typing.Sequence[int | None]
-) -> list[_Entry]:
+def _entries_of_config(config, sizes):
     """Return an entry for each split that has a share, in the order of the splits."""
     _check_sizes(config, sizes)
     surplus = config.mid_level_dataset_surplus
@@ -2417,9 +2350,8 @@ class BlendedMegatronDatasetBuilder:
     Lightning, call it in setup().  Lightning does not run prepare_data() on every rank, so a
     build() there would wait for ever.
 
-    In this example both corpora are the toy corpus, but their samples differ.  With the surplus,
-    2 samples are requested of corpus 0 and 4 of corpus 1.  An epoch has 3, so corpus 1 needs two
-    epochs, and is shuffled differently.
+    In this example both corpora are the toy corpus.  With the surplus, 2 samples are requested of
+    corpus 0 and 4 of corpus 1.  An epoch has 3, so corpus 1 needs two, and has a different order.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus(), toy_corpus()], [1, 3]), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
@@ -2452,11 +2384,6 @@ class BlendedMegatronDatasetBuilder:
             return self._build_splits()
         # _on_every_rank() calls a function and waits for the other ranks.  If the call fails on one
         # rank, every rank raises an error (section 17).  None calls nothing, and so only waits.
-        #
-        #   rank 0                other ranks
-        #   is_built_on_rank()    is_built_on_rank()
-        #   build                 wait
-        #   wait                  build, if is_built_on_rank() returned True
         is_built_here = _on_every_rank(self.is_built_on_rank)
         if _rank() == 0:
             datasets = _on_every_rank(self._build_splits)
@@ -2492,14 +2419,11 @@ class BlendedMegatronDatasetBuilder:
         for entry in self._entries:
             prefixes |= dict.fromkeys(entry.prefixes)
         _allow_open_files()  # a blend of hundreds of corpora opens hundreds of files
-        corpora = self._map(self._open, prefixes)
+        configs = [self.config] * len(prefixes)
+        corpora = self._map(self.cls.build_low_level_dataset, prefixes, configs)
         opened = dict(zip(prefixes, corpora, strict=True))
         _check_corpora(opened, self.cls, self.config.tokenizer)
         return opened
-
-    def _open(self, prefix):
-        """Open one corpus with the method of the dataset class."""
-        return self.cls.build_low_level_dataset(prefix, self.config)
 
     def _map(self, function, *columns):
         """Return [function(*row) for each row of zip(*columns)].
@@ -2561,7 +2485,6 @@ class BlendedMegatronDatasetBuilder:
 #   step    one update of the model.  It reads M rounds, where M is the global batch size divided by
 #           the samples in a round.  (Section 11 calls M num_microbatches.)  If M is constant, step
 #           t reads rounds t*M .. t*M + M - 1
-#   pass    once through all samples of the dataset
 #
 # The two samplers differ in the order of the samples and in how they deal them to the ranks.
 # "single" keeps the samples in order and deals each rank a block of them.  "cyclic" shuffles them
@@ -2598,15 +2521,13 @@ class BlendedMegatronDatasetBuilder:
 #
 #   single                    dropped; they are always the last samples of the dataset
 #   single, drop_last=False   read in a short, last round.  The ranks share these samples evenly,
-#   full_validation           and None pads each micro-batch.  None asks for a padding sample,
-#                             whose loss does not count (section 5)
+#   full_validation           and None, which asks for a padding sample, fills each micro-batch
 #   cyclic, sharded           dropped before the shuffle, so never read
 #   cyclic, unsharded         dropped after the shuffle, so different ones in each pass.  Samples
-#                             that do not fill a micro-batch are dropped before it.  (Of 23 samples,
-#                             on 3 ranks with micro_batch_size 2, 22 are shuffled and 18 are read.)
+#                             that do not fill a micro-batch are dropped before it
 #
-# Section 10 saves consumed_samples, and whether the pass has ended.  When a job loads them, section
-# 10 checks that the data and the settings still give the same samples.
+# Section 10 saves consumed_samples, and whether the pass has ended.  A job that loads this state
+# checks that the data and the settings still give the same samples.
 
 
 class _Sampler:
@@ -2614,8 +2535,7 @@ class _Sampler:
 
     kind                  name of the sampler in a saved state
     consumed_samples      the argument; iterating does not change it
-    next_start            where the next iteration starts, counted like consumed_samples.  (The
-                          loader of section 10 counts the samples that a run has consumed)
+    next_start            where the next iteration starts, counted like consumed_samples
     samples_per_round     micro_batch_size * data_parallel_size
     active_total_samples  number of samples in full rounds
 
@@ -2791,8 +2711,8 @@ class MegatronPretrainingRandomSampler(_Sampler):
 def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
     """Yield the micro-batches of this rank: the samples of each list of the sampler, stacked.
 
-    This function defines what a loader yields.  PretrainingDataLoader (section 10) yields the same
-    batches.  It can also prepare them in advance and save its position.
+    This function defines what PretrainingDataLoader (section 10) yields.  The loader can also
+    prepare batches in advance and save its position.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus()], None), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
@@ -2819,9 +2739,8 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 # ==============================================================================
 # Question: which part of each batch does a rank get, and from where?
 #
-# A big model is trained by many ranks, which divide the work along up to four axes.  (In this
-# section, a rank is one process.  The rank of section 8 is the dp coordinate.)  A rank has a
-# coordinate on each axis:
+# A big model is trained by many ranks, which divide the work along up to four axes.  A rank, here
+# one process, has a coordinate on each axis.  (The rank of section 8 is the dp coordinate.)
 #
 #   tp  tensor parallel     each rank holds a part of every layer; all of them need the same batch
 #   cp  context parallel    each rank has a part of every row of the batch
@@ -2864,9 +2783,8 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 #          | flag   | tokens, 2 x 4 int64     | position_ids, 2 x 4     |
 #
 # The receivers know this layout in advance: it follows from their stage and from the arguments of
-# get_batch().  They cannot know whether the read failed, so the buffer begins with a flag, 0 or 1.
-# If the flag is 1, a second broadcast carries the error message, and every rank of the group raises
-# the error.
+# get_batch().  The flag says whether the read failed, 0 or 1.  If it is 1, a second broadcast
+# carries the error message, and every rank of the group raises the error.
 
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
@@ -2883,12 +2801,12 @@ class ParallelGroups:
     Every rank must create its ParallelGroups at the same point of the program, after
     torch.distributed is initialized.  A job of one process does not need torch.distributed.
 
-    Raises ValueError if a size is below 1, or if the number of ranks is not a multiple of
-    tensor * context * pipeline.  Also raises ValueError if the environment variable WORLD_SIZE is
-    above 1, but torch.distributed is not initialized.
+    Raises ValueError if a size is below 1, if the number of ranks is not a multiple of
+    tensor * context * pipeline, or if the environment variable WORLD_SIZE is above 1, but
+    torch.distributed is not initialized.
 
-    Upstream: parallel_state and its RankGenerator, with the order tp-cp-ep-dp-pp.  (The size of ep,
-    for experts, is 1 here.)
+    Upstream: parallel_state and its RankGenerator, with the order tp-cp-ep-dp-pp, where the size of
+    ep, for experts, is 1.
 
     >>> ParallelGroups.rank_lists("cp", tensor=2, context=2)
     [[0, 2], [1, 3]]
@@ -2896,8 +2814,7 @@ class ParallelGroups:
     [[0, 1, 4, 5], [2, 3, 6, 7]]
     """
 
-    # The kinds that have a process group.  This module itself uses only dp-cp; the other kinds are
-    # for the trainer.  ranks(), rank(), size() and rank_lists() accept every kind.
+    # The kinds that have a process group.  The other methods accept every kind.
     _KINDS = ("tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "tp-cp-pp")
 
     @staticmethod
@@ -2963,8 +2880,7 @@ class ParallelGroups:
     def group(self, kind: str) -> "torch.distributed.ProcessGroup | None":
         """Return this rank's process group, or None without torch.distributed.
 
-        kind is "tp", "cp", "dp", "pp", "dp-cp", "tp-pp" or "tp-cp-pp".  Raises KeyError for any
-        other kind.
+        Raises KeyError unless kind is "tp", "cp", "dp", "pp", "dp-cp", "tp-pp" or "tp-cp-pp".
         """
         return self._groups[kind]
 
@@ -3025,9 +2941,8 @@ def get_batch_on_this_tp_rank(
 ) -> dict[str, torch.Tensor | None]:
     """Read the next micro-batch on tp rank 0, and return it on every tensor-parallel rank.
 
-    data_iterator          iterator over the batches of a loader.  It is read on tp rank 0 of the
-                           first and of the last stage, and of an intermediate stage if packed or
-                           mtp is True.  On all other ranks it may be None
+    data_iterator          iterator over the batches of a loader.  It may be None on a rank that
+                           reads no batches (see the opening of this section)
     micro_batch_size       B, the rows of a batch
     sequence_length        S, the tokens of a row
     create_attention_mask  True: the first and the last stage get the dense mask, too.  False: a
@@ -3050,9 +2965,7 @@ def get_batch_on_this_tp_rank(
     If the read fails, every rank of the tp group raises an error: StopIteration at the end of the
     data, ValueError for a batch that does not match the arguments (section 13).
 
-    With several tp ranks, the tensors are views of one buffer, which is sent in one broadcast.
-
-    Upstream differs: it broadcasts each tensor separately.
+    Upstream differs: it broadcasts each tensor separately, and not all of them in one buffer.
     """
     batch = dict.fromkeys(_BATCH_KEYS)
     shape = (operator.index(micro_batch_size), operator.index(sequence_length))
@@ -3071,10 +2984,7 @@ def get_batch_on_this_tp_rank(
 
 
 def _layout_of_stage(groups, shape, create_attention_mask, mtp, packed):
-    """Return the layout of this rank's stage: {key: (shape, dtype)} of the tensors it needs.
-
-    The tensors with the widest items come first.
-    """
+    """Return the layout of this rank's stage: {key: (shape, dtype)}, the widest items first."""
     first = groups.is_first_stage
     last = groups.is_last_stage
     rows, tokens = shape
@@ -3107,14 +3017,10 @@ def _read_into(views, data_iterator, layout, create_attention_mask):
 
 
 def _share_batch(data_iterator, layout, create_attention_mask, groups, device):
-    """Read a batch on tp rank 0, send it to its tp group, and return it on every rank.
-
-    If the read fails, every rank of the group raises an error.  The tensors are sent as one buffer.
-    If the buffer is then copied to a GPU, it is pinned: the CPU need not wait for the copy.
-    """
+    """Read a batch on tp rank 0, send it to its tp group, and return it on every rank."""
     sent = {"error_flag": ((), torch.int64)} | layout
     size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sent.values())
-    is_pinned = device.type == "cuda"
+    is_pinned = device.type == "cuda"  # then the CPU need not wait for the copy to the GPU
     buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
     views = _views_of_buffer(buffer, sent)
     error = None
@@ -3164,9 +3070,9 @@ def get_batch_on_this_cp_rank(
 
     Raises ValueError if cp_rank is not in 0 .. cp_size - 1, and with cp_size above 1 also
 
-      - if the length that is cut, of the row or of a document, is negative or not a multiple of
-        2 * cp_size.  SFTDataset pads its documents to such lengths (context_parallel_size).
-        GPTDataset does not: with inter_document_masking, set use_per_sequence_balancing;
+      - if the length of the row, or of a document that is cut, is negative or not a multiple of
+        2 * cp_size.  SFTDataset pads its documents (context_parallel_size).  GPTDataset does not:
+        with inter_document_masking, set use_per_sequence_balancing;
       - if tokens, labels, loss_mask, attention_mask and position_ids have rows of different
         lengths, or one of them is not a tensor;
       - if documents are cut, and a tensor has not as many rows as cu_seqlens;
@@ -3215,14 +3121,11 @@ def get_batch_on_this_cp_rank(
 
 
 def _length_of_rows(batch):
-    """Return S, the tokens of a row, or None if the batch has no rows.
-
-    An intermediate stage may have only cu_seqlens, with S + 1 entries per row.
-    """
+    """Return S, the tokens of a row, or None if the batch has no rows."""
     for key in _BATCH_KEYS:
         if batch.get(key) is not None:
             return batch[key].shape[-1]
-    if batch.get("cu_seqlens") is not None:
+    if batch.get("cu_seqlens") is not None:  # all that an intermediate stage has of a packed batch
         return batch["cu_seqlens"].shape[-1] - 1
     return None
 
@@ -6656,7 +6559,7 @@ def _call_catching(step, *arguments):
         return None, error
 
 
-def _device_of_group(group=None) -> torch.device:
+def _device_of_group(group=None):
     """Return the device of the tensors that a group can send.
 
     A group may have several backends, such as "cpu:gloo,cuda:nccl".
@@ -6666,9 +6569,7 @@ def _device_of_group(group=None) -> torch.device:
     return torch.device("cpu")
 
 
-def _on_every_rank(
-    step: typing.Callable[[], typing.Any] | None, group: typing.Any = None
-) -> typing.Any:
+def _on_every_rank(step, group=None):
     """Call step() on every rank of a group.  If it fails on one rank, raise an error on every rank.
 
     A rank whose step is None calls nothing, and only waits for the other ranks.
@@ -8103,7 +8004,7 @@ class MockGPTLowLevelDataset:
         return len(self.sequence_lengths)
 
     def fingerprint(self) -> dict:
-        """Return a fingerprint: the two values that decide the tokens."""
+        """Return the two values that decide the tokens."""
         return {"vocab_size": self.tokenizer.vocab_size, "eod": self.tokenizer.eod}
 
     def __getitem__(self, idx: int) -> np.ndarray:
@@ -8166,8 +8067,6 @@ class SFTDataset(MegatronDataset):
                      entries
       max_seqlen     int32 (): length of the longest conversation, with its padding
 
-    ds[None] is the padding sample: sample 0 with a loss_mask of zeros.
-
     A tokenizer may have a template of its own, as upstream's tokenizers for fine-tuning do.  This
     is a method tokenize_conversation(conversation, return_target=True, add_generation_prompt=False)
     that returns tokens and targets.  Without it, the template is the one in the drawing above.
@@ -8182,8 +8081,7 @@ class SFTDataset(MegatronDataset):
     so that section 9 can cut it.  S must be such a multiple, too.
 
     Raises ValueError for a config or a tokenizer that does not fit, and for a row that cannot be
-    used.  A warning reports the first sample without any loss.  Messages about a row name the file
-    and the line.
+    used.  A warning reports the first sample without any loss.
 
     >>> rows = [{"messages": [{"role": "user", "content": "2+2"},
     ...                       {"role": "assistant", "content": "4"}]}]
@@ -8205,8 +8103,12 @@ class SFTDataset(MegatronDataset):
         config: GPTDatasetConfig,
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
-        _check_config_of_sft(config)
-        _check_has_rows(self)
+        cp = config.context_parallel_size or 1
+        self._granularity = 2 * cp if cp > 1 else 1
+        _check_config_of_sft(config, self._granularity)
+        if num_samples:
+            with _naming_place(f"{_label_of_dataset(self)}, {index_split.name}"):
+                _check_has_tokens(len(self.indices), num_samples)
         # Unlike in GPTDataset, a pad that is also a special token stays the pad.
         pad = _attribute_of(config.tokenizer, "pad")
         self._has_pad = pad is not None
@@ -8218,8 +8120,8 @@ class SFTDataset(MegatronDataset):
         """Open a file of rows: Parquet if its name ends in .parquet, otherwise JSON lines."""
         dataset_path = os.fsdecode(dataset_path)
         if re.search(r"\.(gz|zst|bz2|xz)$", dataset_path, re.IGNORECASE):
-            reason = "fine-tuning data must not be compressed, as each row is read separately"
-            raise ValueError(f"{dataset_path}: {reason}; decompress the file first")
+            advice = "decompress it first, because each row is read separately"
+            raise ValueError(f"{dataset_path}: fine-tuning data must not be compressed; {advice}")
         is_parquet = dataset_path.endswith(".parquet")
         rows = _ParquetRows(dataset_path) if is_parquet else _JsonlRows(dataset_path)
         if len(rows) > 0:  # a file with different contents is rejected now
@@ -8242,22 +8144,18 @@ class SFTDataset(MegatronDataset):
         k = _as_index(idx, len(self), f"the samples of {_label_of_dataset(self)}")
         row = int(self.indices[k % len(self.indices)])
         S = self.config.sequence_length
-        cp = self.config.context_parallel_size or 1
-        granularity = 2 * cp if cp > 1 else 1
-        encoded = self._iter_encoded(row)
         tokens, targets, is_padding, ends = _pack_conversations(
-            encoded, S, self._pad_token_id, granularity
+            self._iter_encoded(row), S, self._pad_token_id, self._granularity
         )
         labels = targets[1:].copy()
         has_loss = labels != _IGNORED
         has_loss &= labels != self._pad_token_id if self._has_pad else ~is_padding[1:]
         if not has_loss.any() and not self._has_warned:
             self._has_warned = True
+            name = _label_of_row(_label_of_dataset(self), self.dataset, row)
             _warn(
-                f"{_label_of_row(_label_of_dataset(self), self.dataset, row)}: this sample has no "
-                f"loss, because none of its first {S} labels is learned; check that the row has "
-                "text of the role assistant, and increase sequence_length if this text comes "
-                "later.  (Only the first sample without loss is reported.)"
+                f"{name}: this sample has no loss, because none of its {S} labels is learned; "
+                "check its text of the role assistant, or increase sequence_length (reported once)"
             )
         starts = ends[:-1]
         if len(starts) > S:  # some conversations have no tokens
@@ -8292,37 +8190,22 @@ class SFTDataset(MegatronDataset):
                 yield np.stack([np.asarray(tokens, np.int64), np.asarray(targets, np.int64)])
 
 
-def _check_config_of_sft(config):
+def _check_config_of_sft(config, granularity):
     """Raise ValueError for a config, or a tokenizer in it, that SFTDataset cannot use."""
     for name in ("create_attention_mask", "reset_attention_mask", "reset_position_ids"):
         if getattr(config, name):
             raise ValueError(f"{name} must be False for SFTDataset, which returns cu_seqlens")
-    S = config.sequence_length
-    cp = config.context_parallel_size or 1
-    if cp > 1 and S % (2 * cp):
-        raise ValueError(
-            f"sequence_length is {S}, expected a multiple of {2 * cp} (2 * context_parallel_size, "
-            f"which is {cp}); choose a different length"
-        )
+    if config.sequence_length % granularity:
+        expected = f"a multiple of {granularity} (2 * context_parallel_size)"
+        raise ValueError(f"sequence_length: expected {expected}, got {config.sequence_length}")
     _check_tokenizer(config.tokenizer, ["tokenize", "eod"])
     if _attribute_of(config.tokenizer, "tokenize_conversation") is None:
         added = list(config.tokenizer.tokenize(""))
         if len(added) > 0:
             raise ValueError(
-                f"tokenizer: it would add the ids {added} to each part of a conversation, because "
-                "it adds them to an empty text; build it without add_special_tokens, or give it a "
-                "method tokenize_conversation()"
+                f"tokenizer: it adds the ids {added} to each part of a conversation; build it "
+                "without add_special_tokens, or give it a method tokenize_conversation()"
             )
-
-
-def _check_has_rows(dataset):
-    """Raise ValueError if an SFTDataset has samples, but no rows to make them from."""
-    if dataset.num_samples and len(dataset.indices) == 0:
-        raise ValueError(
-            f"{_label_of_dataset(dataset)}, {dataset.index_split.name}: num_samples is "
-            f"{dataset.num_samples}, but there are no rows; choose a larger share of the split or "
-            "a larger file, or request no samples"
-        )
 
 
 def _label_of_row(name, rows, row):
@@ -8333,39 +8216,26 @@ def _label_of_row(name, rows, row):
 
 
 def _conversations_of_row(name, rows, row):
-    """Read a row and return its conversations.  Errors name the row; name is that of the file."""
+    """Read a row of the file name, and return its conversations, each a list of messages."""
     place = _label_of_row(name, rows, row)
     with _naming_action(place, "cannot be read"):
         content = rows[row]
-    with _naming_place(place):
-        return _split_conversations(content)
-
-
-def _split_conversations(row):
-    """Return the conversations in a row, each a list of messages.
-
-    Each system message begins a new conversation.  Raises ValueError if the row has no messages.
-    """
     conversations = []
     try:
-        for message in row["messages"]:
+        for message in content["messages"]:
             if message["role"] == "system" or len(conversations) == 0:
                 conversations.append([])
             conversations[-1].append(message)
     except (AttributeError, LookupError, TypeError):
         form = '"messages", a list of {"role": ..., "content": ...}'
-        raise ValueError(f"expected {form}, got {row!r:.60}") from None
+        raise ValueError(f"{place}: expected {form}, got {content!r:.60}") from None
     if len(conversations) == 0:
-        raise ValueError('the list "messages" is empty; remove this row')
+        raise ValueError(f'{place}: the list "messages" is empty; remove this row')
     return conversations
 
 
 def _encode_conversation(conversation, tokenizer):
-    """Return the tokens and targets of a conversation, written by a plain template.
-
-    A message becomes a line "role: content".  The content of assistant messages is learned, and so
-    is the eod that ends these messages, instead of a line end.  Nothing else is learned.
-    """
+    """Return the tokens and targets of a conversation, by the template in the drawing above."""
     tokens = []
     targets = []
     for message in conversation:
@@ -8391,23 +8261,19 @@ def _check_message(message):
             raise ValueError(f"the {key} of a message must be a string, got {value!r:.60}")
     for key, value in message.items():
         if key not in ("role", "content") and value not in (None, "", [], {}):
-            raise ValueError(
-                f"the template would drop {key!r}, which is {value!r:.60}; remove this key, or use "
-                "a tokenizer with a method tokenize_conversation()"
-            )
+            advice = "remove this key, or use a tokenizer with a method tokenize_conversation()"
+            raise ValueError(f"the template would drop {key!r}, which is {value!r:.60}; {advice}")
 
 
 def _pack_conversations(encoded, sequence_length, pad_id, granularity):
     """Concatenate conversations, and cut or pad them to the S + 1 positions of a sample.
 
-    encoded       the tokens and targets of each conversation, int64 (2, n)
-    pad_id        the token and the target at positions of padding
-    granularity   each conversation is padded to a multiple of this, unless it ends at S
+    encoded has the tokens and targets of each conversation, int64 (2, n).  Each conversation that
+    ends before S is padded to a multiple of granularity.  The last position holds padding, as in
+    upstream.
 
     Return tokens and targets, int64 (S+1,), is_padding, bool (S+1,), and a list of the positions at
     which conversations end.  The list begins with 0 and ends with S.
-
-    The last position always holds padding, as in upstream.
     """
     S = sequence_length
     columns = np.full((2, S + 1), pad_id, np.int64)
@@ -8430,9 +8296,9 @@ def _pack_conversations(encoded, sequence_length, pad_id, granularity):
 class _Rows:
     """Base class for the rows of a file, read by their numbers.
 
-    The file stays open, so it can be read to the end even if a different file takes its name.  A
-    pickle does not hold the open file.  Unpickling opens the file that has the name now, and raises
-    DatasetFormatError if its fingerprint is different.
+    The file stays open, so it can be read to the end even if a different file takes its name.
+    Unpickling opens the file that has the name now, and raises DatasetFormatError if its
+    fingerprint is different.
     """
 
     def __init__(self, path):
@@ -8462,10 +8328,7 @@ class _Rows:
             raise _replaced_error(self.path, was, self._fingerprint)
 
     def fingerprint(self):
-        """Return a fingerprint of the rows, as IndexedDataset.fingerprint() does for a pair.
-
-        It holds the size of the file and a CRC-32 of its first and last 4,096 bytes.
-        """
+        """Return the size of the file and a CRC-32 of its first and last 4,096 bytes."""
         return self._fingerprint
 
 
@@ -8492,9 +8355,8 @@ class _JsonlRows(_Rows):
         size = self.row_offsets[row + 1] - begin  # with the blank lines after it
         line = _read_bytes(self._file, begin, size, self.path).rstrip()
         if os.fstat(self._file.fileno()).st_mtime_ns != self._mtime_ns:
-            raise ValueError(
-                f"{self.path} was written after it was opened; build the dataset again"
-            )
+            advice = "build the dataset again"
+            raise ValueError(f"{self.path}: the file was written after it was opened; {advice}")
         return _parse_object(line)
 
 

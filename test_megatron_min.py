@@ -1454,7 +1454,7 @@ def test_pad_and_eod_ids(one, tmp_path):
             fields = {"tokenizer": tokenizer, "allow_ambiguous_pad_tokens": allowed}
             ds, messages = heard(gpt, one, without, **fields)
             assert ds._pad_token_id == wanted, case  # upstream's name, too
-            words = f"pad id {if_allowed} .* set allow_ambiguous_pad_tokens=True"
+            words = f"pad id {if_allowed} .* unless allow_ambiguous_pad_tokens is set"
             warned = [re.search(words, message) is not None for message in messages]
             assert warned == ([] if wanted == if_allowed else [True]), case
     for flag in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
@@ -6685,7 +6685,9 @@ def test_a_file_of_rows_that_is_replaced(one, tmp_path, kind, changed):
         os.utime(old, (0, 0))  # what is written now has another time
         ds = chat(one, old)
         write_rows(old, rows, np.random.default_rng(0))
-        with pytest.raises(ValueError, match="a.jsonl was written after .*build the dataset again"):
+        with pytest.raises(
+            ValueError, match="a.jsonl: the file was written .*build the dataset again"
+        ):
             ds[changed]
 
 
@@ -6746,7 +6748,7 @@ def test_what_fine_tuning_refuses(one, tmp_path):
     write_parquet(tmp_path / "no_lists.parquet", {"messages": ["a"]})
     for name, fields, words in (
         ("list.jsonl", {}, "list.jsonl, line 1: cannot be read: "),
-        ("compressed.jsonl.GZ", {}, "decompress the file"),
+        ("compressed.jsonl.GZ", {}, "GZ: .*must not be compressed; decompress it"),
         ("no_lists.parquet", {}, "row 1: expected .messages., a list.*got"),
         ("text.parquet", {}, "text.parquet: cannot be read as Parquet"),
         ("good.jsonl", {"create_attention_mask": True}, "create_attention_mask must be False"),
@@ -6754,12 +6756,12 @@ def test_what_fine_tuning_refuses(one, tmp_path):
         (
             "good.jsonl",
             {"sequence_length": 90} | CP_4,
-            "length is 90, .*multiple of 8 .*, which is 4",
+            "sequence_length: expected a multiple of 8 .*, got 90",
         ),
         (
             "good.jsonl",
             {"n": 3, "documents": np.array([])},
-            "jsonl, train: num_samples is 3, but .* no rows; choose",
+            "jsonl, train: num_samples is 3, but .* no tokens; choose",
         ),
         (
             "good.jsonl",
