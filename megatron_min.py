@@ -3682,7 +3682,7 @@ def _provenance_of_blend(blend, n, memo):
             last_n, checksum, counts = 0, 0, 0
         new = np.ascontiguousarray(blend.dataset_index[last_n:n], np.int16)
         checksum = zlib.crc32(new, checksum)
-        counts = counts + _count_datasets(new, len(blend.datasets))
+        counts = np.add(counts, _count_datasets(new, len(blend.datasets)))
         memo[id(blend)] = n, checksum, counts
         settings = {"which corpus gave which sample (weights, blend_phases)": checksum}
         if type(blend)._build_indices is not BlendedDataset._build_indices:
@@ -5960,7 +5960,7 @@ def _read_or_map_file(path: str | os.PathLike) -> tuple[np.ndarray, int]:
     """
     with _naming_action(path, "cannot be read", OSError), open(path, "rb") as file:
         content = None
-        if os.fstat(file.fileno()).st_size > 64 << 10:
+        if os.path.getsize(path) > 64 << 10:
             with contextlib.suppress(Exception):
                 content = np.asarray(np.memmap(file, np.uint8, "r"))
         if content is None:
@@ -6099,9 +6099,9 @@ def _check_equal(was, now, problem):
 
 
 def _lengths_in_use(reader, name):
-    """Return {name: CRC-32 of reader.sequence_lengths}, or {} if they are those of a pair's file.
+    """Return {name: CRC-32 of reader.sequence_lengths}, or {} if a fingerprint covers the lengths.
 
-    The fingerprint covers the lengths in the file, but a user may set different ones.
+    The fingerprint of a pair covers the lengths in its file, but a user may set different ones.
     """
     lengths = getattr(reader, "sequence_lengths", [])
     if isinstance(reader, IndexedDataset):
