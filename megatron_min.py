@@ -3170,12 +3170,10 @@ def _positions_in_documents(cu_seqlens, S, cp_rank, cp_size):
 #
 # If C is available (section 18), num_workers threads prepare the batches of a GPTDataset or of a
 # blend of GPTDatasets.  C fills a batch without Python's lock, so the training loop keeps running.
-# Without C, or for any other dataset, torch's DataLoader starts num_workers processes.  With
-# num_workers=0, a batch is made when the loop requests it.
+# Without C, or for any other dataset, torch's DataLoader starts num_workers processes.
 #
-# The sampler runs ahead of the training loop.  So the saved position counts only the batches that
-# the loop has received.  After a resume, batches that were prepared but not used are prepared
-# again.
+# The sampler runs ahead of the training loop, so the saved position counts only the batches that
+# the loop has received.  A resumed job prepares the unused batches again.
 #
 # A state holds this position, whether the pass has ended there, and a history: the values that
 # decided the samples before the position, as JSON.  Saving a state reads no sample.  After 24
@@ -3190,13 +3188,10 @@ def _positions_in_documents(cu_seqlens, S, cp_rank, cp_size):
 #             "which corpus gave which sample (weights, blend_phases)": 1403640103}}
 #                                                     the CRC-32 of dataset_index[:24]
 #
-# A job that loads this state computes the history of its own data and sampler, also for 24 samples.
-# If the two histories are equal, the job resumes.  (Section 8 says when its number of ranks or its
-# micro_batch_size may be different.)  If the saved pass had ended, the job starts the next pass.
-# But if a batch of the old pass is left, because the dataset is longer or a round is smaller now,
-# the job continues with this batch.
-#
-# The comparison ignores what cannot change the tokens of these 24 samples, or their order:
+# A job that loads this state computes the history of its own data and sampler for 24 samples, and
+# resumes if the two histories are equal.  (Section 8 says when its number of ranks or its
+# micro_batch_size may be different.)  The comparison ignores what cannot change the tokens of these
+# 24 samples, or their order:
 #
 #   - paths of files
 #   - settings of masks and positions
@@ -3223,11 +3218,10 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
 
     len() is the number of batches in a full pass, also after a resume.
 
-    The first iterator starts at the consumed_samples of the sampler.  After load_state_dict(), the
-    next iterator starts at the saved position, or starts the next pass if the saved one had ended.
-    Every other iterator starts at sample 0; with a cyclic sampler, it starts after the last batch
-    that the loop received.  A warning is issued if an iterator starts at sample 0 although the
-    resumed one was left before its end.
+    The first iterator starts at the consumed_samples of the sampler, and the first one after
+    load_state_dict() starts where the state says.  Every other iterator starts at sample 0, with a
+    warning if the resumed one was left before its end.  (With a cyclic sampler, it starts after the
+    last batch that the loop received.)
 
     If several iterators are in use, the state describes the newest one.  With persistent_workers,
     the older ones raise RuntimeError.
@@ -3244,11 +3238,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     """
 
     def __init__(
-        self,
-        dataset: typing.Any,
-        batch_sampler: _Sampler,
-        num_workers: int = 0,
-        **kwargs: typing.Any,
+        self, dataset: typing.Any, batch_sampler: _Sampler, num_workers: int = 0, **kwargs: object
     ) -> None:
         num_workers = _as_whole(num_workers, "num_workers")
         _check_loader(batch_sampler, kwargs)
@@ -3271,16 +3261,15 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     def __iter__(self) -> typing.Iterator[dict]:
         sampler = self.batch_sampler
         if sampler.kind == "cyclic":
-            # This sampler advances next_start as it runs ahead of the loop.  Set it back to the
-            # last batch that the loop received.  (The other samplers set it to 0 when they begin.)
+            # This sampler advances next_start as it runs ahead of the loop.  (The others set it to
+            # 0 when they begin.)
             sampler.next_start = self.consumed_samples
         begin = sampler.next_start
         end = self._end_of_pass(begin)
         if begin != self.consumed_samples < self._resumed_end:
             _warn(
-                f"the iterator that resumed from a saved state was left at sample "
-                f"{self.consumed_samples}, and this one starts at sample {begin}; to read the rest "
-                "of that pass, call load_state_dict() again and use its first iterator to the end"
+                f"the resumed iterator was left at sample {self.consumed_samples}, and this one "
+                f"starts at sample {begin}; to read the rest, call load_state_dict() again"
             )
         self._resumed_end = end if self._is_loaded and not self.is_end_of_pass else 0
         self._is_loaded = False
@@ -3296,14 +3285,14 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             _check_iterator(self, this_iterator)
         if consumed < end:
             raise RuntimeError(
-                f"the batches ended at sample {consumed}, but the pass ends at sample {end}; check "
-                "that the dataset does not raise StopIteration, which ends an iteration"
+                f"the batches ended at sample {consumed}, but the pass ends at sample {end}; the "
+                "dataset must not raise StopIteration"
             )
         if self._current_iterator is this_iterator:
             self.is_end_of_pass = int(self._end_of_pass(consumed) == consumed)
 
     def _end_of_pass(self, begin):
-        """Return the sample at which the pass ends that starts, or continues, at sample begin."""
+        """Return the sample at which a pass ends that starts or continues at sample begin."""
         sampler = self.batch_sampler
         end = sampler.total_samples
         if sampler.kind == "cyclic":  # the next pass begins at the sample where this one ends
@@ -3316,8 +3305,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     def _iter_own_batches(self):
         """Yield the batches of the pass.  Threads, if there are any, prepare a few in advance.
 
-        An error in a batch is raised when the loop requests this batch.  When the iterator is
-        closed, batches that no thread has begun are cancelled, and nobody waits for the others.
+        An error in a batch is raised when the loop requests this batch.
         """
         if not self.num_threads:
             yield from map(self._make_batch, self.batch_sampler)
@@ -3331,25 +3319,19 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
-        finally:
+        finally:  # the loop may leave the iterator early, and need not wait for running threads
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _iter_torch_batches(self):
-        """Yield the batches of the pass, as torch's DataLoader makes them.
-
-        For each iterator, DataLoader draws a number from a generator, to seed its worker processes.
-        By default, this is the global generator of torch.  Only ranks with a loader would draw from
-        it, and their dropout would then differ from the dropout of the other ranks.  So this method
-        sets a new generator for each iterator.
-
-        DataLoader fails if torch's default device is not the CPU.
-        """
+        """Yield the batches of the pass, as torch's DataLoader makes them."""
         if not self._has_generator:
+            # DataLoader would draw the seed of its processes from torch's global generator.  Only
+            # ranks with a loader would do so, and they would then have a different dropout.
             sampler = self.batch_sampler
             entropy = [torch.initial_seed(), sampler.data_parallel_rank, sampler.next_start]
             [seed] = np.random.SeedSequence(entropy).generate_state(1, np.uint64).tolist()
             self.generator = torch.Generator().manual_seed(seed)
-        with torch.device("cpu"):
+        with torch.device("cpu"):  # DataLoader fails with a different default device
             batches = super().__iter__()
         end = object()
         while True:
@@ -3377,9 +3359,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                            a cyclic sampler always 0, because consumed_samples counts all passes
         history            what decided the consumed samples, as JSON; "{}" if there are none
 
-        The state is the same on all ranks that read data.  A tensor-parallel rank that receives its
-        batches from another rank does not use its loader, which stays at sample 0.  So save the
-        state of a rank that reads.
+        The state is the same on all ranks that read data.  Save the state of such a rank: the
+        loader of a tensor-parallel rank that receives its batches stays at sample 0.
         """
         return {
             "version": _STATE_VERSION,
@@ -3393,7 +3374,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
 
         If the saved pass had ended, the next iterator starts the next pass.  But if a batch of the
         old pass is left (because the dataset is longer or a round is smaller now), the iterator
-        yields this batch first.  The next() of an iterator that has already begun raises
+        reads the rest of the old pass.  The next() of an iterator that has already begun raises
         RuntimeError.
 
         strict   True: raise ValueError if version or history differ from what this loader would
@@ -3401,16 +3382,13 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
 
         Raises ValueError if state_dict is not a state, or if the sampler cannot start at the saved
         position.
-
-        A run that is to grow needs stable_order=True in its first job.
         """
         if strict:
             _check_same_history({"version": state_dict.get("version")}, {"version": _STATE_VERSION})
-        else:
-            state_dict = {"is_end_of_pass": 0} | state_dict  # older states lack this key
         with _naming_action("cannot resume", "the state is not one of a PretrainingDataLoader"):
             consumed = operator.index(state_dict["consumed_samples"])
-            had_ended = operator.index(state_dict["is_end_of_pass"]) > 0
+            # older states, which strict=False accepts, lack is_end_of_pass
+            had_ended = operator.index(state_dict.get("is_end_of_pass", 0)) > 0
             history = _parse_history(state_dict["history"]) if strict else {}
         _check_start(self.batch_sampler, consumed)
         if strict:
@@ -3430,12 +3408,11 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         n = consumed_samples  # without "cyclic", these are samples 0 .. n - 1
         if sampler.kind == "cyclic":
             n = sampler.samples_shuffled()  # each of these may have been consumed
-            pass_number, done = divmod(consumed_samples, sampler.active_total_samples)
             settings["seed of the sampler"] = sampler.seed
             settings["data_sharding"] = sampler.data_sharding
             settings["samples that are shuffled"] = n
-            settings["pass"] = pass_number
-            settings["samples done in the pass"] = done
+            settings["pass"] = consumed_samples // sampler.active_total_samples
+            settings["samples done in the pass"] = consumed_samples % sampler.active_total_samples
             if sampler.data_sharding:
                 settings["data_parallel_size"] = sampler.data_parallel_size
         history = {"sampler": settings, "data": _provenance_of(self.dataset, n, self._memo)}
@@ -3460,8 +3437,8 @@ def build_pretraining_data_loader(
 
     dataset              any dataset, or None.  Lists of datasets are rejected
     consumed_samples     where to start: how many samples all ranks together have used (section 8)
-    data_parallel_rank   number of this data-parallel rank.  None: 0, in a job of one process only
-    data_parallel_size   number of data-parallel ranks.  None: 1, in a job of one process only
+    data_parallel_rank   number of this data-parallel rank.  None: 0
+    data_parallel_size   number of data-parallel ranks.  None: 1
     dataloader_type      "single" or "cyclic": the sampler (section 8).  "external": dataset is
                          already a loader, and is returned as it is
     full_validation      True: read each sample once, one sample per rank and round, whatever
@@ -3471,8 +3448,8 @@ def build_pretraining_data_loader(
     data_sharding, seed  for "cyclic": arguments of its sampler
     num_workers          how many threads or processes prepare batches in advance
 
-    Raises ValueError for an argument out of range.  Raises it, too, if the job has several
-    processes, and data_parallel_rank or data_parallel_size is None.
+    Raises ValueError for an argument out of range, and for None as data_parallel_rank or
+    data_parallel_size in a job of several processes.
 
     Upstream differs: its settings are global, and it has no seed.
 
@@ -3482,16 +3459,15 @@ def build_pretraining_data_loader(
     """
     if dataset is None or dataloader_type == "external":
         return dataset
-    if len(dataset) == 0:  # a split for which no samples were requested
+    n = len(dataset)
+    if n == 0:  # a split for which no samples were requested
         return None
     _check_data_of_loader(dataset, data_parallel_rank, data_parallel_size)
     rank = 0 if data_parallel_rank is None else data_parallel_rank
     ranks = 1 if data_parallel_size is None else data_parallel_size
-    sizes = [len(dataset), consumed_samples, micro_batch_size, rank, ranks]
+    sizes = [n, consumed_samples, micro_batch_size, rank, ranks]
     if full_validation:
-        sampler = MegatronFullValidationSampler(
-            len(dataset), rank, ranks, consumed_samples=consumed_samples
-        )
+        sampler = MegatronFullValidationSampler(n, rank, ranks, consumed_samples=consumed_samples)
     elif dataloader_type == "single":
         sampler = MegatronPretrainingSampler(*sizes, drop_last)
     elif dataloader_type == "cyclic":
@@ -3508,7 +3484,7 @@ def build_pretraining_data_loader(
 
 
 def _make_batch(dataset: typing.Any, indices: typing.Sequence[int | None]) -> dict:
-    """Return a batch, {key: tensor (B, ...)}: the samples with these indices, stacked.
+    """Return the samples with these indices, stacked: {key: tensor (B, ...)}.
 
     Section 18 replaces this function with a faster one.
     """
@@ -3568,10 +3544,9 @@ def _read_blend_samples(blend, indices):
 
 
 def _rows_of_datasets(blend, indices):
-    """Group several samples of a blend by dataset: return {d: (rows, ks)}.
+    """Group samples of a blend by dataset: return {d: (rows, ks)}.
 
-    For each row of rows and the k at the same index of ks, sample indices[row] of the blend is
-    sample k of dataset d.
+    Sample indices[rows[p]] of the blend is sample ks[p] of dataset d.
     """
     rows_of_datasets = {}
     for row, idx in enumerate(indices):
@@ -3592,11 +3567,7 @@ def _provenance_of(dataset, n, memo):
     memo   a dict with results of earlier calls, {id(dataset): result}
     """
     if isinstance(dataset, BlendedDataset):
-        blend_settings, parts = _settings_of_blend(dataset, n, memo)
-        settings = {"class": type(dataset).__name__}
-        for d in parts:
-            settings[f"corpus {d}"] = _provenance_of(dataset.datasets[d], None, memo)
-        return settings | blend_settings
+        return _provenance_of_blend(dataset, n, memo)
     data = getattr(dataset, "dataset", None)
     if isinstance(dataset, torch.utils.data.Subset):
         indices = np.asarray(dataset.indices[:n], np.int64)
@@ -3631,39 +3602,40 @@ def _provenance_of_parts(concat, n, memo):
     return settings
 
 
-def _settings_of_blend(blend, n, memo):
-    """Return {setting: value} for the first n samples of a blend, and which datasets gave them.
+def _provenance_of_blend(blend, n, memo):
+    """Return what decides the first n samples of a blend.
 
     memo keeps the checksum and the counts of the last call, and a call with a larger n continues
     from them: reading 10^9 entries takes seconds.
     """
     if n is None:
         settings = {"weights": blend.weights, "blend_phases": blend.phases, "size": blend.size}
-        return settings, range(len(blend.datasets))
-    last_n, checksum, counts = memo.get(id(blend), (0, 0, 0))
-    if last_n > n:
-        last_n, checksum, counts = 0, 0, 0
-    new = np.ascontiguousarray(blend.dataset_index[last_n:n], np.int16)
-    checksum = zlib.crc32(new, checksum)
-    counts = np.add(counts, _count_datasets(new, len(blend.datasets)))
-    memo[id(blend)] = n, checksum, counts
-    settings = {"which corpus gave which sample (weights, blend_phases)": checksum}
-    if type(blend)._build_indices is not BlendedDataset._build_indices:
-        samples = np.ascontiguousarray(blend.dataset_sample_index[:n], np.int64)
-        settings["which sample each corpus gave"] = zlib.crc32(samples)
-    return settings, np.flatnonzero(counts).tolist()
+        counts = np.ones(len(blend.datasets))  # all of them give samples
+    else:
+        last_n, checksum, counts = memo.get(id(blend), (0, 0, 0))
+        if last_n > n:
+            last_n, checksum, counts = 0, 0, 0
+        new = np.ascontiguousarray(blend.dataset_index[last_n:n], np.int16)
+        checksum = zlib.crc32(new, checksum)
+        counts = np.add(counts, _count_datasets(new, len(blend.datasets)))
+        memo[id(blend)] = n, checksum, counts
+        settings = {"which corpus gave which sample (weights, blend_phases)": checksum}
+        if type(blend)._build_indices is not BlendedDataset._build_indices:
+            samples = np.ascontiguousarray(blend.dataset_sample_index[:n], np.int64)
+            settings["which sample each corpus gave"] = zlib.crc32(samples)
+    provenance = {"class": type(blend).__name__}
+    for d in np.flatnonzero(counts):
+        provenance[f"corpus {d}"] = _provenance_of(blend.datasets[d], None, memo)
+    return provenance | settings
 
 
 def _settings_of(dataset):
     """Return what decides the samples of a dataset that is neither a blend nor a Subset.
 
-    The settings of a MegatronDataset are mostly taken from unique_identifiers, which keep the
-    values of the build.  The config may have been changed since then.
+    unique_identifiers has the values of the build; the config may have been changed since then.
     """
-    settings = {
-        "class": type(dataset).__name__,
-        _LABEL_KEY: os.path.basename(_label_of_dataset(dataset)),
-    }
+    label = os.path.basename(_label_of_dataset(dataset))
+    settings = {"class": type(dataset).__name__, _LABEL_KEY: label}
     is_gpt = isinstance(dataset, GPTDataset)
     reader = dataset.dataset if is_gpt else dataset
     if callable(getattr(reader, "fingerprint", None)):
@@ -3697,13 +3669,11 @@ def _settings_of_orders(dataset):
     settings["random_seed"] = identifiers["random_seed"]
     by_epochs_key, epochs_key, last_epoch_key = _EPOCH_KEYS
     plan = dataset.epoch_plan
-    # With stable_order, each epoch is shuffled separately.  Then more epochs change nothing before
-    # them, except that a short last sample moves to their end.  A single epoch is shuffled in the
-    # same way without stable_order.
+    # With stable_order, each epoch is shuffled separately, as a single epoch always is.  Then more
+    # epochs change nothing before them, except that a short last sample moves to their end.
     is_by_epochs = identifiers.get("stable_order", False) or plan.num_epochs == 1
     settings[by_epochs_key] = is_by_epochs
-    keeps_short = not settings["drop_last_partial_validation_sequence"]
-    if keeps_short or not is_by_epochs:
+    if not is_by_epochs or not settings["drop_last_partial_validation_sequence"]:
         settings[epochs_key] = plan.num_epochs
     if not is_by_epochs:
         settings[last_epoch_key] = plan.separate_final_epoch
@@ -3715,14 +3685,12 @@ def _settings_of_orders(dataset):
 
 def _check_same_history(saved, current):
     """Check that two histories are equal.  Raises ValueError that names the first difference."""
-    difference = _first_difference(saved, current)
-    if difference is not None:
-        name, was, now = ("not set" if part is None else part for part in difference)
+    if _first_difference(saved, current) is not None:
+        difference = _label_of_difference(saved, current, " in the state")
         raise ValueError(
-            f"cannot resume: {name} was {was} when the state was saved, and is {now} now.  Restore "
-            "the data, settings and release of the saved run (a run that is to grow needs "
-            "stable_order=True in its first job).  To resume anyway, at the risk of repeated or "
-            "skipped samples, call load_state_dict(state, strict=False)"
+            f"cannot resume: {difference}; restore the data, settings and release of the saved run "
+            "(a run that is to grow needs stable_order=True in its first job), or repeat or skip "
+            "samples with load_state_dict(state, strict=False)"
         )
 
 
@@ -3735,17 +3703,25 @@ def _parse_history(text):
 def _first_difference(was, now):
     """Return the difference to report, as (name, value in was, value in now), or None.
 
-    was, now   what _provenance_of() returned, after a way through JSON
+    was, now   dicts; values that are dicts in both are compared key by key
     """
     return min(_iter_differences(was, now, ""), key=_is_secondary, default=None)
 
 
-def _is_secondary(difference):
-    """Return whether a difference is usually the consequence of a different setting.
+def _label_of_difference(was, now, where=""):
+    """Return the difference to report as "bin_size was 13, and is 16" or "lengths_crc32 differs".
 
-    A value that is missing on one side is one, and so are the epochs of a corpus.  They are
-    reported only if nothing else differs.
+    where   what follows the old value, such as " in the state"
     """
+    name, *values = _first_difference(was, now)
+    old, new = ("not set" if value is None else value for value in values)
+    if re.search("crc-?32|^which |[0-9a-f]{32}", f"{name} {old} {new}", re.IGNORECASE):
+        return f"{name} differs"  # a checksum helps no reader
+    return f"{name} was {old}{where}, and is {new}"
+
+
+def _is_secondary(difference):
+    """Return whether a difference usually follows from a different one, and so is reported last."""
     name, was, now = difference
     return name.startswith(_EPOCH_KEYS) or was is None or now is None
 
@@ -5796,20 +5772,18 @@ def _sync_folder(folder):
 # The first job that needs an index array builds and saves it; later jobs load it.  A saved array is
 # valid if the same thing was requested and the data are the same.  Three values decide this:
 #
-#   description   What was requested: upstream's text of the settings.  Settings that this text
-#                 omits are added if they do not have their defaults.  The MD5 of the text is in
-#                 every file name.  What else the arrays depend on, such as the documents of the
-#                 split, is in the manifest, as made_from.
+#   description   What was requested: upstream's text of the settings, and our own settings that do
+#                 not have their defaults.  The MD5 of this text is in every file name.
 #   stamp         The size of a file and the time of its last change (on object storage, its ETag,
 #                 for example).  If the stamp is the same, the file was not touched.
 #   fingerprint   The sizes of both files of the pair, and checksums of the sequence lengths and of
-#                 both ends of the .bin.  It is the same for every copy of the pair, touched or
-#                 not.  It does not notice an edit in the middle of the .bin that keeps the size.
+#                 both ends of the .bin.  It is the same for every copy of the pair.  It does not
+#                 notice an edit in the middle of the .bin that keeps the size.
 #
-# A stamp is cheap.  A fingerprint is not: it reads all sequence lengths.  So manifests and pickled
-# datasets hold the identity of a pair: both stamps and the fingerprint.  While the stamps are the
-# same, the saved fingerprint is trusted.  When one differs, the whole .idx is verified, and the
-# fingerprint is computed again and compared.
+# A stamp is cheap, but a fingerprint reads all sequence lengths.  So manifests and pickled datasets
+# hold the identity of a pair: both stamps and the fingerprint.  While the stamps are the same, the
+# saved fingerprint is trusted.  Otherwise the whole .idx is verified, and the fingerprint is
+# computed again and compared.
 #
 # These are the files of one dataset, in the cache folder:
 #
@@ -5818,7 +5792,7 @@ def _sync_folder(folder):
 #                                                -shuffle_index.npy
 #   <hash>-GPTDataset-train-manifest.json        written last.  Its keys:
 #       format      version of this layout
-#       made_from   what else the arrays depend on (see above)
+#       made_from   what else the arrays depend on, such as the documents of the split
 #       pair        identity of the pair, or null for a blend and for a user's own reader
 #       facts       the epoch plan, or how many samples a blend takes of each dataset
 #       files       dtype, shape, size and CRC-32 of each array; above 1 MiB, also the modification
@@ -5834,9 +5808,9 @@ def _sync_folder(folder):
 #   a damaged file, or one for other data      builds and saves, and warns why
 #   a folder that it cannot write to           builds, keeps the arrays in memory, and warns
 #
-# An array file over 1 MiB is not read in full.  The job compares its size, its modification time
-# and the CRC-32 of its first and last 4,096 bytes with the manifest.  Such a file is synced to disk
-# before it is renamed into place, so a power failure cannot leave a hole in it.
+# An array file over 1 MiB is not read in full: only its size, its time and its first and last 4,096
+# bytes are compared with the manifest.  It is synced to disk before it gets its name, so a power
+# failure cannot leave a hole in it.
 
 _CACHE_FORMAT = 7  # increment when an old manifest would describe different arrays
 _CHECKED_BYTES = 1 << 20  # array files up to this size are read and checked in full
@@ -5845,12 +5819,11 @@ _CHECKED_BYTES = 1 << 20  # array files up to this size are read and checked in 
 def _load_or_build(dataset, split, made_from, pair):
     """Return (facts, arrays): load the index arrays of a dataset, or build and save them.
 
-    made_from   a flat dict that json can write: what the arrays depend on, besides the description
-                and the pair
-    pair        the IndexedDataset that the arrays were made from, or None
+    made_from   a flat dict that json can write (see above)
+    pair        the IndexedDataset that the arrays are made from, or None
 
     dataset._build_arrays() builds facts and arrays; its errors are raised.  If the arrays are in
-    files, this function sets dataset._arrays_in_files to {name: array}.
+    files, dataset._arrays_in_files becomes {name: array}.
     """
     if not dataset._cache_folder:
         return dataset._build_arrays()
@@ -5867,14 +5840,11 @@ def _load_or_build(dataset, split, made_from, pair):
         facts, arrays = dataset._build_arrays()
         identity = None if pair is None else _identity_of_pair(pair)
         manifest = dict(format=_CACHE_FORMAT, made_from=made_from, pair=identity, facts=facts)
-        arrays_by_name = dict(zip(dataset.index_names, arrays, strict=True))
         try:
-            in_files = _write_arrays(stem, arrays_by_name, dataset.unique_description, manifest)
+            in_files = _write_arrays(stem, dataset, arrays, manifest)
         except OSError as error:
-            _warn(
-                f"the index cache {stem}-* cannot be written: {error}; the arrays stay in memory. "
-                "To keep them for later jobs, set path_to_cache to a folder that can be written"
-            )
+            advice = "to save its arrays, set path_to_cache to a folder that can be written"
+            _warn(f"the index cache {stem}-* cannot be written: {error}; {advice}")
             return facts, arrays
     dataset._arrays_in_files = in_files
     return facts, list(in_files.values())
@@ -5883,9 +5853,8 @@ def _load_or_build(dataset, split, made_from, pair):
 def _read_arrays(stem, made_from, pair):
     """Return (facts, {name: array}) from the cache files, or (None, {}) if there is no cache.
 
-    There is no cache if there is no manifest, if it is in a different format, or if an array file
-    above 1 MiB has a different time.  If files are damaged, or made from different data, an
-    exception says so.
+    An array file with a different time, or a manifest in a different format, is no cache.  An error
+    is raised if a file is damaged, or made from different data.
     """
     path = pathlib.Path(f"{stem}-manifest.json")
     try:
@@ -5898,26 +5867,18 @@ def _read_arrays(stem, made_from, pair):
         return None, {}
     if manifest.pop("crc32") != zlib.crc32(json.dumps(manifest).encode()):
         raise DatasetFormatError("manifest.json is damaged (its CRC-32 differs)")
-    if manifest["made_from"] != made_from:
-        difference = _difference_of(manifest["made_from"], made_from)
-        raise DatasetFormatError(f"it was made from different data ({difference})")
-    identity = manifest["pair"]
-    if pair is not None and not _has_identity(pair, identity):
-        difference = _difference_of(identity["fingerprint"], pair.fingerprint())
-        raise DatasetFormatError(f"the corpus has changed ({difference})")
+    _check_equal(manifest["made_from"], made_from, "it was made from different data")
+    if pair is not None:
+        _check_identity(pair, manifest["pair"], "the corpus has changed")
     in_files = {}
-    has_times = True
     for name, entry in manifest["files"].items():
         content, mtime_ns = _read_or_map_file(f"{stem}-{name}.npy")
-        actual = entry | _size_and_crc32(content)
-        if actual != entry:
-            difference = _difference_of(entry, actual)
-            raise DatasetFormatError(f"{name}.npy is not the file that was saved ({difference})")
-        in_files[name] = _as_array(content, entry)
+        problem = f"{name}.npy is not the file that was saved"
+        _check_equal(entry, entry | _size_and_crc32(content), problem)
         saved = entry.get("mtime_ns", mtime_ns)
-        has_times &= mtime_ns in (saved, saved - saved % 10**9)  # tar keeps only whole seconds
-    if not has_times:
-        return None, {}
+        if mtime_ns not in (saved, saved - saved % 10**9):  # tar keeps only whole seconds
+            return None, {}
+        in_files[name] = _as_array(content, entry)
     # While the arrays were opened, another job may have replaced some of them.  A job that writes
     # removes the manifest before it renames an array.
     if path.read_bytes() != text:
@@ -5929,14 +5890,12 @@ def _read_or_map_file(path: str | os.PathLike) -> tuple[np.ndarray, int]:
     """Return the bytes of an .idx or array file, read-only, and its modification time in ns.
 
     Files of at most 64 KiB are read, because each mapping holds a file descriptor, and hundreds of
-    corpora would need too many of them.  A file that the system refuses to map is read, too.  The
-    returned array keeps its mapping alive.  Bytes and time are of the same file, even if another
-    job replaces it meanwhile.
+    corpora would need too many.  A file that the system refuses to map is read, too.  Bytes and
+    time are of the same file, even if another job replaces it meanwhile.
     """
-    is_large = os.path.getsize(path) > 64 << 10
     with _naming_action(path, "cannot be read", OSError), open(path, "rb") as file:
         content = None
-        if is_large:
+        if os.path.getsize(path) > 64 << 10:
             with contextlib.suppress(Exception):
                 content = np.asarray(np.memmap(file, np.uint8, "r"))
         if content is None:
@@ -5957,28 +5916,25 @@ def _as_array(content, entry):
 
 
 def _size_and_crc32(content):
-    """Return the size and the CRC-32 of the bytes of an array file, as the manifest holds them.
-
-    Above 1 MiB, the CRC-32 covers only the first and the last 4,096 bytes.
-    """
+    """Return the size of an array file and the CRC-32 of its bytes or, above 1 MiB, of its ends."""
     size = len(content)
     if size > _CHECKED_BYTES:
         content = np.concatenate([content[:4096], content[-4096:]])
     return {"size": size, "crc32": zlib.crc32(content)}
 
 
-def _write_arrays(stem, arrays, description, manifest):
+def _write_arrays(stem, dataset, arrays, manifest):
     """Write the cache files.  Return {name: array}, opened from the files as a later job does.
 
-    The old manifest and the old description are removed first.  The new description and the new
-    manifest get their names last.  So after a crash, neither is beside a mixture of old and new
-    arrays.  (Upstream trusts the arrays if there is a description.)
+    The old manifest and description are removed first, and the new ones get their names last.  So
+    after a crash, neither is beside a mixture of old and new arrays.  (Upstream trusts arrays that
+    have a description.)
     """
     os.makedirs(os.path.dirname(stem), exist_ok=True)
     in_files = {}
     manifest["files"] = {}
     with contextlib.ExitStack() as new_files:  # at its end, the files get their names
-        for name, values in arrays.items():
+        for name, values in zip(dataset.index_names, arrays, strict=True):
             new_file = new_files.enter_context(_NewFile(f"{stem}-{name}.npy"))
             np.save(new_file, values)
             new_file.synced = new_file.file.tell() > _CHECKED_BYTES
@@ -5993,7 +5949,7 @@ def _write_arrays(stem, arrays, description, manifest):
         for ending in ("manifest.json", "description.txt"):
             pathlib.Path(f"{stem}-{ending}").unlink(missing_ok=True)
     manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
-    texts = {"description.txt": description, "manifest.json": json.dumps(manifest)}
+    texts = {"description.txt": dataset.unique_description, "manifest.json": json.dumps(manifest)}
     for ending, text in texts.items():
         with _NewFile(f"{stem}-{ending}", synced=False) as file:
             file.write(text.encode())
@@ -6004,10 +5960,7 @@ def _write_arrays(stem, arrays, description, manifest):
 
 
 def _file_stamp(path: str | os.PathLike) -> dict:
-    """Return the stamp of a file: its size, and the time of its last change.
-
-    Raises FileNotFoundError if the file is missing.
-    """
+    """Return the stamp of a file.  Raises FileNotFoundError if it is missing."""
     if _is_remote(path):
         return _RemoteFile(path).stamp()
     stat = os.stat(path)
@@ -6016,17 +5969,13 @@ def _file_stamp(path: str | os.PathLike) -> dict:
 
 
 def _open_pair(pair):
-    """Open the files of an IndexedDataset, and set all attributes that depend on the files.
-
-    The constructor and unpickling call this function.
-    """
+    """Open the files of an IndexedDataset, and set all attributes that depend on the files."""
     pair._memo = {}  # results that are not computed twice: verified, fingerprint, record
     idx_stamp = _stamp_of_pair_file(pair._idx_path)
     local_path = pair._idx_path
     if _is_remote(local_path):
         local_path = _fetch_index(local_path, idx_stamp, pair.object_storage_config)
-    content, _ = _read_or_map_file(local_path)
-    pair._set_arrays(content)
+    pair._set_arrays(_read_or_map_file(local_path)[0])
     bin_stamp = _stamp_of_pair_file(pair._bin_path)
     pair.num_tokens = bin_stamp["size"] // pair._token_bytes
     _check_ends_of_pair(pair, bin_stamp["size"])
@@ -6045,10 +5994,7 @@ def _open_pair(pair):
 
 
 def _fingerprint_of_pair(pair):
-    """Return the fingerprint of a pair, which is computed once (see IndexedDataset.fingerprint).
-
-    It describes the files, even if a user has set other arrays.
-    """
+    """Return the fingerprint of the files of a pair, even if a user has set different arrays."""
     if "fingerprint" not in pair._memo:
         in_files = pair._arrays_in_files
         count = min(4096 // pair._token_bytes, pair.num_tokens)
@@ -6067,8 +6013,8 @@ def _identity_of_pair(pair):
     return {"stamps": pair._stamps, "fingerprint": pair.fingerprint()}
 
 
-def _has_identity(pair, identity):
-    """Return whether a pair has the fingerprint in a saved identity.
+def _check_identity(pair, identity, problem):
+    """Check that a pair has the fingerprint in a saved identity.
 
     If the stamps are the same, and both have a time, the saved fingerprint is trusted.  Otherwise
     the whole .idx is verified, because the fingerprint covers only the lengths in it.
@@ -6078,29 +6024,19 @@ def _has_identity(pair, identity):
         pair._memo["fingerprint"] = identity["fingerprint"]
     else:
         pair.verify()
-    return identity["fingerprint"] == pair.fingerprint()
+    _check_equal(identity["fingerprint"], pair.fingerprint(), problem)
 
 
-def _difference_of(was, now):
-    """Return the first difference between two flat dicts as a text: "bin_size was 13, is 16"."""
-    field, old, new = _first_difference(was, now)
-    if "crc32" in field or re.search("[0-9a-f]{32}", f"{old} {new}"):
-        return f"different {field}"  # the values are checksums, which help no reader
-    return f"{field} was {old}, is {new}"
-
-
-def _replaced_error(name, was, now):
-    """Return the error for data whose fingerprint changed after their dataset was pickled."""
-    difference = _difference_of(was, now)
-    return DatasetFormatError(
-        f"{name} was replaced after the dataset was pickled ({difference}); build the dataset again"
-    )
+def _check_equal(was, now, problem):
+    """Raise DatasetFormatError, with the problem and the first difference, if two dicts differ."""
+    if was != now:
+        raise DatasetFormatError(f"{problem} ({_label_of_difference(was, now)})")
 
 
 def _lengths_in_use(reader, name):
     """Return {name: CRC-32 of reader.sequence_lengths}, or {} if a fingerprint covers the lengths.
 
-    The fingerprint of a pair covers the lengths in its file.  A user may set different lengths.
+    The fingerprint of a pair covers the lengths in its file, but a user may set different ones.
     """
     lengths = getattr(reader, "sequence_lengths", [])
     if isinstance(reader, IndexedDataset):
@@ -6130,29 +6066,23 @@ def _picklable_state(dataset):
 
 
 def _restore_arrays(dataset, state, load_or_build):
-    """Set the attributes of a pickled dataset, and the index arrays that its pickle left out.
-
-    load_or_build(dataset) returns all index arrays.
-    """
+    """Set the attributes of a pickled dataset, and the index arrays that its pickle left out."""
     vars(dataset).update(state)
     dataset._arrays_in_files = {}
     if any(name not in state for name in dataset.index_names):
-        arrays = load_or_build(dataset)
-        for name, values in zip(dataset.index_names, arrays, strict=True):
+        for name, values in zip(dataset.index_names, load_or_build(dataset), strict=True):
             vars(dataset).setdefault(name, values)
 
 
-def _restore_pair(pair, state):
-    """Set the attributes of a pickled pair, and open its files again.
+_REPLACED = "was replaced after the dataset was pickled; build the dataset again"
 
-    Raises DatasetFormatError if the files do not have the identity in the pickle.
-    """
-    state = dict(state)
+
+def _restore_pair(pair, state):
+    """Set the attributes of a pickled pair, and open its files if they are still the same."""
     identity = state.pop("_identity")
     vars(pair).update(state)
     _open_pair(pair)
-    if not _has_identity(pair, identity):
-        raise _replaced_error(pair.path_prefix, identity["fingerprint"], pair.fingerprint())
+    _check_identity(pair, identity, f"{pair.path_prefix} {_REPLACED}")
     vars(pair).update(state)  # arrays that a user has set replace the arrays of the files
 
 
@@ -6160,19 +6090,14 @@ def _restore_pair(pair, state):
 
 
 def _as_json(value):
-    """Return what json writes in place of an object that it does not know.
-
-    For a tokenizer this is its unique_identifiers; for all other objects, such as a Path or a numpy
-    integer, it is str(value).
-    """
+    """Return what json writes for an object that it does not know: a tokenizer, a Path, ..."""
     return getattr(value, "unique_identifiers", str(value))
 
 
 def _identifiers_of_orders(dataset):
     """Return the settings of a GPTDataset that change its arrays, but are not in upstream's text.
 
-    Only values other than the defaults are returned.  So with all defaults, the names of the cache
-    files are upstream's.
+    Defaults are left out, so that the cache files have upstream's names.
     """
     identifiers = {}
     if not dataset._x:
@@ -6185,25 +6110,18 @@ def _identifiers_of_orders(dataset):
 
 
 def _load_or_build_orders(dataset):
-    """Return (plan, arrays) as GPTDataset._build_arrays() does, from the cache if possible.
-
-    The manifest holds the identity of a pair.  A user's own reader has no identity, so made_from
-    holds a CRC-32 of its lengths.
-    """
+    """Return (plan, arrays) as GPTDataset._build_arrays() does, from the cache if possible."""
     made_from = {"documents": _digest_of_documents(dataset)} | _identifiers_of_orders(dataset)
-    pair = dataset.dataset
-    made_from |= _lengths_in_use(pair, "lengths_crc32")
-    if not isinstance(pair, IndexedDataset):
-        pair = None
+    made_from |= _lengths_in_use(dataset.dataset, "lengths_crc32")
+    pair = dataset.dataset if isinstance(dataset.dataset, IndexedDataset) else None
     return _load_or_build(dataset, dataset.index_split, made_from, pair)
 
 
 def _folder_of_cache(dataset):
     """Return the absolute path of the cache folder of a dataset, or None if it is not cached.
 
-    The folder is path_to_cache of the config.  If this is None, blends and datasets without a path
-    are not cached.  The folder of a corpus is then beside its pair or, for a URL, in the folder for
-    local copies of .idx files.
+    Without path_to_cache, blends and datasets without a path are not cached.  The folder of a
+    corpus is then beside its pair or, for a URL, in the folder for local copies of .idx files.
     """
     if dataset.config.path_to_cache:
         return _absolute_path(dataset.config.path_to_cache)
@@ -6227,10 +6145,7 @@ def _digest_of_documents(dataset):
 
 
 def _as_range(documents):
-    """Return document numbers as a range if they are consecutive, otherwise as an array.
-
-    Raises TypeError if they are not integers.
-    """
+    """Return document numbers as a range if they are consecutive, otherwise as an array."""
     if isinstance(documents, range) and documents.step == 1:
         return documents
     documents = np.asarray(documents)
@@ -6251,14 +6166,14 @@ def _as_range(documents):
 # A prefix such as s3://bucket/corpus or https://host/corpus names a pair on object storage.  The
 # module reads it with the package fsspec, which is installed with torch, and never writes to it.
 #
-#   s3://bucket/corpus.idx   a local folder gets a complete copy, which is then opened: a1b2....idx
+#   s3://bucket/corpus.idx   is copied to a local folder as a1b2....idx, and the copy is opened
 #
 #   s3://bucket/corpus.bin   a a a a b b b c c c c c c       read_many([(0, 4), (8, 2)])
 #                            |-----|         |-|             requests these two ranges at the same
 #                                                            time, and nothing else
 #
-# A request fails now and then.  Among many requests, one fails nearly always.  So only the ranges
-# that failed are requested again, after a pause:
+# Among many requests, one nearly always fails.  So only the ranges that failed are requested again,
+# after a pause:
 #
 #   first try    range 1 ok   range 2 ok   range 3 --   range 4 ok
 #   second try                             range 3 ok
@@ -6272,8 +6187,7 @@ class ObjectStorageConfig:
                         None: ~/.cache/megatron_min
     bin_chunk_nbytes    accepted and ignored: exact ranges of the .bin are read
 
-    Copies of .idx files are never removed.  If an object changes, its new copy is added beside the
-    old one.
+    Copies of .idx files are never removed, not even after the object has changed.
 
     Upstream differs: by default it reads the .bin in blocks of 256 MiB.
     """
@@ -6296,10 +6210,7 @@ class _FileTokens:
         weakref.finalize(self, self._file.close)  # closes the file when this object is gone
 
     def read(self, first, count):
-        """Return a new array of count tokens, starting at token number first.
-
-        Raises DatasetFormatError if the file ends before the last of these tokens.
-        """
+        """Return a new array of count tokens, starting at token number first."""
         size = self.dtype.itemsize
         content = _read_bytes(self._file, first * size, count * size, self.path)
         return np.frombuffer(content, self.dtype)
@@ -6310,8 +6221,8 @@ class _FileTokens:
 def _read_bytes(file, begin, size, path):
     """Return size bytes of an open file, starting at byte offset begin.
 
-    Raises DatasetFormatError if the file ends too early.  Threads and forked processes share the
-    current position of the file; it is neither used nor changed.
+    The current position of the file is not used, because threads and forked processes share it.
+    Raises DatasetFormatError if the file ends too early.
     """
     content = bytearray()
     while len(content) < size:  # the system may return fewer bytes than requested
@@ -6319,7 +6230,7 @@ def _read_bytes(file, begin, size, path):
             part = os.pread(file.fileno(), size - len(content), begin + len(content))
         if not part:
             raise DatasetFormatError(
-                f"{path} ended after {len(content)} of {size} bytes at offset {begin}: it was "
+                f"{path} has only {len(content)} of {size} bytes at offset {begin}: it was "
                 "truncated after it was opened; restore the file, and open it again"
             )
         content += part
@@ -6332,9 +6243,8 @@ class _RemoteFile:
     dtype      dtype of the tokens that read() returns; the default returns bytes
     is_input   True: an input, whose URL may have a query or be a chain (see _check_no_secrets)
 
-    A failed request is repeated, after pauses that grow, unless its error is permanent.  An error
-    names the object.  Threads, forked processes and unpickled copies may use this object, because
-    fsspec gives each of them a connection.
+    Threads, forked processes and unpickled copies may use this object, because fsspec gives each of
+    them a connection.
     """
 
     _RETRY_DELAYS = (0.1, 0.3, 1, 3)  # seconds before each further try
@@ -6369,8 +6279,7 @@ class _RemoteFile:
     def _fetch_missing(self, file_system, path, contents):
         """Fetch the ranges whose value in contents, {(begin, end): bytes or None}, is None.
 
-        All ranges that were fetched are stored in contents.  Then the last error, if any, is
-        raised.
+        The bytes that arrive are stored in contents, also if an error is then raised.
         """
         missing = [span for span, content in contents.items() if content is None]
         begins = [begin for begin, _ in missing]
@@ -6391,15 +6300,10 @@ class _RemoteFile:
             raise error
 
     def stamp(self):
-        """Return {"size": bytes, "changed": text}, the stamp of the object (section 15).
-
-        The text is empty if the storage does not report a version.
-        """
+        """Return the stamp of the object: {"size": bytes, "changed": version, or "" if unknown}."""
         info = self._with_retries(self._info)
         if info["size"] is None:
-            raise OSError(
-                f"{self.url}: the storage reports no size; copy the object to one that does"
-            )
+            raise OSError(f"{self.url}: the storage reports no size; copy the object elsewhere")
         changed = [str(info[name]) for name in self._VERSION_KEYS if name in info]
         return {"size": info["size"], "changed": " ".join(changed)}
 
@@ -6428,9 +6332,10 @@ class _RemoteFile:
         return matches
 
     def _with_retries(self, function, *arguments):
-        """Return function(file_system, path, *arguments); repeat the call after each retry delay.
+        """Return function(file_system, path, *arguments); repeat a call that fails.
 
-        Raises the error of the last call, or a permanent error at once, with the URL in front.
+        An error has the URL in front.  A permanent one is raised at once, any other after the last
+        delay.
         """
         import fsspec  # it is installed with torch
 
@@ -6458,9 +6363,9 @@ _file_systems = {}  # {id: file system}; a set would drop a file system that equ
 def _keep_file_systems():
     """Keep all file systems of fsspec alive in this process, and so in processes forked from it.
 
-    In a forked process, fsspec drops its references to the file systems.  If they were collected
-    there, their finalizers would remove the parent's sockets from the event loop, which both
-    processes share.  The parent's next request would then wait 300 s.
+    A forked process would otherwise collect them.  Their finalizers would remove the parent's
+    sockets from the event loop, which both processes share, and the parent's next request would
+    wait 300 s.
     """
     import fsspec  # it is installed with torch
 
@@ -6470,16 +6375,11 @@ def _keep_file_systems():
 
 
 def _fetch_index(url, stamp, config):
-    """Return the path of a local copy of an .idx file, which is made unless there is one.
-
-    The name of the copy is a hash of the URL and the stamp.  A copy with another size is made
-    again, and so is every copy if the storage reports no version.  Several processes may make a
-    copy at the same time, because each copy appears complete (section 14).
-    """
+    """Return the path of a local copy of an .idx file, and make the copy unless there is one."""
     name = _md5(f"{url} {stamp['size']} {stamp['changed']}")
     copied = os.path.join(config.path_to_idx_cache, f"{name}.idx")
     is_complete = os.path.exists(copied) and os.path.getsize(copied) == stamp["size"]
-    if not stamp["changed"] or not is_complete:
+    if not is_complete or not stamp["changed"]:  # without a version, the copy may be out of date
         os.makedirs(config.path_to_idx_cache, exist_ok=True)
         remote = _RemoteFile(url)
         at_a_time = 64 << 20  # bytes
@@ -6495,30 +6395,24 @@ def _fetch_index(url, stamp, config):
 _PASSWORD = re.compile(
     r"://(?![^/:]*(\[[^/\]]*\])?(:[0-9]+)?(/|\Z|::[^/@]*://))|https?://[^/]*@", re.IGNORECASE
 )
-_QUERY = re.compile(r"://.*\?")
-_CHAIN = re.compile(r"::[^/]*://")
 
 
 def _check_no_secrets(names, is_input=False):
     """Check that URLs hold no secrets.  names may be a nested list.
 
     Raises ValueError for a URL with a password.  Unless the URL is an input, this error is also
-    raised for a query, which may be a signature, and for a chain of fsspec: a cache in the chain
-    would hide changes of the object.  No message repeats the URL.
+    raised for a query, which may be a signature, and for a chain of fsspec, in which a cache would
+    hide changes of the object.  No message repeats the URL.
     """
     if isinstance(names, (str, bytes, os.PathLike)):
         url = os.fsdecode(names)
-        if _PASSWORD.search(url) or (not is_input and _QUERY.search(url)):
+        if _PASSWORD.search(url) or (not is_input and re.search(r"://.*\?", url)):
             raise ValueError(
-                'a URL may contain a secret (a password, or what follows "?"), and URLs appear in '
-                "messages and saved files; pass secrets through fsspec's configuration, for "
-                "example FSSPEC_S3_KEY and FSSPEC_S3_SECRET in the environment"
+                'a URL may contain a secret (a password, or what follows "?"); pass secrets to '
+                "fsspec in the environment, as FSSPEC_S3_KEY and FSSPEC_S3_SECRET, for example"
             )
-        if not is_input and _CHAIN.search(url):
-            raise ValueError(
-                'the URL of a pair is a chain ("::"), which is accepted only for inputs; pass the '
-                "URL of the object itself"
-            )
+        if not is_input and re.search(r"::[^/]*://", url):
+            raise ValueError('the URL of a pair is a chain ("::"); pass the URL of the object')
     elif isinstance(names, collections.abc.Sequence):
         for name in names:
             _check_no_secrets(name, is_input)
@@ -8324,8 +8218,7 @@ class _Rows:
         vars(self).update(state)
         was = self._fingerprint
         self._open()
-        if self._fingerprint != was:
-            raise _replaced_error(self.path, was, self._fingerprint)
+        _check_equal(was, self._fingerprint, f"{self.path} {_REPLACED}")  # section 15
 
     def fingerprint(self):
         """Return the size of the file and a CRC-32 of its first and last 4,096 bytes."""
