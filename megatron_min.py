@@ -364,16 +364,15 @@ class IndexedDataset(torch.utils.data.Dataset):
         return len(self.sequence_lengths)
 
     def __repr__(self) -> str:
-        with contextlib.suppress(Exception):  # an object that is half made has the plain repr()
-            size = f"sequences={len(self)}, tokens={self.num_tokens}"
-            dtype = np.dtype(self.dtype).name
-            return f"{type(self).__name__}({self.path_prefix!r}, {size}, dtype={dtype})"
-        return super().__repr__()
+        size = f"sequences={len(self)}, tokens={self.num_tokens}"
+        dtype = np.dtype(self.dtype).name
+        return f"{type(self).__name__}({self.path_prefix!r}, {size}, dtype={dtype})"
 
     def __getitem__(self, idx: int | slice) -> typing.Any:
         if not isinstance(idx, slice):
             return self.get(idx)
-        _check_slice(idx)
+        if idx.step not in (None, 1):
+            raise ValueError(f"a slice of a dataset must have step 1, got step {idx.step}")
         sequences = self.get_many((i, 0, None) for i in range(len(self))[idx])
         if self.multimodal:
             return sequences, self.sequence_modes[idx]
@@ -839,7 +838,8 @@ def convert_split_vector_to_split_matrix(
     >>> convert_split_vector_to_split_matrix([0.75, 0.25, 0.0])
     [(0, 0.75), (0.75, 1.0), None]
     """
-    _check_is_none(vector_b, "vector_b")
+    if vector_b is not None:
+        raise ValueError(f"vector_b is not supported: expected None, got {vector_b!r:.60}")
     matrix = []
     begin = 0
     for share in vector_a:
@@ -1497,11 +1497,9 @@ class MegatronDataset(abc.ABC, _Identified):
         """Return sample idx.  For None, return the padding sample, whose loss does not count."""
 
     def __repr__(self) -> str:
-        with contextlib.suppress(Exception):  # an object that is half made has the plain repr()
-            what = f"{type(self).__name__}({self.dataset_path!r}, {self.index_split.name}"
-            size = f"samples={len(self)}, sequence_length={self.config.sequence_length}"
-            return f"{what}, {size}{_label_of_epochs(self)})"
-        return super().__repr__()
+        what = f"{type(self).__name__}({self.dataset_path!r}, {self.index_split.name}"
+        size = f"samples={len(self)}, sequence_length={self.config.sequence_length}"
+        return f"{what}, {size}{_label_of_epochs(self)})"
 
     @functools.cached_property
     def indices(self) -> np.ndarray:
@@ -1992,13 +1990,6 @@ def _fill_blend(dataset_index, dataset_sample_index, shares, limits, size):
         taken[d] = k + 1 if k + 1 < limits[d] else np.inf
 
 
-def _as_counts(sizes):
-    """Return numbers of samples as an int64 array.  Raises ValueError if one is not whole."""
-    counts = np.array(sizes, np.int64)
-    _check_whole(sizes, counts)
-    return counts
-
-
 def build_phase_indices(
     dataset_index: np.ndarray,
     dataset_sample_index: np.ndarray,
@@ -2137,11 +2128,10 @@ class BlendedDataset(_Identified):
     def _set_shares(self, weights, size, phases):
         """Set size, weights and phases as in the table above, and drop datasets of weight 0."""
         names = [_label_of_dataset(dataset) for dataset in self.datasets]
-        _check_same_split(self.datasets)
+        _check_shares(self.datasets, weights, size, phases)
         self.phases = None
         self.size = None
         if phases is not None:
-            _check_only_phases(weights, size)
             phases = _as_phases(phases, names)
             self.size = sum(samples for samples, _ in phases)
             _, self.weights = phases[0]
@@ -2162,15 +2152,13 @@ class BlendedDataset(_Identified):
 
     def __repr__(self) -> str:
         """Describe the blend, and on a line each its first 20 datasets."""
-        with contextlib.suppress(Exception):  # an object that is half made has the plain repr()
-            lines = [f"{type(self).__name__}({self.split.name}, samples={len(self)})"]
-            for d, dataset in enumerate(self.datasets[:20]):
-                size = f"samples={self.samples_taken()[d]}{_label_of_epochs(dataset)}"
-                lines.append(f"  {d}: {_label_of_dataset(dataset)}, {size}")
-            if len(self.datasets) > 20:
-                lines.append(f"  and {len(self.datasets) - 20} more")
-            return "\n".join(lines)
-        return super().__repr__()
+        lines = [f"{type(self).__name__}({self.split.name}, samples={len(self)})"]
+        for d, dataset in enumerate(self.datasets[:20]):
+            size = f"samples={self.samples_taken()[d]}{_label_of_epochs(dataset)}"
+            lines.append(f"  {d}: {_label_of_dataset(dataset)}, {size}")
+        if len(self.datasets) > 20:
+            lines.append(f"  and {len(self.datasets) - 20} more")
+        return "\n".join(lines)
 
     # ---- the two index arrays, cached as in GPTDataset
 
@@ -4459,58 +4447,44 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 # ==============================================================================
 # Question: what is checked, when, and which error is raised?
 #
-#   input                   what may be wrong                      when it is checked    result
+#   input                  what may be wrong                            when it is checked  result
 #
-#   a pair                  a file is missing                      it is opened          (b)
-#                           the header, the size or the last       it is opened          (a)
-#                           entries; a file changes meanwhile
-#                           a length is negative; a sequence is    verify(), check=True, (a)
-#                           not where the one before it ends;      before index arrays
-#                           document_indices decrease              are built
-#                           a sequence is not in the .bin          each access           (a)
-#   a position              it is not in the sequence or dataset   each access           IndexError
-#   ids, lengths, modes     they do not fit, or do not add up      before they are       (c)
-#                                                                  written
-#   a text, its ids         the type                               they are tokenized    ValueError
+#   a pair                 a file is missing                            opening             (b)
+#                          header, size, last entries; a file changes   opening             (a)
+#                          any entry of the .idx                        verify()            (a)
+#                          a sequence is not in the .bin                each access         (a)
+#   a position             it is not in the sequence or dataset         each access         (c)
+#   ids, lengths, modes    they do not fit, or do not add up            before writing      (d)
+#   a text, its ids        the type                                     tokenizing          (e)
 #
-#   a config, a blend       a field is out of range; fields        it is made            ValueError
-#                           contradict each other; the weights
-#                           or phases
-#   sizes                   one is negative or a fraction, or is   the builder is made   ValueError
-#                           more than the phases have
-#   corpora                 one has too many sequences; their      build()               ValueError
-#                           tokenizers differ
-#                           they have too few tokens or samples    build()               a warning
-#   data of the ranks       they differ                            end of build()        ValueError
+#   a config, a blend      range of a field or weight; contradictions   when it is made     (e)
+#   sizes                  negative, fraction, more than the phases     builder is made     (e)
+#   corpora                too many sequences; tokenizers differ        build()             (e)
+#                          too few tokens or samples                    build()             warning
+#   data of the ranks      they differ                                  end of build()      (e)
 #
-#   arguments of the loops  dtype, shape or range                  each call             (c)
-#   in sections 4 and 6
-#   corpus of a dataset     eods are needed, and it has none       before index arrays   a warning
-#                                                                  are built
-#   index arrays            they do not match the corpus           each access           IndexError
+#   loops (sections 4, 6)  dtype, shape or range of an argument         each call           (d)
+#   corpus of a dataset    its entries, as by verify()                  arrays are built    (a)
+#                          eods are needed, and it has none             arrays are built    warning
+#   index arrays           they do not match the corpus                 each access         (c)
 #
-#   a sampler               a size is below 1; it cannot start     it is made, or a      ValueError
-#                           at this sample                         state is loaded
-#   sizes of the axes       their product does not divide the      ParallelGroups is     ValueError
-#                           number of ranks                        made
-#   a batch                 the shapes; packed differs from the    it is read            ValueError
-#                           argument; a mask would be left out
-#   rows and documents      their lengths cannot be cut for the    they are cut          ValueError
-#                           ranks
-#   a loader                the rank is missing, in a job of       it is made            ValueError
-#                           several processes
-#                           it has no batch                        it is made            a warning
-#   a state                 its history differs                    it is loaded          ValueError
-#   an iterator             a newer one has begun                  the next batch        (d)
-#   a gradient              its bucket was already sent            it arrives            (d)
-#   a parameter             it was replaced, frozen or unfrozen    each step             ValueError
-#   a loss                  it is a sum, and torch averages the    each step             ValueError
-#                           gradients
-#   a ramp-up               it does not lead to the batch size     it is made            ValueError
+#   a sampler              a size below 1; a start that is impossible   made, state loaded  (e)
+#   sizes of the axes      product does not divide the number of ranks  groups are made     (e)
+#   a batch                shapes; wrong packed; a mask left out        when it is read     (e)
+#   rows, documents        lengths that cannot be cut for the ranks     when they are cut   (e)
+#   a loader               no rank, in a job of several processes       when it is made     (e)
+#                          it has no batch                              when it is made     warning
+#   a state                its history differs                          when it is loaded   (e)
+#   an iterator            a newer one has begun                        next batch          (f)
+#   a gradient             its bucket was already sent                  when it arrives     (f)
+#   a parameter            it was replaced, frozen or unfrozen          each step           (e)
+#   a loss                 a sum, though torch averages the gradients   each step           (e)
+#   a ramp-up              it does not lead to the batch size           when it is made     (e)
 #
 #   (a) DatasetFormatError, a ValueError: the message names the file and the field, the value that
 #       was expected and the value that was found
-#   (b) FileNotFoundError   (c) TypeError, ValueError or IndexError   (d) RuntimeError
+#   (b) FileNotFoundError   (c) IndexError   (d) TypeError, ValueError or IndexError
+#   (e) ValueError          (f) RuntimeError
 #
 # Object storage and the tools of part IV are not in this table.  Sections 16 and 19 to 23 have
 # their own checks.
@@ -4523,17 +4497,14 @@ class DatasetFormatError(ValueError):
 # -- How errors and warnings are made --------------------------------------------------------------
 
 
-def _bad_format(path, field, expected, found):
-    """Return the error for a file in which a field does not have the expected value."""
-    return DatasetFormatError(f"{path}: {field}: expected {expected}, got {found}")
+def _check_field(path, field, is_right, expected, found):
+    """Raise DatasetFormatError unless is_right: a field of a file has the expected value."""
+    if not is_right:
+        raise DatasetFormatError(f"{path}: {field}: expected {expected}, got {found}")
 
 
 def _message_of(error):
-    """Return the message of an error on one line.
-
-    The name of the error's class is in front if the message is empty, and for all classes except
-    ValueError, IndexError, OSError, ImportError, warnings and their subclasses.
-    """
+    """Return the message of an error on one line.  Most classes are named in front of it."""
     message = " ".join(str(error).split())
     if isinstance(error, (ValueError, IndexError, OSError, ImportError, Warning)) and message:
         return message
@@ -4542,10 +4513,7 @@ def _message_of(error):
 
 @contextlib.contextmanager
 def _naming_place(place):
-    """Put a place in front of the message of a ValueError or TypeError: "place: message".
-
-    A ValueError is raised for both.
-    """
+    """Turn a ValueError or TypeError into ValueError("place: message")."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -4554,36 +4522,23 @@ def _naming_place(place):
 
 @contextlib.contextmanager
 def _naming_action(name, action, kind=ValueError):
-    """Say in the message of an error which action failed on which object.
+    """Say in an error which action, such as "cannot be written", failed on the object name.
 
-    name     what messages call the object, such as its path
-    action   what failed, such as "cannot be written"
-    kind     the class of the new error, unless the error is an OSError
-
-    _raise_of_action() has the details.
+    An OSError stays an OSError, and keeps its errno if it has one.  MemoryError and exceptions such
+    as KeyboardInterrupt are raised unchanged, because the action is not their cause.  Any other
+    error becomes kind("name: action: message").
     """
     try:
         yield
+    except MemoryError:
+        raise
     except Exception as error:
-        _raise_of_action(error, name, action, kind)
-
-
-def _raise_of_action(error, name, action, kind=ValueError):
-    """Raise an error again, with a message that says which action failed on which object.
-
-    The arguments are the same as in _naming_action().  An OSError stays an OSError, and keeps
-    its errno if it has one.  MemoryError and exceptions such as KeyboardInterrupt are raised
-    unchanged, because the action is not their cause.  Any other error becomes
-    kind("name: action: message").
-    """
-    if isinstance(error, MemoryError) or not isinstance(error, Exception):
-        raise error
-    if isinstance(error, OSError):
-        kind = OSError
-        if error.errno is not None:
-            reason = f"{action}: {error.strerror}"
-            raise OSError(error.errno, reason, os.fsdecode(name)) from error
-    raise kind(f"{name}: {action}: {_message_of(error)}") from error
+        if isinstance(error, OSError):
+            kind = OSError
+            if error.errno is not None:
+                reason = f"{action}: {error.strerror}"
+                raise OSError(error.errno, reason, os.fsdecode(name)) from error
+        raise kind(f"{name}: {action}: {_message_of(error)}") from error
 
 
 def _warn(message):
@@ -4616,10 +4571,7 @@ def _as_index(idx, n, name):
 
 
 def _as_whole(value, name, least=0, most=math.inf):
-    """Return a whole number of any integer type as an int.
-
-    Raises ValueError for any other type, and for a number outside least .. most.
-    """
+    """Return an integer of any type as an int.  Raises ValueError unless it is in least .. most."""
     with contextlib.suppress(TypeError):
         number = operator.index(value)
         if least <= number <= most:
@@ -4635,15 +4587,23 @@ def _as_size(size, name):
     return None if size is None else _as_whole(size, name)
 
 
+def _as_counts(sizes):
+    """Return numbers of samples as an int64 array.  Raises ValueError if one is not whole."""
+    counts = np.array(sizes, np.int64)
+    if not np.array_equal(counts, sizes):
+        raise ValueError(f"numbers of samples must be whole numbers, got {sizes}")
+    return counts
+
+
 # -- Files (sections 1 and 2) ----------------------------------------------------------------------
 
 
 def _stamp_of_pair_file(path):
     """Return the stamp of the .bin or the .idx of a pair (section 15).
 
-    Raises FileNotFoundError if the file is missing.  If the folder holds pairs whose names begin
-    with the given prefix, the message names the first five of them: for the output_prefix "wiki",
-    preprocess() writes the pair "wiki_text_document".
+    Raises FileNotFoundError if the file is missing.  The message names the first five pairs in the
+    folder whose names begin with the prefix: for the output_prefix "wiki", preprocess() writes the
+    pair "wiki_text_document".
     """
     try:
         return _file_stamp(path)
@@ -4663,17 +4623,8 @@ def _without_ending(path):
     return re.sub(r"\.(idx|bin)\Z", "", path)
 
 
-def _check_slice(idx):
-    """Check that a slice of a dataset has step 1.  Raises ValueError if it has a different step."""
-    if idx.step not in (None, 1):
-        raise ValueError(f"a slice of a dataset must have step 1, got step {idx.step}")
-
-
 def _check_unchanged(path, stamp, done):
-    """Check that a file still has this stamp after it was "opened" or "copied" (done).
-
-    Raises DatasetFormatError if its stamp is different now.
-    """
+    """Raise DatasetFormatError unless a file still has its stamp after it was "opened" (done)."""
     if _file_stamp(path) != stamp:
         advice = "open the pair again when no job writes to it"
         raise DatasetFormatError(f"{path}: the file changed while it was {done}; {advice}")
@@ -4686,52 +4637,38 @@ def _parse_idx_header(path, content, multimodal):
     if the file does not have the size that follows from it.
     """
     size = len(content)
-    if size < _HEADER.size:
-        raise _bad_format(path, "file size", f"at least {_HEADER.size} bytes", size)
+    _check_field(path, "file size", size >= _HEADER.size, f"at least {_HEADER.size} bytes", size)
     magic, version, code, n, m = _HEADER.unpack_from(content)
-    for field, is_right, expected, found in (
-        ("magic (first 9 bytes)", magic == _MAGIC, _MAGIC, magic),
-        ("version", version == _VERSION, _VERSION, version),
-        ("dtype code", 1 <= code <= 8, "1 to 8", code),
-        ("length of document_indices", m >= 1, "at least 1", m),
-    ):
-        if not is_right:
-            raise _bad_format(path, field, expected, found)
+    _check_field(path, "magic (first 9 bytes)", magic == _MAGIC, _MAGIC, magic)
+    _check_field(path, "version", version == _VERSION, _VERSION, version)
+    _check_field(path, "dtype code", 1 <= code <= 8, "1 to 8", code)
+    _check_field(path, "length of document_indices", m >= 1, "at least 1", m)
     end = 34 + 12 * n + 8 * m
     sizes = [end + n] if multimodal else [end, end + n]
-    if size not in sizes:
-        expected = f"{sizes[0]} bytes ({end + n} with modes)"
-        raise _bad_format(path, "file size", expected, size)
+    expected = f"{sizes[0]} bytes ({end + n} with modes)"
+    _check_field(path, "file size", size in sizes, expected, size)
     return code, n, m
 
 
 def _check_ends_of_pair(pair, bin_size):
-    """Check that the documents include all sequences, and the last sequence ends with the .bin.
-
-    Raises DatasetFormatError if they do not.
-    """
+    """Raise DatasetFormatError if an end of document_indices or the end of the .bin is wrong."""
     n = len(pair)
-    ends = pair.document_indices[[0, -1]].tolist()
-    if ends != [0, n]:
-        raise _bad_format(pair._idx_path, "both ends of document_indices", [0, n], ends)
-    end = 0
-    if n:
-        end = int(pair.sequence_pointers[-1]) + int(pair.sequence_lengths[-1]) * pair._token_bytes
-    if end % pair._token_bytes:
-        expected = f"a multiple of {pair._token_bytes}"
-        raise _bad_format(pair._idx_path, "end of the last sequence, in bytes", expected, end)
-    if bin_size != end:
-        expected = f"{end} bytes of {pair.dtype.__name__} tokens, as the .idx says"
-        raise _bad_format(pair._bin_path, "file size", expected, bin_size)
+    item = pair._token_bytes
+    both = pair.document_indices[[0, -1]].tolist()
+    _check_field(pair._idx_path, "both ends of document_indices", both == [0, n], [0, n], both)
+    end = int(pair.sequence_pointers[-1]) + int(pair.sequence_lengths[-1]) * item if n else 0
+    field = "end of the last sequence, in bytes"
+    _check_field(pair._idx_path, field, end % item == 0, f"a multiple of {item}", end)
+    expected = f"{end} bytes of {pair.dtype.__name__} tokens, as the .idx says"
+    _check_field(pair._bin_path, "file size", bin_size == end, expected, bin_size)
 
 
 def _check_entries_of_idx(pair):
     """Check each entry of the .idx, as IndexedDataset.verify() says.
 
     The arrays are checked in chunks that fit the CPU's cache: whole arrays would take four times as
-    long, and 32 GB for a billion sequences.  Each chunk is copied, because its items are unaligned
-    in the file, and unaligned reads are slow.  A user may have set the attributes of the pair, so
-    the arrays of the file are checked instead.
+    long, and 32 GB for a billion sequences.  Each chunk is copied, because unaligned reads are
+    slow.  A user may have set the attributes of the pair, so the arrays of the file are checked.
     """
     chunk = 1 << 15
     in_file = pair._arrays_in_files
@@ -4745,38 +4682,33 @@ def _check_entries_of_idx(pair):
         end = ends[-1]
         documents = all_documents[low : low + chunk + 1].copy()  # and the first of the next chunk
         decreases = documents[1:] < documents[:-1]
-        is_elsewhere = pointers != ends[:-1]
         for name, first, is_wrong, expected in (
             ("sequence_lengths", low, num_bytes < 0, "at least 0"),
-            ("sequence_pointers", low, is_elsewhere, "the end of the sequence before it"),
+            ("sequence_pointers", low, pointers != ends[:-1], "the end of the sequence before it"),
             ("document_indices", low + 1, decreases, "at least the entry before it"),
         ):
             if is_wrong.any():
                 at = first + is_wrong.argmax()
-                raise _bad_format(pair._idx_path, f"{name}[{at}]", expected, in_file[name][at])
+                _check_field(pair._idx_path, f"{name}[{at}]", False, expected, in_file[name][at])
 
 
 def _check_span(pair, i, pointer, size, offset, length):
     """Check that sequence i is in the .bin, and that tokens offset .. offset + length are in it.
 
-    Raises DatasetFormatError if the sequence leads out of the .bin, which happens only with an .idx
-    that was not verified.  Raises IndexError if the tokens are not all in the sequence.
+    Raises DatasetFormatError, only with an .idx that was not verified, or IndexError.
     """
     token_bytes = pair._token_bytes
     end = pointer + size * token_bytes
     if pointer % token_bytes or not 0 <= pointer <= end <= pair.num_tokens * token_bytes:
         found = f"{size} tokens at byte {pointer}"
-        raise _bad_format(pair._idx_path, f"sequence {i}", "whole tokens inside the .bin", found)
+        _check_field(pair._idx_path, f"sequence {i}", False, "whole tokens inside the .bin", found)
     if not 0 <= offset <= offset + length <= size:
         expected = f"expected a part of sequence {i}, which has {size} tokens"
         raise IndexError(f"{pair.path_prefix}: {expected}, got {offset} to {offset + length}")
 
 
 def _as_lengths_and_modes(builder, content, lengths, modes):
-    """Return lengths and modes as arrays of the .idx.
-
-    Raises ValueError if they do not fit the tokens in content, or the dtypes of the .idx.
-    """
+    """Return lengths and modes as arrays.  Raises ValueError unless they fit content and .idx."""
     path = builder._bin.path
     try:
         lengths = array.array("i", iter(lengths))  # array("i", bytes) would copy their memory
@@ -4796,42 +4728,32 @@ def _as_lengths_and_modes(builder, content, lengths, modes):
 
 
 def _check_appended(builder, other):
-    """Check that a builder can append a pair.
-
-    Raises ValueError if the pair is the builder's own, if it has a different dtype, or if its modes
-    would be lost.
-    """
+    """Raise ValueError if a pair cannot be appended, as add_index() of the builder says."""
     source = get_bin_path(other.path_prefix)
-    target = builder._bin.path
-    if os.path.realpath(source) == os.path.realpath(target):
+    if os.path.realpath(source) == os.path.realpath(builder._bin.path):
         raise ValueError(f"{source} is both input and output; choose a different output prefix")
     if other.dtype != builder.dtype:
-        dtypes = f"{other.dtype.__name__} tokens, and {target} {builder.dtype.__name__}"
-        raise ValueError(f"{source} holds {dtypes}; only pairs of one dtype can be merged")
+        found = f"got {other.dtype.__name__}; only pairs of one dtype can be merged"
+        raise ValueError(f"{source}: expected {builder.dtype.__name__} tokens, {found}")
     if other.has_modes and not builder.multimodal:
         raise ValueError(f"{source} has modes; keep them with multimodal=True (--multimodal)")
 
 
 def _check_finished(builder):
-    """Check that a builder can write its .idx.
-
-    Raises ValueError if a sequence was added after the last end_document(), or if the builder is
-    closed: its pair has its names, or a write failed.
-    """
+    """Raise ValueError if a builder is closed, or has sequences that are in no document yet."""
     path = builder._bin.path
     if not builder._bin.is_open:
         raise ValueError(f"{path}: the builder is closed: it is finalized, or a write failed")
     last_end = builder.document_indices[-1]
     if last_end != len(builder.sequence_lengths):
-        advice = "call end_document() before finalize()"
-        raise ValueError(f"{path}: the sequences from {last_end} on are in no document; {advice}")
+        raise ValueError(f"{path}: call end_document(): sequence {last_end} is in no document yet")
 
 
 def _as_tokens(ids, dtype, values):
     """Return the ids as an array of an integer dtype.
 
-    values are the ids as the user gave them, for the message.  Raises ValueError if an id is not an
-    integer, or would become a different number.
+    Raises ValueError if an id is not an integer, or would become a different number.  values are
+    the ids as the user gave them, for the message.
     """
     if len(ids) and ids.dtype.kind not in "biu":  # bool, signed, unsigned
         raise ValueError(f"token ids must be integers of at most 64 bits, got {values!s:.60}")
@@ -4844,10 +4766,7 @@ def _as_tokens(ids, dtype, values):
 
 
 def _as_sentences(text):
-    """Return the sentences of a document: a str is one sentence, and a list of str has several.
-
-    Raises ValueError for anything else.
-    """
+    """Return a list of str as it is, and a str in a list.  Raises ValueError for anything else."""
     sentences = [text] if isinstance(text, str) else text
     if not isinstance(sentences, list) or not all(isinstance(each, str) for each in sentences):
         raise ValueError(f"expected a text, or a list of sentences, got {text!r:.60}")
@@ -4855,10 +4774,7 @@ def _as_sentences(text):
 
 
 def _as_ids(tokenizer, values):
-    """Return the values that tokenize() has returned as an array.
-
-    Raises ValueError unless they are a list, array or tensor of integers.
-    """
+    """Return the result of tokenize() as an array.  Raises ValueError unless it lists integers."""
     ids = np.asarray(values)
     if ids.ndim != 1 or (len(ids) > 0 and ids.dtype.kind not in "iu"):
         name = type(tokenizer).__name__
@@ -4870,10 +4786,7 @@ def _as_ids(tokenizer, values):
 
 
 def _check_weights(weights, names):
-    """Check that there is a finite number >= 0 for each of these names, and not only 0.
-
-    Raises ValueError otherwise.
-    """
+    """Raise ValueError unless each name has a finite weight >= 0, and the sum is finite and > 0."""
     weights = np.array(weights).tolist()  # a single number stays a number
     if not isinstance(weights, list) or len(weights) != len(names):
         raise ValueError(f"weights: expected a list of length {len(names)}, got {weights!r}")
@@ -4884,17 +4797,8 @@ def _check_weights(weights, names):
         raise ValueError(f"weights: expected a finite sum above 0, got {weights}")
 
 
-def _check_is_none(value, name):
-    """Check that an argument that upstream accepts is None.  Raises ValueError if it is not."""
-    if value is not None:
-        raise ValueError(f"{name} is not supported: expected None, got {value!r:.60}")
-
-
 def _check_config(config):
-    """Check the fields that name the data.
-
-    Raises ValueError for a wrong field, and for fields that contradict each other.
-    """
+    """Raise ValueError if a field that names the data is wrong, or if two contradict each other."""
     _check_no_secrets([config.blend, config.blend_per_split])
     blends = [config.blend]
     if config.blend_per_split is not None:
@@ -4917,7 +4821,7 @@ def _check_config(config):
 
 
 def _check_blend(blend):
-    """Check that a blend is (prefixes, weights or None).  Raises ValueError if it is not.
+    """Raise ValueError unless a blend is (prefixes, weights or None).
 
     Messages name only the type of a wrong value, because it could hold a URL with a password.
     """
@@ -4940,11 +4844,7 @@ def _check_has_prefix(dataset_path):
 
 
 def _check_config_of_samples(config):
-    """Check the fields of a GPTDatasetConfig that say what a sample looks like.
-
-    Raises ValueError for a tokenizer that lacks an attribute, and for fields that contradict each
-    other.
-    """
+    """Raise ValueError if fields exclude each other, or if the tokenizer lacks what they need."""
     names = ["unique_identifiers"]
     if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
         names.append("eod")
@@ -4957,10 +4857,7 @@ def _check_config_of_samples(config):
 
 
 def _check_phases(phases, names):
-    """Check that phases are [(samples, weights), ...], with weights for these names.
-
-    Raises ValueError if they are not, or if a phase has no sample.
-    """
+    """Raise ValueError unless phases are [(samples, weights), ...] with weights for these names."""
     if not isinstance(phases, collections.abc.Sequence) or len(phases) == 0:
         raise ValueError(f"phases: expected [(samples, weights), ...], got {phases!r:.60}")
     for number, phase in enumerate(phases):
@@ -4972,49 +4869,32 @@ def _check_phases(phases, names):
 
 
 class _BlendTooLarge(ValueError):
-    """A blend takes more samples than a dataset has.
-
-    The attribute needed, {dataset: samples that the blend takes of it}, has each dataset that is
-    too small.  The builder makes these datasets that large.
-    """
+    """Datasets are too small for a blend.  The attribute needed is {dataset: samples to take}."""
 
 
 def _check_taken(blend):
-    """Check that each dataset has as many samples as a blend takes of it.
-
-    Raises _BlendTooLarge if one has fewer.
-    """
-    needed = {}
-    facts = []
-    for count, dataset in zip(blend.samples_taken().tolist(), blend.datasets, strict=True):
-        if count > len(dataset):
-            needed[dataset] = count
-            has = f"{_label_of_dataset(dataset)}, which has {len(dataset):,}"
-            facts.append(f"the blend takes {count:,} samples of {has}")
+    """Raise _BlendTooLarge unless each dataset has as many samples as a blend takes of it."""
+    taken = zip(blend.datasets, blend.samples_taken().tolist(), strict=True)
+    needed = {part: count for part, count in taken if count > len(part)}
     if needed:
-        error = _BlendTooLarge(f"{'; '.join(facts)}; use larger datasets, or lower these weights")
+        part, count = next(iter(needed.items()))
+        taken = f"{count:,} samples of {_label_of_dataset(part)}, which has {len(part):,}"
+        error = _BlendTooLarge(f"the blend takes {taken}; use larger datasets, or other weights")
         error.needed = needed
         raise error
 
 
 def _check_sizes(config, sizes):
-    """Check that the phases have as many samples as are requested of train.
-
-    Raises ValueError if they have fewer.
-    """
+    """Raise ValueError if more samples are requested of train than the phases have."""
     train, _, _ = sizes
     if config.blend_phases is not None and train is not None:
         total = sum(operator.index(samples) for samples, _ in config.blend_phases)
         if train > total:
-            limit = f"blend_phases has {total} samples, but {train} are requested from train"
-            raise ValueError(f"{limit}; add a phase, or samples to the last one")
+            raise ValueError(f"blend_phases has {total} samples, train needs {train}; add a phase")
 
 
 def _check_size_of_sets(config, prefixes, size):
-    """Check that several validation sets with full_validation have no size.
-
-    Raises ValueError if they have one.
-    """
+    """Raise ValueError if several validation sets with full_validation have a size."""
     if config.full_validation and len(prefixes) > 1 and size is not None:
         raise ValueError(f"with full_validation, the size of valid must be None, got {size}")
 
@@ -5029,7 +4909,7 @@ def _check_enough_samples(split, total, size):
 
 
 def _check_has_size(split, size):
-    """Check that a blend with weights has a size.  Raises ValueError if it is None."""
+    """Raise ValueError if a blend with weights has the size None."""
     if size is None:
         advice = "give a number, or leave out the weights to read each corpus once"
         raise ValueError(f"{split.name}: the size of a blend with weights is None; {advice}")
@@ -5038,32 +4918,28 @@ def _check_has_size(split, size):
 def _check_parts_have_samples(split, size, parts):
     """Warn if corpora of a split are shorter than a sample, or if no corpus has a sample.
 
-    parts are the datasets of the corpora.  A corpus without tokens in this split does not count as
-    short, because it is empty.
+    parts are the datasets of the corpora.  A corpus without tokens in this split is not short.
     """
-    short = []  # (corpus, its tokens, tokens of a sample)
+    short = []
     for part in parts:
         if isinstance(part, GPTDataset) and len(part) == 0 and part.num_samples is None:
             tokens = int(part.dataset.sequence_lengths[part.indices].sum(dtype=np.int64))
             needed = part._x + (1 if part._keeps_short else part.config.sequence_length)
             if 0 < tokens < needed:
-                short.append((part, tokens, needed))
+                has = f"{_label_of_dataset(part)} has {tokens}"
+                short.append(f"a sample needs {needed} tokens, and {has}")
     if short:
-        part, tokens, needed = short[0]
-        reason = f"a sample needs {needed} tokens, and {_label_of_dataset(part)} has {tokens}"
-        _warn(
-            f"{split.name}: {len(short)} of {len(parts)} corpora give no sample, because {reason}; "
-            "give it more documents or a larger share of the split, or reduce sequence_length"
-        )
+        advice = "give it more documents or a larger share of the split, or reduce sequence_length"
+        number = f"{len(short)} of {len(parts)} corpora"
+        _warn(f"{split.name}: {number} give no sample, because {short[0]}; {advice}")
     elif not any(len(part) for part in parts):
         _check_enough_samples(split, 0, size)
 
 
 def _check_corpora(opened, cls, tokenizer):
-    """Check the opened corpora, {prefix: corpus}, before datasets are built of them.
+    """Raise ValueError if a corpus has too many sequences, or if the tokenizers of corpora differ.
 
-    Raises ValueError if a corpus has too many sequences, or if the corpora were made with different
-    tokenizers.  Warns if this is not the tokenizer of the config.
+    opened is {prefix: corpus}.  Warns if the tokenizer of the config is a different one.
     """
     for prefix, corpus in opened.items():
         n = cls.numel_low_level_dataset(corpus)
@@ -5073,11 +4949,11 @@ def _check_corpora(opened, cls, tokenizer):
 
 
 def _check_same_builds(datasets):
-    """Check that all ranks have built the same samples.
+    """Raise ValueError on every rank unless all ranks have built the same samples.
 
-    datasets are the datasets of this rank, or None if it has built nothing.  If a rank differs from
-    rank 0, every rank raises ValueError, which names the ranks and the first difference.  If the
-    ranks agree, a single all_reduce is sent.
+    datasets are the datasets of this rank, or None if it has built nothing.  The message names the
+    ranks that differ from rank 0, and the first difference.  If the ranks agree, a single
+    all_reduce is sent.
     """
     text = _on_every_rank(functools.partial(_provenance_of_build, datasets))
     ends = torch.full((2,), 2**63 - 1, device=_device_of_group())
@@ -5101,10 +4977,7 @@ def _check_same_builds(datasets):
 
 
 def _provenance_of_build(datasets):
-    """Return a JSON text of what decides the samples of all datasets (section 10).
-
-    Return None if datasets is None.
-    """
+    """Return what decides the samples of all datasets (section 10), as JSON.  None stays None."""
     if datasets is None:
         return None
     provenance = {}
@@ -5121,10 +4994,7 @@ def _provenance_of_build(datasets):
 
 
 def _check_array(values, name, dtype):
-    """Check that values is a 1-D array of this dtype.
-
-    Raises TypeError for no array or a different dtype, and ValueError if the array is not 1-D.
-    """
+    """Raise TypeError unless values is an array of this dtype, and ValueError unless it is 1-D."""
     if not isinstance(values, np.ndarray) or values.dtype != dtype:
         kind = getattr(values, "dtype", type(values).__name__)
         raise TypeError(f"{name} must be an array of {np.dtype(dtype)}, got {kind}")
@@ -5133,14 +5003,14 @@ def _check_array(values, name, dtype):
 
 
 def _check_has_tokens(tokens_per_epoch, num_samples):
-    """Check that the requested samples can have tokens.  Raises ValueError if an epoch has none."""
+    """Raise ValueError if samples are requested, but an epoch has no tokens."""
     if tokens_per_epoch == 0:
         advice = "choose a larger share of the split or a larger corpus, or request no samples"
         raise ValueError(f"num_samples is {num_samples}, but there are no tokens; {advice}")
 
 
 def _check_document_index(document_index, sizes):
-    """Check that each document is a sequence with a size.  Raises IndexError if one is not."""
+    """Raise IndexError unless each document is the number of a sequence that has a size."""
     wrong = np.flatnonzero((document_index < 0) | (document_index >= len(sizes)))
     if len(wrong):
         d = wrong[0]
@@ -5149,10 +5019,7 @@ def _check_document_index(document_index, sizes):
 
 
 def _check_lengths(lengths, num_tokens):
-    """Check that documents of these lengths have num_tokens tokens.
-
-    Raises ValueError if they have fewer, or if a length is negative.
-    """
+    """Raise ValueError if a length is negative, or if the sum is below num_tokens."""
     if lengths.min(initial=0) < 0:
         d = lengths.argmin()
         raise ValueError(f"sizes: document {d} of the stream has the negative length {lengths[d]}")
@@ -5161,37 +5028,23 @@ def _check_lengths(lengths, num_tokens):
         raise ValueError(f"the samples need {num_tokens} tokens, but the documents have {total}")
 
 
-def _check_whole(sizes, counts):
-    """Check that counts are equal to sizes.  Raises ValueError if a size was a fraction."""
-    if not np.array_equal(counts, sizes):
-        raise ValueError(f"numbers of samples must be whole numbers, got {sizes}")
+def _check_shares(datasets, weights, size, phases):
+    """Raise ValueError if a blend has datasets of several splits, or phases and weights or size."""
+    splits = {dataset.index_split.name for dataset in datasets}
+    if len(splits) > 1:
+        raise ValueError(f"the datasets of a blend must be of one split, got {sorted(splits)}")
+    if phases is not None and (weights is not None or size is not None):
+        raise ValueError("with phases, weights and size must be None")
 
 
 def _check_phase_has_weight(samples, weights):
-    """Check that some dataset can give the samples of a phase.  Raises ValueError if none can."""
+    """Raise ValueError if a phase has samples, but no dataset can give them."""
     if samples and not any(weights):
         raise ValueError(f"weights of a phase: expected a sum above 0, got {weights}")
 
 
-def _check_same_split(datasets):
-    """Check that the datasets of a blend are of one split.  Raises ValueError if they are not."""
-    splits = {dataset.index_split.name for dataset in datasets}
-    if len(splits) > 1:
-        raise ValueError(f"the datasets of a blend must be of one split, got {sorted(splits)}")
-
-
-def _check_only_phases(weights, size):
-    """Check that weights and size are None, for a blend of phases.  Raises ValueError if not."""
-    if weights is not None or size is not None:
-        raise ValueError("with phases, weights and size must be None")
-
-
 def _check_blending(dataset_index, dataset_sample_index, shares, num_datasets):
-    """Check what the loops of section 6 are given.
-
-    Raises TypeError for an output of a wrong dtype.  Raises ValueError for an output that is not
-    1-D, and if num_datasets or shares, the weights or sizes, are out of range.
-    """
+    """Check what the loops of section 6 are given; their docstrings name the errors."""
     _check_array(dataset_index, "dataset_index", np.int16)
     _check_array(dataset_sample_index, "dataset_sample_index", np.int64)
     _as_whole(num_datasets, "num_datasets", 1, 2**15 - 2)
@@ -5210,25 +5063,24 @@ def _check_corpus(dataset):
     reader = dataset.dataset
     if isinstance(reader, IndexedDataset):
         reader.verify()
-    lengths = reader.sequence_lengths
     if dataset.eod_token_id is None:
         return
+    lengths = reader.sequence_lengths
     documents = [i for i in dataset.indices[:16].tolist() if lengths[i] > 0]
     last_tokens = [reader.get(i, int(lengths[i]) - 1, 1)[0] for i in documents]
     if last_tokens and dataset.eod_token_id not in last_tokens:
         _warn(
-            f"{_label_of_dataset(dataset)}: none of the first {len(documents)} documents ends in "
-            "the end-of-document token, so reset_position_ids, reset_attention_mask and "
-            "eod_mask_loss find none; preprocess the corpus with append_eod=True (--append-eod)"
+            f"{_label_of_dataset(dataset)}: none of the first {len(documents)} documents ends with "
+            "an eod, so reset_position_ids, reset_attention_mask and eod_mask_loss find none; "
+            "preprocess the corpus with append_eod=True (--append-eod)"
         )
 
 
 def _check_rows_of_sample(dataset, k, j, rows):
-    """Check that rows j and j + 1 of sample_index lead sample k to sequences of the corpus.
+    """Raise IndexError unless rows j and j + 1 of sample_index lead to sequences of the corpus.
 
     Index arrays of different data may lead elsewhere, or to a number below 0, which numpy would
     count from the end.  Whether the offsets are in the sequences is checked when these are read.
-    Raises IndexError.
     """
     sequences = []
     if j >= 0 and len(rows) == 2:
@@ -5236,15 +5088,13 @@ def _check_rows_of_sample(dataset, k, j, rows):
     is_complete = 0 < len(sequences) == rows[1][0] - rows[0][0] + 1
     n = len(dataset.dataset.sequence_lengths)
     if not is_complete or min(*rows[0], *rows[1], *sequences) < 0 or max(sequences) >= n:
-        raise IndexError(
-            f"{_label_of_dataset(dataset)}, sample {k}: the index arrays do not match the corpus "
-            f"(rows {j} and {j + 1} of sample_index are {rows}); delete the cache folder and build "
-            "the dataset again"
-        )
+        reason = f"the index arrays do not match the corpus (sample_index, from row {j}: {rows})"
+        advice = "delete the cache folder and build the dataset again"
+        raise IndexError(f"{_label_of_dataset(dataset)}, sample {k}: {reason}; {advice}")
 
 
 def _check_row_fits(dataset, row):
-    """Check that a sample has at most S + x tokens.  Raises IndexError if it has more."""
+    """Raise IndexError if a sample has more than S + x tokens."""
     most = dataset.config.sequence_length + dataset._x
     if len(row) > most:
         size = f"a sample has {len(row)} tokens, expected at most {most}"
@@ -5256,34 +5106,26 @@ def _check_row_fits(dataset, row):
 
 
 def _check_start(sampler, consumed_samples):
-    """Check the sizes of a sampler, and that it can start at consumed_samples.
+    """Raise ValueError if a size of a sampler is wrong, or if it cannot start at consumed_samples.
 
-    "cyclic" starts after any number of full rounds.  The other samplers start anywhere in the pass,
-    or at its end.  Raises ValueError if the sampler cannot start there, or if "cyclic" has no full
-    round.
+    "cyclic" starts after any number of full rounds, of which it needs at least one.  The other
+    samplers start anywhere in the pass, or at its end.
     """
     total = sampler.total_samples
-    ranks = sampler.data_parallel_size
     is_cyclic = sampler.kind == "cyclic"
-    _as_whole(total, "total_samples", 1)
-    _as_whole(sampler.micro_batch_size, "micro_batch_size", 1)
-    _as_whole(ranks, "data_parallel_size", 1)
-    _as_whole(sampler.data_parallel_rank, "data_parallel_rank", 0, ranks - 1)
+    for name in ("total_samples", "micro_batch_size", "data_parallel_size"):
+        _as_whole(getattr(sampler, name), name, 1)
+    _as_whole(sampler.data_parallel_rank, "data_parallel_rank", 0, sampler.data_parallel_size - 1)
     _as_whole(consumed_samples, "consumed_samples", 0, math.inf if is_cyclic else total)
-    a_round = f"{sampler.samples_per_round} (micro_batch_size * data_parallel_size)"
+    size = f"{sampler.samples_per_round} (micro_batch_size * data_parallel_size)"
     if is_cyclic and total < sampler.samples_per_round:
-        raise ValueError(f"total_samples: expected at least {a_round}, got {total}")
+        raise ValueError(f"total_samples: expected at least {size}, got {total}")
     if is_cyclic and consumed_samples % sampler.samples_per_round:
-        expected = f"a multiple of {a_round}"
-        raise ValueError(f"consumed_samples: expected {expected}, got {consumed_samples}")
+        raise ValueError(f"consumed_samples: expected a multiple of {size}, got {consumed_samples}")
 
 
 def _check_parallel_sizes(world_size, tensor, context, pipeline):
-    """Check that a job of world_size ranks can have these axes.
-
-    Raises ValueError if their product does not divide world_size, or if the ranks of a job do not
-    know of each other.
-    """
+    """Raise ValueError if the axes do not divide the ranks, or the ranks do not know each other."""
     if world_size > 1 and not _is_distributed():
         advice = "call torch.distributed.init_process_group() first, or all ranks read the same"
         raise ValueError(f"WORLD_SIZE is {world_size}; {advice}")
@@ -5293,17 +5135,16 @@ def _check_parallel_sizes(world_size, tensor, context, pipeline):
 
 
 def _check_axes(kind, axes):
-    """Check that the axes, the parts of kind, are known.  Raises ValueError if one is not."""
+    """Raise ValueError if one of the axes, the parts of kind, is unknown."""
     if not {"tp", "cp", "dp", "pp"}.issuperset(axes):
         raise ValueError(f"kind {kind!r}: expected tp, cp, dp or pp, or several joined by '-'")
 
 
 def _check_batch(batch, layout, create_attention_mask):
-    """Check that a batch has the tensors of a layout, {key: (shape, dtype)}.
+    """Raise ValueError unless a batch has the tensors of a layout, {key: (shape, dtype)}.
 
-    Raises ValueError if a tensor is missing or has a different shape, if it is floating-point where
-    integers are expected, and if only one of batch and layout is packed.  Also raises it if the
-    batch has a mask that keeps documents apart, and get_batch() would leave the mask out.
+    Floats are not accepted for integers, and a packed batch only for a packed layout.  Also raises
+    ValueError if get_batch() would leave out a mask that keeps documents apart.
     """
     packed = "cu_seqlens" in layout
     if packed != (batch.get("cu_seqlens") is not None):
@@ -5326,46 +5167,48 @@ def _check_batch(batch, layout, create_attention_mask):
                 f"batch[{key!r}]: expected shape {shape}, got {given!s:.60}; give config, loader "
                 "and get_batch the same sequence_length, micro_batch_size, create_attention_mask"
             )
-        if batch[key].is_floating_point() and not dtype.is_floating_point:
-            raise ValueError(f"batch[{key!r}]: expected {dtype}, got {batch[key].dtype}")
-
-
-def _check_axis_to_cut(key, value, dim, length):
-    """Check a tensor of a batch whose axis dim does not have length entries, so it cannot be cut.
-
-    Raises ValueError unless the axis has one entry, e.g. in a mask that is the same for all
-    queries.  Such a tensor is passed on as it is.
-    """
-    if value.shape[dim : dim + 1] != (1,):
-        rows = f"expected {length} tokens along dim {dim}, got shape {tuple(value.shape)}"
-        raise ValueError(f"batch[{key!r}]: {rows}; give all tensors rows of the same length")
+        if given.is_floating_point() and not dtype.is_floating_point:
+            raise ValueError(f"batch[{key!r}]: expected {dtype}, got {given.dtype}")
 
 
 def _check_batch_to_cut(batch):
-    """Check that a batch can be cut: the five keys hold tensors or None, and a key has rows.
+    """Raise ValueError if one of the five keys holds no tensor, or if only other keys have values.
 
-    Raises ValueError if one of the five keys holds something else.  Also raises it if only other
-    keys have values.  A batch whose values are all None, as in a pipeline stage that reads nothing,
-    is accepted: it has nothing to cut.
+    A batch whose values are all None, as in a pipeline stage that reads nothing, is accepted: it
+    has nothing to cut.
     """
     given = {key for key, value in batch.items() if value is not None}
     for key in _BATCH_KEYS:
         if key in given and not isinstance(batch[key], torch.Tensor):
-            kind = type(batch[key]).__name__
-            raise ValueError(f"batch[{key!r}]: expected a tensor, got {kind}; convert it first")
+            raise ValueError(f"batch[{key!r}]: expected a tensor, got {type(batch[key]).__name__}")
     others = sorted(given - {"dataset_id", "max_seqlen"}, key=str)
     if others and given.isdisjoint([*_BATCH_KEYS, "cu_seqlens"]):
         reason = f"only the keys {', '.join(_BATCH_KEYS)} say how long a row is"
         raise ValueError(f"batch: {reason}, got {others}; rename one of them")
 
 
+def _check_axis_to_cut(key, value, dim, length):
+    """Raise ValueError unless a tensor that is not cut has one entry along dim, not length entries.
+
+    A mask that is the same for all queries, for example, is passed on as it is.
+    """
+    if value.shape[dim : dim + 1] != (1,):
+        rows = f"expected {length} tokens along dim {dim}, got shape {tuple(value.shape)}"
+        raise ValueError(f"batch[{key!r}]: {rows}; give all tensors rows of the same length")
+
+
+def _check_rows_to_cut(key, value, positions):
+    """Raise ValueError unless a tensor of a batch has as many rows as cu_seqlens."""
+    if len(value) != len(positions):
+        rows = f"{len(value)} rows, but cu_seqlens has {len(positions)}"
+        raise ValueError(f"batch[{key!r}] has {rows}; give all tensors the same number of rows")
+
+
 def _check_divisible_row(length, cp_size):
     """Raise ValueError unless rows of this length can be cut into 2 * cp_size equal chunks."""
     if length % (2 * cp_size):
-        raise ValueError(
-            f"batch: its rows have {length} tokens, expected a multiple of {2 * cp_size} (2 * "
-            f"cp_size, which is {cp_size}); choose a different sequence_length"
-        )
+        expected = f"a multiple of {2 * cp_size} (2 * cp_size); change sequence_length"
+        raise ValueError(f"batch: its rows have {length} tokens, expected {expected}")
 
 
 def _check_divisible_documents(bounds, cp_size):
@@ -5381,37 +5224,23 @@ def _check_divisible_documents(bounds, cp_size):
         number = int((lengths[row, :at] > 0).sum())
         raise ValueError(
             f"batch: document {number} of row {row} has {end - begin} tokens ({begin} to {end} in "
-            f"cu_seqlens), expected a multiple of {2 * cp_size} (2 * cp_size, which is {cp_size}); "
-            "pad the documents, or cut full rows with use_per_sequence_balancing=True"
-        )
-
-
-def _check_rows_to_cut(key, value, positions):
-    """Raise ValueError if a tensor of a batch has not as many rows as cu_seqlens."""
-    if len(value) != len(positions):
-        raise ValueError(
-            f"batch[{key!r}] has {len(value)} rows, but cu_seqlens has {len(positions)}; give all "
-            "tensors of a batch the same number of rows"
+            f"cu_seqlens), expected a multiple of {2 * cp_size} (2 * cp_size); pad the documents, "
+            "or cut full rows with use_per_sequence_balancing=True"
         )
 
 
 def _check_loader(sampler, kwargs):
-    """Check that a state can count the batches of a loader, and warn if there are none.
-
-    Raises ValueError for in_order=False.
-    """
+    """Raise ValueError for in_order=False, and warn if a loader has no batch."""
     if not kwargs.get("in_order", True):
         raise ValueError("in_order=False: a state counts batches, so they must come in order")
     if len(sampler) == 0:
-        _warn(
-            f"the loader has no batch: {sampler.total_samples} samples are fewer than the "
-            f"{sampler.samples_per_round} of a round (micro_batch_size * data_parallel_size); "
-            "request more samples, or set drop_last=False"
-        )
+        sizes = f"{sampler.total_samples} samples, and a round has {sampler.samples_per_round}"
+        advice = "request more samples, or set drop_last=False"
+        _warn(f"the loader has no batch: the dataset has {sizes}; {advice}")
 
 
 def _check_iterator(loader, iterator):
-    """Check that an iterator of a loader may continue.  Raises RuntimeError if it is outdated."""
+    """Raise RuntimeError if an iterator of a loader is outdated."""
     if loader._is_loaded:
         raise RuntimeError("load_state_dict() was called; use a new iterator, iter(loader)")
     if loader.persistent_workers and loader._current_iterator is not iterator:
@@ -5419,28 +5248,18 @@ def _check_iterator(loader, iterator):
 
 
 def _check_data_of_loader(dataset, rank, size):
-    """Check that a loader gets one dataset and, in a job of several processes, rank and size.
-
-    Raises ValueError.
-    """
+    """Raise ValueError for several datasets, or if several processes give no rank or no size."""
     if isinstance(dataset, (list, tuple)) and isinstance(dataset[0], torch.utils.data.Dataset):
-        raise ValueError(
-            f"dataset: expected one dataset, got {len(dataset)} (such as several validation "
-            "datasets); make a loader for each"
-        )
+        raise ValueError(f"dataset: expected one, got {len(dataset)}; make a loader for each")
     if _num_processes() > 1 and (rank is None or size is None):
-        raise ValueError(
-            f"data_parallel_rank and data_parallel_size are needed in a job of {_num_processes()} "
-            "processes; give 0 and 1 if all processes are to read the same samples, as with tensor "
-            "parallelism alone"
-        )
+        needs = f"{_num_processes()} processes need data_parallel_rank and data_parallel_size"
+        raise ValueError(f"{needs}; give 0 and 1 if all are to read the same samples")
 
 
 def _check_gradient_in_time(ddp, param):
-    """Check that a gradient is not too late for the average of its step.
+    """Raise RuntimeError if a gradient is too late for the average of its step.
 
-    Raises RuntimeError if its bucket has been sent in this step, or, with grad_reduce_in_fp32, if
-    finish_grad_sync() has finished the step.
+    Its bucket has been sent, or, with grad_reduce_in_fp32, finish_grad_sync() has ended the step.
     """
     if ddp._bucket_of[param] < ddp._num_sent:
         raise RuntimeError(
@@ -5449,34 +5268,27 @@ def _check_gradient_in_time(ddp, param):
             "with use_reentrant=False, or set overlap_grad_reduce=False"
         )
     if ddp._grads_are_averaged and ddp.grad_reduce_in_fp32:
-        raise RuntimeError(
-            f"a gradient of {ddp._names[param]} arrived after finish_grad_sync(); with "
-            "grad_reduce_in_fp32, call zero_grad_buffer() before each step"
-        )
+        event = f"a gradient of {ddp._names[param]} arrived after finish_grad_sync()"
+        raise RuntimeError(f"{event}; call zero_grad_buffer() before each step")
 
 
 def _check_parameters(ddp):
-    """Check that the buffers hold the gradients of exactly the parameters that require one.
+    """Raise ValueError if a parameter was replaced, frozen or unfrozen after the wrapping.
 
-    Raises ValueError if a parameter was replaced, frozen or unfrozen after the wrapping.
+    An optimizer could move a frozen parameter by its gradient of zeros.  The gradient of a new or
+    unfrozen parameter would not be averaged.
     """
     for name, param in ddp.module.named_parameters():
-        if param.requires_grad == (param in ddp._slices):
-            continue
-        change, effect = "frozen", "an optimizer could move it by a gradient of zeros"
-        if param.requires_grad:
-            change, effect = "replaced or unfrozen", "its gradient would not be averaged"
-        raise ValueError(
-            f"{name} was {change} after the model was wrapped, so {effect}: do that first, then "
-            "wrap the model"
-        )
+        if param.requires_grad != (param in ddp._slices):
+            change = "replaced or unfrozen" if param.requires_grad else "frozen"
+            raise ValueError(f"{name} was {change} after the wrapping; do so, then wrap the model")
 
 
 def _check_loss_is_mean(model):
-    """Check that torch does not average the gradients of this model over ranks.
+    """Raise ValueError if torch averages the gradients of this model over ranks.
 
-    Raises ValueError if it does.  The loss is a sum over tokens here, and each rank would divide
-    the average over ranks by the number of its tokens alone.
+    The loss is a sum over tokens here, and each rank would divide the average over ranks by the
+    number of its tokens alone.
     """
     if _num_processes() == 1:
         return
@@ -5493,22 +5305,14 @@ def _check_loss_is_mean(model):
 
 
 def _check_rampup(sizes, global_batch_size, samples_per_round):
-    """Check that sizes, a range, leads to global_batch_size in full rounds.
-
-    Raises ValueError if global_batch_size is not in sizes, or if a size is not a positive multiple
-    of samples_per_round.
-    """
+    """Raise ValueError unless sizes, a range, leads to global_batch_size in full rounds."""
     if global_batch_size not in sizes:
-        raise ValueError(
-            f"rampup_batch_size: increments of {sizes.step} from {sizes.start} do not reach "
-            f"global_batch_size {global_batch_size}"
-        )
+        ramp = f"increments of {sizes.step} from {sizes.start}"
+        raise ValueError(f"rampup_batch_size: {ramp} do not reach {global_batch_size}")
     for size in sizes:
         if min(size, samples_per_round) < 1 or size % samples_per_round:
-            raise ValueError(
-                f"a global batch of {size} samples: expected a positive multiple of "
-                f"micro_batch_size * data_parallel_size, {samples_per_round}"
-            )
+            a_round = f"{samples_per_round} (micro_batch_size * data_parallel_size)"
+            raise ValueError(f"a global batch of {size}: expected a positive multiple of {a_round}")
 
 
 # -- Small helpers of all sections, which check nothing --------------------------------------------
@@ -5539,19 +5343,13 @@ def _md5(data):
 
 
 def _import_extra(module, user):
-    """Import and return a module of an optional package.
-
-    If the import fails, the ImportError names user, which needs the package, and how to install it.
-    """
+    """Import a module of an optional package.  An ImportError names user, which needs it."""
     with _naming_action(user, f"pip install {module.partition('.')[0]}", ImportError):
         return importlib.import_module(module)
 
 
 def _is_remote(path):
-    """Return whether a path is a URL.
-
-    Examples are s3://bucket/corpus, and a chain of fsspec, simplecache::s3://bucket/corpus.
-    """
+    """Return whether a path is a URL, such as s3://bucket/corpus or simplecache::s3://b/corpus."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.:-]*://", os.fsdecode(path)) is not None
 
 
@@ -5589,13 +5387,8 @@ def _world_size(group=None):
 
 
 def _num_processes():
-    """Return the number of processes of the job.
-
-    Without torch.distributed, the environment variable WORLD_SIZE says it.
-    """
-    if _is_distributed():
-        return _world_size()
-    return int(os.environ.get("WORLD_SIZE") or 1)
+    """Return the number of processes: of torch.distributed, else of the variable WORLD_SIZE."""
+    return _world_size() if _is_distributed() else int(os.environ.get("WORLD_SIZE") or 1)
 
 
 # ==============================================================================
@@ -5630,14 +5423,12 @@ class _NewFile(contextlib.AbstractContextManager):
     """A binary file that appears under its name when it is complete, at the end of a with block.
 
     path       its name; made absolute, because the process may change its folder before the end
-    synced     True: the disk has the file before it gets its name.  False: for files that can be
-               made again
-    suffix     part of the temporary name.  "": a random one.  The .idx of a pair has the suffix of
-               its .bin
+    synced     True: the disk has the content before the file gets its name.  False: the file can
+               be made again, so it need not wait for the disk
+    suffix     part of the temporary name.  "": a random suffix
 
     The file is removed if a write fails, if an exception ends the block, or if this object is
-    deleted.  Only the process that made it removes it, not a fork.  An OSError, for example of a
-    full disk, names the file.
+    deleted.  A fork of the process does not remove it.  An OSError names the file.
     """
 
     def __init__(self, path: str | os.PathLike, synced: bool = True, suffix: str = "") -> None:
@@ -5665,10 +5456,10 @@ class _NewFile(contextlib.AbstractContextManager):
         """Write bytes, or the bytes of an array."""
         try:
             self.file.write(content)
-        except BaseException as error:
+        except BaseException:
             self.discard()  # it may have a part of the content
-            # _naming_action() would say the same, but each with block takes 1 us
-            _raise_of_action(error, self.temporary, "cannot be written")
+            with _naming_action(self.temporary, "cannot be written"):  # 1 us, so only for errors
+                raise
 
     def finish(self) -> None:
         """Close the complete file, which keeps its temporary name.  A second call does nothing."""
@@ -5706,12 +5497,7 @@ def _remove_path(path, pid):
 
 
 def _commit_pair(tokens, index):
-    """Give a .bin and its .idx their names, in the steps of the drawing above.
-
-    tokens, index   the _NewFile of the .bin and of the .idx
-
-    Raises OSError if the disk refuses a step.
-    """
+    """Give a .bin and its .idx, two objects of _NewFile, their names in the steps drawn above."""
     tokens.finish()
     index.finish()
     for file in (tokens, index):
@@ -5726,7 +5512,7 @@ def _commit_pair(tokens, index):
         os.replace(index.temporary, index.path)
         for folder in {os.path.dirname(tokens.path), os.path.dirname(index.path)}:
             _sync_folder(folder)
-    except BaseException as error:
+    except BaseException:
         # On a network disk, a step that fails may have been made.  So look which names exist.
         is_first = _exists(tokens.temporary)
         if is_first and has_old == _exists(index.path):
@@ -5736,7 +5522,8 @@ def _commit_pair(tokens, index):
         names = [tokens.temporary if is_first else tokens.path]
         names.append(index.temporary if _exists(index.temporary) else index.path)
         action = "the new pair is complete in these two files; rename any .tmp, the .bin first"
-        _raise_of_action(error, " and ".join(names), action)
+        with _naming_action(" and ".join(names), action):
+            raise
 
 
 def _exists(path):
@@ -5749,10 +5536,7 @@ def _exists(path):
 
 
 def _sync_folder(folder):
-    """Make the disk hold the names of the files in a folder, if the file system can do that.
-
-    Raises OSError if the disk fails or is full, and for no other reason.
-    """
+    """Make the disk hold the names of the files in a folder, if the file system can do that."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -5760,7 +5544,7 @@ def _sync_folder(folder):
         finally:
             os.close(descriptor)
     except OSError as error:
-        if error.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):  # the disk failed or is full
             raise
 
 

@@ -1681,7 +1681,7 @@ def test_invalid_blends_raise(one):
         (([1.5, 2.5], None), "numbers of samples"),
         # more than there are, which in upstream is an IndexError in the run
         (([1, 3], 14), "takes 10 samples of bare, which has 9;"),
-        (([12, 10], None), "takes 12 .* has 9; .* takes 10 .* has 9"),
+        (([12, 10], None), "takes 12 .* has 9;"),
         (([1, 1], None, [(4, [1, 1])]), "None"),  # phases stand for weights and size
         ((None, 4, [(4, [1, 1])]), "None"),
         ((None, None, []), "phases: .* got"),
@@ -1779,7 +1779,7 @@ def test_padding_is_of_the_dataset_of_sample_0(mm, tmp_path):
 
 
 def test_what_a_repr_says(one, tmp_path):
-    """Of a blend the first 20 datasets, of any class; an object that is half made has one, too."""
+    """Of a blend the first 20 datasets, of any class."""
     path = mk(one, tmp_path / "p", [[1] * 20] * 3, np.uint16)
     part = gpt(one, path, 20)
     own = gpt(one, path, 20, cls=type("Own", (one.GPTDataset,), {}))
@@ -1797,7 +1797,6 @@ def test_what_a_repr_says(one, tmp_path):
         ),
     ):
         assert repr(dataset) == words
-        assert type(dataset).__name__ in repr(type(dataset).__new__(type(dataset)))
     parts = [part, own, *[Bare(99, one.Split.train)] * 24]
     lines = repr(one.BlendedDataset(parts, [11, 9, *[1] * 24], 44, part.config)).splitlines()
     assert lines[:2] == ["BlendedDataset(train, samples=44)", f"  0: {path}, samples=11, epochs=3"]
@@ -1980,7 +1979,7 @@ def test_what_a_builder_refuses(one, corpora):
             "test: the size .*None; give",
         ),  # valid: two datasets, test: a blend
         ([0, 5, 9], sets | {"full_validation": True}, "must be None"),
-        ([20, 0, 0], {"blend": two, "blend_phases": [(16, [1, 1])]}, "16 samples, but 20 .*; add"),
+        ([20, 0, 0], {"blend": two, "blend_phases": [(16, [1, 1])]}, "16 samples, .* 20; add"),
         ([9, 0, 0], {}, "no blend is given"),
         ([100.9, 0, 0], {"blend": two}, r"sizes: .*100\.9"),
         (["5", 0, 0], {"blend": two}, "sizes: .*'5'"),
@@ -2431,7 +2430,7 @@ def test_what_cannot_be_cut_is_refused(one):
     """
     rest = 13 * [16]  # cu_seqlens has an entry more than a row has tokens
     for cu_seqlens, by_row, words in (
-        ([[0, 4, *9 * [10]]], True, "rows have 10 tokens.* multiple of 4 .*, which is 2"),
+        ([[0, 4, *9 * [10]]], True, "rows have 10 tokens.* multiple of 4 .*cp_size.*; change"),
         (
             [[0, 8, 16, 16, *rest], [0, 4, 10, 16, *rest]],
             False,
@@ -2450,7 +2449,7 @@ def test_what_cannot_be_cut_is_refused(one):
     names = {"input_ids": torch.zeros(2, 8), "dataset_id": torch.zeros(2)}
     for batch, rank, words in (
         ({"tokens": torch.zeros(2, 8)}, 2, "cp_rank"),
-        ({"tokens": torch.zeros(2, 10)}, 1, "10 tokens, .*choose a different"),
+        ({"tokens": torch.zeros(2, 10)}, 1, "10 tokens, .*change sequence_length"),
         ({"tokens": torch.zeros(8)}, 1, r"tokens'\]: expected 8 tokens along dim 1.*\(8,\)"),
         ({"tokens": torch.zeros(1, 8), "labels": torch.zeros(1, 9)}, 1, "labels.*ed 8 .*same len"),
         (
@@ -2703,13 +2702,13 @@ def test_dataloader_type_selects_the_sampler(one, monkeypatch):
     assert (list(loader), loader.num_workers) == ([4, 4], 0)
     for data, fields, words in (
         (Numbers(9), {"dataloader_type": "odd"}, "dataloader_type"),
-        ([Numbers(9)] * 2, {}, "got 2 .*a loader for each"),
+        ([Numbers(9)] * 2, {}, "got 2; make a loader for each"),
     ):
         with pytest.raises(ValueError, match=words):
             loader_of(one, data, **fields)
     with pytest.raises(ValueError, match="in_order=False"):
         one.PretrainingDataLoader(Numbers(8), sampler, in_order=False)
-    with pytest.warns(UserWarning, match="6 samples are fewer than the 16 of a round"):
+    with pytest.warns(UserWarning, match="no batch: .* 6 samples, .* 16; request"):
         assert list(loader_of(one, Numbers(6), micro_batch_size=16)) == []
     ending = loader_of(one, Numbers(9))
     with mock.patch.object(Numbers, "__getitem__", side_effect=[1, 2, 3, 4, StopIteration]):
@@ -2721,7 +2720,7 @@ def test_dataloader_type_selects_the_sampler(one, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     given = {"data_parallel_rank": 0, "data_parallel_size": 1}
     for missing in given:
-        with pytest.raises(ValueError, match="data_parallel_rank .* job of 2 processes"):
+        with pytest.raises(ValueError, match="2 processes need data_parallel_rank"):
             loader_of(one, Numbers(9), **{name: given[name] for name in given.keys() - {missing}})
     assert len(loader_of(one, Numbers(9), **given)) == 2
     for nothing in (None, Numbers(0)):
@@ -3794,7 +3793,7 @@ def test_invalid_rampup_raises(one):
         (30, 4, None, "of 30"),
         (32, 4, (16, 6, 9), "increments of 6 from 16 .* 32"),
         (32, 4, (0, 8, 9), "of 0"),
-        (32, -4, None, "data_parallel_size, -8"),
+        (32, -4, None, "multiple of -8"),
     ):
         with pytest.raises(ValueError, match=words):
             one.NumMicroBatches(size, micro, 2, ramp)
