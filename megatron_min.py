@@ -7300,9 +7300,9 @@ def preprocess(
     end the job.  Raises OSError if an input cannot be read, or if its size or modification time
     changes after the job has begun.
 
-    Until the first pair gets its name, an error leaves everything as it was, an older pair too.
-    After that, finished pairs stay, perhaps without a record, and an OSError names the two files of
-    a pair that has only one of its names.
+    Until the first pair gets its name, an error leaves all files, also of an older pair, as they
+    were.  After that, finished pairs stay, perhaps without a record, and an OSError names the two
+    files of a pair that has only one of its names.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     prefix = os.path.join(folder, "corpus")
@@ -7333,8 +7333,7 @@ def preprocess(
 
     started = time.perf_counter()
     encoder = _Encoder(tokenizer, json_keys, append_eod, split_sentences)
-    result = _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose)
-    num_bytes, num_bad, first_bad = result
+    num_bytes, num_bad, bad = _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose)
     counts = [[each.name, each.documents] for each in inputs]
     for prefix in prefixes.values():
         _write_record(prefix, identifiers, counts, fields)
@@ -7344,7 +7343,7 @@ def preprocess(
         print(f"{documents}, {num_bytes:,} bytes, {rate:,.1f} MB/s", file=sys.stderr)
     if num_bad > 0:
         skipped = f"{_label_of_count(num_bad, 'bad line')} skipped (stored without tokens)"
-        _warn(f"{skipped}: {'; '.join(first_bad)}{'; ...' if num_bad > len(first_bad) else ''}")
+        _warn(f"{skipped}: {'; '.join(bad)}{'; ...' if num_bad > len(bad) else ''}")
     empty = [each.name for each in inputs if each.documents == 0]
     if len(empty) > 0:
         _warn(f"no document in {_label_of_count(len(empty), 'input')}; the first is {empty[0]}")
@@ -7674,7 +7673,7 @@ class _Encoder:
     def encode_block(self, lines):
         """Return [(number of lines, documents)], where documents is the result of encode().
 
-        A bad line has its own entry, in which documents is a str that says what is wrong with it.
+        A bad line has its own entry, whose documents is a str that says what is wrong with it.
         """
         documents, error = _call_catching(self.encode, lines)
         if error is None:
@@ -7816,15 +7815,12 @@ def merge(
     output_prefix   path of the new pair, which must not be one of these pairs
     multimodal      True: the pairs have modes, which the new pair keeps
 
-    The new pair has the same bytes as if one builder had written it.  Its record lists the inputs
-    of all pairs.  If a pair has no record, its own prefix is listed as an input.
+    The new pair has the same bytes as if one builder had written it, and each byte is copied once.
+    Its record lists the inputs of all pairs, and the prefix of each pair that has no record.
 
     If the pairs are shards, all shards of the job must be given, in order, with their records; they
-    may be in different folders.  All pairs must have been made with the same tokenizer, as far as
-    their records say.
-
-    Raises ValueError if the pairs cannot be joined.  Warns if only some of them were made with
-    append_eod.  Each byte is copied once.
+    may be in different folders.  Raises ValueError if the pairs cannot be joined, for example
+    because their records name different tokenizers.  Warns if only some were made with append_eod.
 
     Upstream: tools/merge_datasets.py.
 
@@ -7855,10 +7851,7 @@ def merge(
 
 
 def _check_shards(prefixes, records):
-    """Check that shards to be merged are complete, in order, and from the same job.
-
-    Raises ValueError if not.  A shard needs a record, because only the record names its job.
-    """
+    """Raise ValueError unless shards to be merged are complete, in order, and from the same job."""
     remaining = iter(prefixes)
     for prefix in remaining:
         shard = re.fullmatch(r"(.*)_\d{5,}_of_(\d{5,})", os.path.basename(prefix))
@@ -7870,7 +7863,7 @@ def _check_shards(prefixes, records):
             name = f"{shard[1]}_{index:05}_of_{shard[2]}"
             if os.path.basename(prefix) != name:  # folders may differ
                 raise ValueError(f"expected {name}, got {prefix}; merge all {n} shards in order")
-            if records[prefix] == {}:
+            if records[prefix] == {}:  # only the record names the job
                 advice = "copy its .record.json, too; rename a pair that was not made with --shard"
                 raise ValueError(f"{prefix}: this shard has no record; {advice}")
             if records[prefix].get("job") != job:
@@ -7931,14 +7924,14 @@ def _identifiers_of(tokenizer):
 def _common_tokenizer(records, advice="preprocess all of them with one tokenizer"):
     """Return the tokenizer in {name: record}, or None if no record names one.
 
-    Raises ValueError, with the first value that differs and the advice, if there are several.
+    Raises ValueError, with the first value that differs, if records name different tokenizers.
     """
     tokenizers = {name: record.get("tokenizer") for name, record in records.items()}
     tokenizers = {name: each for name, each in tokenizers.items() if each is not None}
     first = next(iter(tokenizers), None)
     for name, tokenizer in tokenizers.items():
         same = {"package": None}  # both packages that read a tokenizer.json make the same ids
-        difference = _first_difference(tokenizers[first] | same, tokenizer | same)  # section 13
+        difference = _first_difference(tokenizers[first] | same, tokenizer | same)  # section 10
         if difference is not None:
             key, value, got = difference
             expected = f"expected the tokenizer of {first}, whose {key} is {value!r:.60}"
@@ -7963,10 +7956,9 @@ def _common_eod(records):
 
 
 def _check_tokenizers(opened, tokenizer):
-    """Check that the corpora in {prefix: corpus} were made with one tokenizer.
+    """Raise ValueError if the records of {prefix: corpus} name different tokenizers.
 
-    Raises ValueError if their records name different tokenizers.  Warns if a record and the config
-    do, and if only some corpora were made with eod.
+    Warns if a record and the config do, and if only some corpora were made with append_eod.
     """
     of_config = {"the config": {"tokenizer": _identifiers_of(tokenizer)}}
     advice = "give the config the tokenizer of this corpus, or preprocess the corpus again"
@@ -8869,9 +8861,8 @@ def _run_demo(args):
 
         resumed = build_pretraining_data_loader(train, 0, micro_batch_size=8)
         resumed.load_state_dict(loader.state_dict())
-        equal = [
-            torch.equal(a["tokens"], b["tokens"]) for a, b in zip(batches, resumed, strict=True)
-        ]
+        both = zip(batches, resumed, strict=True)
+        equal = [torch.equal(batch["tokens"], again["tokens"]) for batch, again in both]
         _print_line(f"4. Resumed: {len(equal)} batches, same as without the stop: {all(equal)}")
     _print_line('Next, your own text: in corpus.jsonl, a line {"text": "..."} for each document')
     _print_line(
