@@ -6527,17 +6527,15 @@ if IMPLEMENTATION == "c":
 #
 # build_tokenizer() makes a tokenizer from its name, which a command takes as --tokenizer:
 #
-#   bytes                     ByteTokenizer(), see section 2
-#   null:50000                NullTokenizer(50000), for texts that are ids already
-#   tokenizer.json            HuggingFaceTokenizer("tokenizer.json"), which uses the package
-#                             tokenizers.  The name may also be the folder of this file
-#   gigatoken:tokenizer.json  the same file or folder, read by the package gigatoken, many times
-#                             faster
-#   my_module:thing           the attribute thing of your own module: a tokenizer, or a class or
-#                             function that makes one when it is called without arguments
+#   bytes            ByteTokenizer(), see section 2
+#   null:50000       NullTokenizer(50000), for texts that are ids already
+#   FILE             HuggingFaceTokenizer(FILE).  FILE is a tokenizer.json or its folder
+#   gigatoken:FILE   the same tokenizer, many times faster: the package gigatoken reads FILE
+#   module:thing     the attribute thing of your module: a tokenizer, or a class or function that
+#                    makes one when it is called without arguments
 #
-# Functions take any object with the attributes that section 2 lists.  _check_tokenizer() checks
-# these attributes at the start.  What tokenize() returns is checked at each call.
+# Functions take any object with the attributes that section 2 lists.  They check these attributes
+# once, and what tokenize() returns at each call.
 
 _TOKENIZER_NAMES = "bytes, null:N, a tokenizer.json or its folder, gigatoken:FILE, or module:name"
 
@@ -6545,8 +6543,8 @@ _TOKENIZER_NAMES = "bytes, null:N, a tokenizer.json or its folder, gigatoken:FIL
 class NullTokenizer:
     """A tokenizer for texts that are ids already: decimal numbers, separated by spaces.
 
-    vocab_size   (argument) the number of ids, not counting eod.  The ids are 0 .. vocab_size - 1,
-                 and eod is vocab_size.  The attribute vocab_size counts eod, so it is one larger
+    vocab_size   the number of ids, not counting eod: the ids are 0 .. vocab_size - 1, and eod is
+                 vocab_size.  The attribute vocab_size counts eod, so it is one larger
 
     >>> tokenizer = NullTokenizer(100)
     >>> tokenizer.tokenize("7 0 99"), tokenizer.eod
@@ -6563,8 +6561,7 @@ class NullTokenizer:
         fields = text.split()
         for field in fields:
             if not field.isdecimal() or int(field) > self.eod:
-                expected = f"expected an id from 0 to {self.eod}, which is eod"
-                raise ValueError(f"{expected}, got {field!r:.60}; null:N needs an N above all ids")
+                raise ValueError(f"null:N: expected ids from 0 to {self.eod}, got {field!r:.60}")
         return [int(field) for field in fields]
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
@@ -6610,15 +6607,10 @@ class HuggingFaceTokenizer:
             raise ValueError(f"{self.path}: no token {' or '.join(names)}; name one (--eod-token)")
         self.eod = self._tokenizer.token_to_id(known[0])
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1  # ids may have gaps
-        self.unique_identifiers = {
-            "class": "HuggingFaceTokenizer",
-            "package": "tokenizers",
-            "tokenizer.json": _md5(content),
-            "eod": self.eod,
-        }
+        self.unique_identifiers = {"class": "HuggingFaceTokenizer", "package": "tokenizers"}
+        self.unique_identifiers |= {"tokenizer.json": _md5(content), "eod": self.eod}
         if add_special_tokens:
             self.unique_identifiers["add_special_tokens"] = True
-        # A file may ask for this, for a model that reads one text at a time.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
@@ -6641,23 +6633,18 @@ class HuggingFaceTokenizer:
 def _read_eos_token(folder):
     """Return the eos_token in a folder's tokenizer_config.json, or None if it names none."""
     path = os.path.join(folder, "tokenizer_config.json")
-    if not os.path.exists(path):
-        return None
-    with _naming_action(path, "cannot read its eos_token"):
+    with contextlib.suppress(FileNotFoundError), _naming_action(path, "cannot read its eos_token"):
         token = json.loads(pathlib.Path(path).read_bytes()).get("eos_token")
         return token["content"] if isinstance(token, dict) else token
+    return None
 
 
 class _GigatokenTokenizer(HuggingFaceTokenizer):
-    """A HuggingFaceTokenizer whose ids the package gigatoken computes.
+    """A HuggingFaceTokenizer whose ids the package gigatoken computes."""
 
-    For usual files, such as those of GPT-2 and Llama 3, both packages make the same ids.  Raises
-    ValueError if they make different ids of the texts that _check_same_ids() tries.
-    """
-
-    # gigatoken 0.10 keeps all words that it has seen.  It needs about 11 bytes of memory for each
-    # byte of a word.  So its tokenizer is made anew after this number of bytes of text.  This costs
-    # 7 % of the time, and keeps a worker below 1 GiB.
+    # gigatoken 0.10 keeps all words that it has seen, in about 11 bytes of memory for each byte.
+    # So its tokenizer is made anew after this much text.  This costs 7 % of the time, and keeps a
+    # worker below 1 GiB.
     _MOST_BYTES = 48 << 20
     _PROBE_TEXTS = (
         "The quick brown fox isn't THE cat's; they'll go to the lab, of course (or not).",
@@ -6671,18 +6658,9 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
     def __init__(self, path: str | os.PathLike, eod_token: str | None = None) -> None:
         super().__init__(path, eod_token)
         self.unique_identifiers["package"] = "gigatoken"
-        self._reset_gigatoken()
-        self._check_same_ids()
-
-    def _check_same_ids(self):
-        """Check that both packages make the same ids of some texts.  Raises ValueError if not.
-
-        The packages may differ if a file has unusual settings.  These texts often show it:
-
-          - _PROBE_TEXTS
-          - up to 1,000 tokens of the file, because in some files a token may span words
-          - each added token: alone, inside a word, and between spaces
-        """
+        self._gigatoken = None
+        # Both packages make the same ids for usual files, such as those of GPT-2 and Llama 3.  With
+        # unusual settings, such as tokens that span words, they may differ.
         some_ids = range(0, self.vocab_size, self.vocab_size // 1000 + 1)
         texts = [*self._PROBE_TEXTS, *(self.detokenize([token]) for token in some_ids)]
         for added in self._tokenizer.get_added_tokens_decoder().values():
@@ -6690,18 +6668,9 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
         for text, ids in zip(texts, self.tokenize_batch(texts), strict=True):
             # One text at a time: for a batch the package tokenizers would start threads, which are
             # lost when a worker is forked.
-            if ids.tolist() != HuggingFaceTokenizer.tokenize(self, text):
-                raise ValueError(
-                    f"{self.path}: gigatoken and tokenizers make different ids of {text!r:.60}; "
-                    'use the package tokenizers: the name without "gigatoken:"'
-                )
-
-    def _reset_gigatoken(self):
-        """Make gigatoken's tokenizer anew, without the words that it has seen."""
-        gigatoken = _import_extra("gigatoken", self.path)
-        with _naming_action(self.path, 'cannot be read by gigatoken (leave out "gigatoken:")'):
-            self._gigatoken = gigatoken.Tokenizer.from_json(self._tokenizer.to_str())
-        self._seen_bytes = 0
+            if ids.tolist() != super().tokenize(text):
+                differ = f"{self.path}: gigatoken and tokenizers make different ids of {text!r:.60}"
+                raise ValueError(f'{differ}; use the package tokenizers: leave out "gigatoken:"')
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of a text."""
@@ -6711,7 +6680,10 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
         """Return the ids of each text, as an array."""
         contents = [text.encode() for text in texts]
         if self._gigatoken is None or self._seen_bytes > self._MOST_BYTES:
-            self._reset_gigatoken()
+            gigatoken = _import_extra("gigatoken", self.path)
+            with _naming_action(self.path, 'cannot be read by gigatoken (leave out "gigatoken:")'):
+                self._gigatoken = gigatoken.Tokenizer.from_json(self._tokenizer.to_str())
+            self._seen_bytes = 0
         self._seen_bytes += sum(map(len, contents))
         # The result is an array of the package awkward: the ids of all texts, concatenated, and the
         # offsets between the texts.
@@ -6782,9 +6754,7 @@ def build_tokenizer(
     return tokenizer
 
 
-# -- What a tokenizer is -----------------------------------------------------------------------
-
-# The attributes that are checked: the class of the value, and its name in messages.
+# The class of each attribute's value, and the name of this class in messages.
 _ATTRIBUTES_OF_TOKENIZER = {
     "vocab_size": (typing.SupportsIndex, "a whole number"),
     "eod": (typing.SupportsIndex, "an id"),
@@ -6831,27 +6801,24 @@ def _check_tokenizer_of_corpus(tokenizer, append_eod):
 #   block 1  -- pipe 2 ->  worker 2  -- tokens of block 1 ->  .bin, .idx
 #   block 2  -- pipe 1 ->  worker 1  ...
 #
-# A block is some lines of one input.  This process visits the workers in a fixed order, again and
-# again.  It receives the tokens of a worker's block, sends the worker a new block, and then writes
-# the tokens.  So blocks are written in the order in which they are read.  For any number of
-# workers, the files have the same bytes as if encode_jsonl() of section 2 had written them, one
-# pair for each JSON key.  A worker holds one block at a time, so no pipe gets full.  If a worker
-# dies, its pipe closes, and this process raises an error.
+# A block is some lines of one input.  This process visits the workers in a fixed order: it receives
+# the tokens of a worker's block, sends the worker a new block, and then writes the tokens.  So
+# blocks are written in the order in which they are read.  For any number of workers, the files have
+# the same bytes as if encode_jsonl() of section 2 had written them, one pair for each JSON key.  A
+# worker holds one block at a time, so no pipe gets full.
 #
-# Several machines can share the work: each processes one shard, which is a part of the inputs.  An
-# input is never divided.  Imagine all inputs end to end, and cut their bytes into one equal share
-# for each shard.  An input belongs to the shard in whose share it begins:
+# Several machines can share the work.  Each of them processes one shard, which is a part of the
+# inputs, and merge() joins the pairs of all shards to the bytes that one job would have written.
+# An input is never divided.  Imagine all inputs end to end, and cut their bytes into one equal
+# share for each shard.  An input belongs to the shard in whose share it begins:
 #
 #   inputs        a.jsonl                 b.jsonl   c.jsonl.gz       d.jsonl
 #   bytes         |-----------------------|---------|----------------|------------------|
 #   shares        |         0/3           :          1/3          :         2/3         |
 #   read by       0/3                       1/3       1/3              2/3
 #
-# If the pairs of all shards are merged in order, the new pair has the same bytes as if one job had
-# read all inputs.
-#
-# Each pair has a record, PREFIX.record.json, which says what the pair was made from.  This is the
-# record of books_text_document_00001_of_00003:
+# The record of a pair, PREFIX.record.json, says what the pair was made from.  This is the record of
+# books_text_document_00001_of_00003:
 #
 #   {"tokenizer": {...}, "append_eod": true,            null: only a part of the pair has eod
 #    "bin": 1200, "idx": 162,                           sizes of the two files, in bytes
@@ -6879,9 +6846,9 @@ def preprocess(
 ) -> dict[str, str]:
     """Tokenize JSON Lines files and write one .bin/.idx pair for each JSON key.
 
-    The pair of a key is <output_prefix>_<key>_document.  Upstream's tools/preprocess_data.py writes
-    the same bytes.  They do not depend on the number of workers.  A third file, the pair's record,
-    names the tokenizer and the inputs, and says whether eod was appended.
+    Return {key: prefix of its pair}, which is <output_prefix>_<key>_document.  Upstream's
+    tools/preprocess_data.py writes the same bytes.  A third file, the pair's record, names the
+    tokenizer and the inputs, and says whether eod was appended.
 
     input            a path, a URL, a pattern such as s3://bucket/*.jsonl, or a list of these.
                      Files that match a pattern are read in sorted order.  Files with names ending
@@ -6901,23 +6868,20 @@ def preprocess(
                      write a document without tokens, and warn at the end
     verbose          True: show a progress bar if tqdm is installed, and print a summary to stderr
 
-    Return {key: prefix of its pair}.
-
     Blank lines are skipped.  A line is bad if
 
       - it is not a JSON object in UTF-8 with a text, or a list of texts, under each key
       - it is longer than 2**31 - 1 bytes
       - the tokenizer raises an exception on it, or returns ids that cannot be stored
 
-    MemoryError and OSError are not the fault of a line: they always end the job.  If every line is
-    bad, ValueError is raised even with "skip".
+    The ValueError for a bad line names the file, the line and the reason.  If every line is bad, it
+    is raised even with "skip".  MemoryError and OSError are not the fault of a line: they always
+    end the job.  Raises OSError if an input cannot be read, or if its size or modification time
+    changes after the job has begun.
 
-    The ValueError for a bad line names the file, the line and the reason.  Raises OSError if an
-    input cannot be read, or if its size or modification time changes after the job has begun.
-
-    Until the first pair gets its name, an error leaves everything as it was, an older pair too.
-    After that, finished pairs stay, perhaps without a record, and an OSError names the two files of
-    a pair that has only one of its names.
+    Until the first pair gets its name, an error leaves all files, also of an older pair, as they
+    were.  After that, finished pairs stay, perhaps without a record, and an OSError names the two
+    files of a pair that has only one of its names.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     prefix = os.path.join(folder, "corpus")
@@ -6948,8 +6912,7 @@ def preprocess(
 
     started = time.perf_counter()
     encoder = _Encoder(tokenizer, json_keys, append_eod, split_sentences)
-    result = _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose)
-    num_bytes, num_bad, first_bad = result
+    num_bytes, num_bad, bad = _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose)
     counts = [[each.name, each.documents] for each in inputs]
     for prefix in prefixes.values():
         _write_record(prefix, identifiers, counts, fields)
@@ -6959,7 +6922,7 @@ def preprocess(
         print(f"{documents}, {num_bytes:,} bytes, {rate:,.1f} MB/s", file=sys.stderr)
     if num_bad > 0:
         skipped = f"{_label_of_count(num_bad, 'bad line')} skipped (stored without tokens)"
-        _warn(f"{skipped}: {'; '.join(first_bad)}{'; ...' if num_bad > len(first_bad) else ''}")
+        _warn(f"{skipped}: {'; '.join(bad)}{'; ...' if num_bad > len(bad) else ''}")
     empty = [each.name for each in inputs if each.documents == 0]
     if len(empty) > 0:
         _warn(f"no document in {_label_of_count(len(empty), 'input')}; the first is {empty[0]}")
@@ -6984,10 +6947,8 @@ def _check_preprocess_arguments(input, output_prefix, texts, json_keys, workers,
         raise ValueError(f"expected either input, which is for paths, or texts, got {got}")
     is_table = hasattr(texts, "columns") or hasattr(texts, "to_pylist")  # the latter: a column
     if is_table or isinstance(texts, (str, bytes, collections.abc.Mapping)):
-        raise ValueError(
-            f"texts: expected an iterable of texts or dicts, got one {type(texts).__name__}; "
-            "convert a table to rows with .to_pylist() or .to_dict('records')"
-        )
+        got = f"expected an iterable of texts or dicts, got one {type(texts).__name__}"
+        raise ValueError(f"texts: {got}; convert a table with .to_pylist() or .to_dict('records')")
 
 
 def _label_of_count(number, noun):
@@ -7038,10 +6999,7 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
 
 
 def _progress_bar(inputs, verbose):
-    """Return a context manager: tqdm's bar, or one without a bar if tqdm is missing or not wanted.
-
-    The total is infinity if a size is unknown; tqdm then shows no end.
-    """
+    """Return tqdm's bar as a context manager.  Without tqdm or verbose, it has no bar."""
     if verbose:
         with contextlib.suppress(ModuleNotFoundError):
             import tqdm
@@ -7059,8 +7017,8 @@ class _Input:
     """An input as it is when the job begins, and how far the job has read it.
 
     path        path or URL.  "-": standard input
-    file_size   in bytes.  None: not known, for example for standard input, pipes and some URLs
-    lines       an iterator of its lines.  None: the lines are read from path
+    file_size   in bytes.  None: not known, for example because path is a pipe
+    lines       an iterator of its lines.  None: read them from path
     """
 
     def __init__(self, path, file_size, lines=None):
@@ -7069,7 +7027,7 @@ class _Input:
         self.mtime_ns = _modification_time(path)
         self.name = _label_of_input(path)  # for messages and records
         self.compression = _decompressor_of(self.name)
-        # the bytes of all lines; inf: not known
+        # the bytes of all lines.  inf: not known; tqdm then shows no end
         self.progress_total = math.inf if file_size is None or self.compression else file_size
         self.lines = _iter_lines(self) if lines is None else lines
         self.lines_read = 0  # lines that are encoded
@@ -7077,10 +7035,7 @@ class _Input:
 
 
 def _find_inputs(paths):
-    """Return an _Input for each file that is named by one path or pattern, or by a list of them.
-
-    Raises FileNotFoundError if there is no file for one of them.
-    """
+    """Return an _Input for each file that is named by a path or pattern, or by a list of them."""
     if isinstance(paths, (str, bytes, os.PathLike)):
         paths = [paths]
     paths = [os.fsdecode(path) for path in paths]
@@ -7114,9 +7069,9 @@ def _find_sizes(path):
 
 
 def _modification_time(path):
-    """Return when a local file was last written, in ns.  None: path is something else, e.g. a URL.
+    """Return when a local file was last written, in ns, or None for anything else, such as a URL.
 
-    The time does not change when the file gets a link or a new mode, as st_ctime_ns does.
+    Unlike st_ctime_ns, this time does not change when the file gets a link or a new mode.
     """
     return os.stat(path).st_mtime_ns if os.path.isfile(path) else None
 
@@ -7141,10 +7096,7 @@ def _input_error_context(path):
 
 
 def _decompressor_of(name):
-    """Return the module that decompresses a file of this name, or None if it is not compressed.
-
-    Raises ValueError for formats that are not read, and ImportError if the module is missing.
-    """
+    """Return the module that decompresses a file of this name, or None if it is not compressed."""
     lower = name.lower()
     if lower.endswith((".bz2", ".xz", ".lzma", ".zip", ".tar")):
         # Python's bz2 and lzma take a damaged second stream for the end of the file.
@@ -7171,10 +7123,8 @@ def _inputs_of_shard(inputs, index, count):
     shards = [min(start * count // max(total, 1), count - 1) for start in starts]  # total may be 0
     num_filled = len(set(shards))
     if num_filled < count or max(sizes) * count > total:
-        _warn(
-            f"the shards are unequal, and {num_filled:,} of {count:,} have inputs; divide large "
-            "inputs first, for example with split -n l/16 --additional-suffix=.jsonl"
-        )
+        unequal = f"the shards are unequal, and {num_filled:,} of {count:,} have inputs"
+        _warn(f"{unequal}; divide large inputs, e.g. split -n l/16 --additional-suffix=.jsonl")
     return [each for each, shard in zip(inputs, shards, strict=True) if shard == index]
 
 
@@ -7196,10 +7146,8 @@ def _iter_lines(source):
             size = file.tell()
             now = size, _find_sizes(source.path), _modification_time(source.path)
             if now != (source.file_size, [(source.path, source.file_size)], source.mtime_ns):
-                raise OSError(
-                    f"it changed while the job ran ({source.file_size:,} bytes at the start, "
-                    f"{size:,} bytes read); start again when nothing writes to it"
-                )
+                sizes = f"{source.file_size:,} bytes at the start, {size:,} bytes read"
+                raise OSError(f"it changed while the job ran ({sizes}); start the job again")
 
 
 def _iter_lines_of_rows(texts, json_keys):
@@ -7274,7 +7222,7 @@ def _parse_texts(line, json_keys):
 
 
 class _Encoder:
-    """The work of a worker process: it encodes lines as documents, for _write_pairs().
+    """Encodes lines as documents, usually in a worker process.
 
     ends holds, for each document, the number of sequences up to its end:
 
@@ -7294,10 +7242,8 @@ class _Encoder:
                 self.splitter = punkt.PunktTokenizer("english")
             except LookupError:
                 self.splitter = punkt.PunktSentenceTokenizer()
-                _warn(
-                    "nltk's model of English is not installed, so an untrained model finds the "
-                    "sentences; to install it, run: python -m nltk.downloader punkt_tab"
-                )
+                untrained = "nltk's model of English is missing, so an untrained one is used"
+                _warn(f"{untrained}; to install it, run: python -m nltk.downloader punkt_tab")
         self.dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
         eod = [tokenizer.eod] if append_eod else []
         # The dtype is unsigned, because numpy would join int32 and a tokenizer's uint64 as floats.
@@ -7306,7 +7252,7 @@ class _Encoder:
     def encode_block(self, lines):
         """Return [(number of lines, documents)], where documents is the result of encode().
 
-        A bad line has its own entry, in which documents is a str that says what is wrong with it.
+        A bad line has its own entry, whose documents is a str that says what is wrong with it.
         """
         documents, error = _call_catching(self.encode, lines)
         if error is None:
@@ -7324,10 +7270,7 @@ class _Encoder:
         return {key: self._encode_documents([row[key] for row in rows]) for key in self.json_keys}
 
     def _encode_documents(self, documents):
-        """Return (content, lengths, ends) of documents, each of which is a list of texts.
-
-        encode_document() in section 2 defines the sequences.
-        """
+        """Return (content, lengths, ends) of documents, each a list of texts (see section 2)."""
         if self.splitter is not None:
             split = self.splitter.tokenize
             documents = [list(itertools.chain(*map(split, parts))) for parts in documents]
@@ -7362,9 +7305,8 @@ def _iter_encoded_blocks(encoder, blocks, workers):
         for source, lines in blocks:
             yield (source, lines), encoder.encode_block(lines)
         return
-    # A forked process is ready at once; a process that is started in another way imports torch
-    # again.  But some systems cannot fork, and on systems other than Linux a library may crash in a
-    # forked process.
+    # A forked process is ready at once; any other process imports torch again.  But outside Linux,
+    # a library may crash in a forked process, or the system cannot fork.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     if sys.platform != "linux":
         encoder = pickle.dumps(encoder)  # _run_worker() knows where its modules may be
@@ -7432,8 +7374,7 @@ def _run_worker(pipe, encoder):
 def _end_with_parent():
     """End this worker when its parent has ended, also in the middle of a block.
 
-    It cannot rely on the pipe: workers that were forked later hold copies of the parent's end, so
-    the pipe does not close while they live.
+    The pipe does not show this: workers that were forked later hold copies of the parent's end.
     """
     multiprocessing.parent_process().join()
     os._exit(1)
@@ -7453,15 +7394,12 @@ def merge(
     output_prefix   path of the new pair, which must not be one of these pairs
     multimodal      True: the pairs have modes, which the new pair keeps
 
-    The new pair has the same bytes as if one builder had written it.  Its record lists the inputs
-    of all pairs.  If a pair has no record, its own prefix is listed as an input.
+    The new pair has the same bytes as if one builder had written it, and each byte is copied once.
+    Its record lists the inputs of all pairs, and the prefix of each pair that has no record.
 
     If the pairs are shards, all shards of the job must be given, in order, with their records; they
-    may be in different folders.  All pairs must have been made with the same tokenizer, as far as
-    their records say.
-
-    Raises ValueError if the pairs cannot be joined.  Warns if only some of them were made with
-    append_eod.  Each byte is copied once.
+    may be in different folders.  Raises ValueError if the pairs cannot be joined, for example
+    because their records name different tokenizers.  Warns if only some were made with append_eod.
 
     Upstream: tools/merge_datasets.py.
 
@@ -7492,34 +7430,30 @@ def merge(
 
 
 def _check_shards(prefixes, records):
-    """Check that shards to be merged are complete, in order, and from the same job.
-
-    Raises ValueError if not.  A shard needs a record, because only the record names its job.
-    """
-    names = [os.path.basename(prefix) for prefix in prefixes]  # folders may differ
-    first = 0  # number of the pair with which the shards of a job should begin
-    while first < len(prefixes):
-        shard = re.fullmatch(r"(.*)_\d{5,}_of_(\d{5,})", names[first])
-        count = 0 if shard is None else int(shard[2])
-        for index, number in enumerate(range(first, first + count)):
+    """Raise ValueError unless shards to be merged are complete, in order, and from the same job."""
+    remaining = iter(prefixes)
+    for prefix in remaining:
+        shard = re.fullmatch(r"(.*)_\d{5,}_of_(\d{5,})", os.path.basename(prefix))
+        n = 0 if shard is None else int(shard[2])
+        job = records[prefix].get("job")
+        for index in range(n):
+            if index > 0:
+                prefix = next(remaining, "the end of the list")
             name = f"{shard[1]}_{index:05}_of_{shard[2]}"
-            prefix = prefixes[number] if number < len(prefixes) else "the end of the list"
-            if names[number : number + 1] != [name]:
-                advice = f"merge all {count} shards, in order"
-                raise ValueError(f"expected the shard {name}, got {prefix}; {advice}")
-            if records[prefix] == {}:
+            if os.path.basename(prefix) != name:  # folders may differ
+                raise ValueError(f"expected {name}, got {prefix}; merge all {n} shards in order")
+            if records[prefix] == {}:  # only the record names the job
                 advice = "copy its .record.json, too; rename a pair that was not made with --shard"
                 raise ValueError(f"{prefix}: this shard has no record; {advice}")
-            if records[prefix].get("job") != records[prefixes[first]].get("job"):
+            if records[prefix].get("job") != job:
                 advice = "make all shards from the same files and with the same append_eod"
                 raise ValueError(f"{prefix}: not from the same job as the first shard; {advice}")
-        first += max(count, 1)
 
 
 def _make_record(path_prefix, tokenizer, inputs, fields):
     """Return the record of a pair whose files are complete.  Raises an error for wrong arguments.
 
-    fields   a dict that may have the keys append_eod, which older records lack, and job
+    fields   a dict that may have the keys append_eod (older records lack it) and job
     """
     record = {
         "tokenizer": None if tokenizer is None else dict(tokenizer),
@@ -7544,8 +7478,8 @@ def _write_record(path_prefix, tokenizer, inputs, fields=()):
 def _record_of(pair):
     """Return the record of an IndexedDataset, or {} if it is missing, damaged or of other files.
 
-    The key "begins" is added: the number of each input's first document, and at the end the number
-    of all documents.  The file is read once.
+    It is read once.  The key "begins" is added: the number of each input's first document, and at
+    the end the number of all documents.
     """
     if "record" not in pair._memo:
         pair._memo["record"] = {}
@@ -7554,9 +7488,8 @@ def _record_of(pair):
             record = json.loads(pathlib.Path(f"{prefix}.record.json").read_bytes())
             inputs = record["inputs"]
             if record == _make_record(prefix, record["tokenizer"], inputs, record):
-                counts = (documents for _, documents in inputs)
-                begins = list(itertools.accumulate(counts, initial=0))
-                pair._memo["record"] = record | {"begins": begins}
+                begins = itertools.accumulate((documents for _, documents in inputs), initial=0)
+                pair._memo["record"] = record | {"begins": list(begins)}
     return pair._memo["record"]
 
 
@@ -7570,17 +7503,17 @@ def _identifiers_of(tokenizer):
 def _common_tokenizer(records, advice="preprocess all of them with one tokenizer"):
     """Return the tokenizer in {name: record}, or None if no record names one.
 
-    Raises ValueError, with the first value that differs and the advice, if there are several.
+    Raises ValueError, with the first value that differs, if records name different tokenizers.
     """
     tokenizers = {name: record.get("tokenizer") for name, record in records.items()}
     tokenizers = {name: each for name, each in tokenizers.items() if each is not None}
     first = next(iter(tokenizers), None)
     for name, tokenizer in tokenizers.items():
         same = {"package": None}  # both packages that read a tokenizer.json make the same ids
-        difference = _first_difference(tokenizers[first] | same, tokenizer | same)  # section 13
+        difference = _first_difference(tokenizers[first] | same, tokenizer | same)  # section 10
         if difference is not None:
-            key, wanted, got = difference
-            expected = f"expected the tokenizer of {first}, whose {key} is {wanted!r:.60}"
+            key, value, got = difference
+            expected = f"expected the tokenizer of {first}, whose {key} is {value!r:.60}"
             raise ValueError(f"{name}: {expected}, got {got!r:.60}; {advice}")
     return tokenizers.get(first)
 
@@ -7591,45 +7524,29 @@ _LABELS_OF_EOD = {True: "with eod", False: "without eod", None: "partly with eod
 def _common_eod(records):
     """Return {"append_eod": value} for {name: record}, or {} if no record has the key.
 
-    If the records differ, the value is None, and a warning names two pairs.
+    If the records differ, the value is None, and a warning names a pair of each kind.
     """
-    values = {name: each["append_eod"] for name, each in records.items() if "append_eod" in each}
-    first = next(iter(values), None)
-    for name, value in values.items():
-        if value != values[first]:
-            differs = f"made {_LABELS_OF_EOD[value]}, but {first} {_LABELS_OF_EOD[values[first]]}"
-            _warn(f"{name}: {differs}; unless this is meant, preprocess one again (append_eod)")
-            return {"append_eod": None}
-    return {"append_eod": values[first]} if len(values) > 0 else {}
-
-
-def _label_of_record(record):
-    """Return what a pair was made with, such as "; ByteTokenizer, with eod", or "" for {}."""
-    parts = []
-    if record.get("tokenizer") is not None:
-        md5 = str(record["tokenizer"].get("tokenizer.json", ""))
-        parts.append(f"{record['tokenizer'].get('class', 'a tokenizer')} {md5[:8]}".strip())
-    if "append_eod" in record:
-        parts.append(_LABELS_OF_EOD[record["append_eod"]])
-    return "; " + ", ".join(parts) if len(parts) > 0 else ""
+    examples = {each["append_eod"]: name for name, each in records.items() if "append_eod" in each}
+    if len(examples) > 1:
+        made = (f"{name} {_LABELS_OF_EOD[value]}" for value, name in examples.items())
+        _warn(f"append_eod differs ({', '.join(made)}); unless this is meant, preprocess one again")
+        return {"append_eod": None}
+    return {"append_eod": next(iter(examples))} if len(examples) > 0 else {}
 
 
 def _check_tokenizers(opened, tokenizer):
-    """Check that the corpora in {prefix: corpus} were made with one tokenizer.
+    """Raise ValueError if the records of {prefix: corpus} name different tokenizers.
 
-    Raises ValueError if their records name different tokenizers.  Warns if a record and the config
-    do, and if only some corpora were made with eod.
+    Warns if a record and the config do, and if only some corpora were made with append_eod.
     """
     of_config = {"the config": {"tokenizer": _identifiers_of(tokenizer)}}
     advice = "give the config the tokenizer of this corpus, or preprocess the corpus again"
-    records = {}
-    for prefix, pair in opened.items():
-        if isinstance(pair, IndexedDataset):
-            records[prefix] = _record_of(pair)
-            both = of_config | {prefix: records[prefix]}
-            _, difference = _call_catching(_common_tokenizer, both, advice)
-            if difference is not None:
-                _warn(str(difference))
+    pairs = {prefix: pair for prefix, pair in opened.items() if isinstance(pair, IndexedDataset)}
+    records = {prefix: _record_of(pair) for prefix, pair in pairs.items()}
+    for prefix, record in records.items():
+        _, difference = _call_catching(_common_tokenizer, of_config | {prefix: record}, advice)
+        if difference is not None:
+            _warn(str(difference))
     _common_tokenizer(records)
     _common_eod(records)
 
@@ -8240,10 +8157,9 @@ def _samples_of_sequence(dataset, sequence):
 #   SIGTERM, which a cluster sends before it kills  143
 #   SIGHUP, which a terminal sends when it closes   129
 #
-# In all these cases the command removes its temporary files and ends its workers.  A signal that is
-# ignored when the command begins, as nohup arranges for SIGHUP, stays ignored.  If a signal arrives
-# where Python ignores exceptions, as in __del__, the command runs to its end and then exits with
-# the signal's code.
+# In all these cases the command removes its temporary files and ends its workers.  If a signal
+# arrives where Python ignores exceptions, as in __del__, the command runs to its end and then exits
+# with the signal's code.
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -8273,8 +8189,7 @@ def main(argv: list[str] | None = None) -> int:
 def _exit_at_signals():
     """Raise SystemExit at SIGINT, SIGTERM and SIGHUP, so that finally clauses clean up.
 
-    A signal that is ignored stays ignored.  In a thread other than the main thread, this context
-    manager does nothing.
+    A signal that is ignored, as nohup arranges for SIGHUP, stays ignored.
     """
     received = []
 
@@ -8287,10 +8202,8 @@ def _exit_at_signals():
         if threading.current_thread() is threading.main_thread():
             hang_up = getattr(signal, "SIGHUP", signal.SIGINT)  # Windows has no SIGHUP
             for number in {signal.SIGINT, signal.SIGTERM, hang_up}:
-                handler = signal.getsignal(number)
-                if handler not in (signal.SIG_IGN, None):  # None: C code has set the handler
-                    handlers[number] = handler
-                    signal.signal(number, exit_at_signal)
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: set by C code
+                    handlers[number] = signal.signal(number, exit_at_signal)
         yield
     except Exception:
         if len(received) == 0:  # otherwise it is a consequence of the signal
@@ -8330,12 +8243,17 @@ def _print_line(line):
 
 
 def _print_pair(label, dataset):
-    """Print a line about a pair: its size, and what its record says."""
+    """Print a line about a pair: its size, and the tokenizer and eod that its record names."""
     documents = _label_of_count(len(dataset.document_indices) - 1, "document")
     sequences = _label_of_count(len(dataset), "sequence")
     tokens = f"{_label_of_count(dataset.num_tokens, 'token')} ({np.dtype(dataset.dtype)})"
-    made_with = _label_of_record(_record_of(dataset))
-    _print_line(f"{label}: {documents}, {sequences}, {tokens}{made_with}")
+    record = _record_of(dataset)
+    if record.get("tokenizer") is not None:
+        md5 = str(record["tokenizer"].get("tokenizer.json", ""))
+        tokens += f"; {record['tokenizer'].get('class', 'a tokenizer')} {md5[:8]}".rstrip()
+    if "append_eod" in record:
+        tokens += f", {_LABELS_OF_EOD[record['append_eod']]}"
+    _print_line(f"{label}: {documents}, {sequences}, {tokens}")
 
 
 def _make_parser(program):
@@ -8357,28 +8275,24 @@ def _make_parser(program):
     several = {"nargs": "+", "action": "extend"}  # a flag that is repeated adds values
     switch = {"action": "store_true"}
     pair = {"type": _without_ending, "metavar": "PREFIX"}  # also with .idx, as a shell completes it
+    output = {"required": True, "metavar": "PREFIX"}
     add = commands["preprocess"].add_argument
     text = 'files, glob patterns or URLs; .gz and .zst are decompressed; "-" is standard input'
     add("--input", required=True, metavar="FILE", help=text, **several)
-    text = "the pair of KEY is written as PREFIX_KEY_document.bin and .idx"
-    add("--output-prefix", required=True, metavar="PREFIX", help=text)
-    add("--append-eod", help="append the end-of-document token to each document", **switch)
-    text = "keys to tokenize; each gets its own pair (default: text)"
-    add("--json-keys", metavar="KEY", help=text, **several)
+    add("--output-prefix", help="write PREFIX_KEY_document.bin and .idx for each KEY", **output)
+    add("--append-eod", help="end each document with the end-of-document token", **switch)
+    add("--json-keys", metavar="KEY", help="keys to tokenize (default: text)", **several)
     add("--split-sentences", help="store each sentence as a sequence (needs nltk)", **switch)
-    text = "number of processes that tokenize (default: 1)"
-    add("--workers", type=_parse_workers, default=1, metavar="N", help=text)
+    add("--workers", type=_parse_workers, default=1, metavar="N", help="processes (default: 1)")
     text = "process only shard i of n (from 0); merge joins the shards"
     add("--shard", type=_parse_shard, default=(0, 1), metavar="i/n", help=text)
-    text = "what to do with a bad line: stop, or skip it with a warning (default: stop)"
+    text = "stop at a bad line (the default), or skip it with a warning"
     add("--on-error", choices=("stop", "skip"), default="stop", help=text)
-    text = "show no progress bar and no summary"
-    add("--no-verbose", dest="verbose", action="store_false", help=text)
+    add("--no-verbose", dest="verbose", action="store_false", help="show no progress, no summary")
 
     add = commands["merge"].add_argument
-    text = "prefixes of the pairs, or their .idx files, in order"
-    add("--input", required=True, help=text, **several, **pair)
-    add("--output-prefix", required=True, metavar="PREFIX", help="prefix of the new pair")
+    add("--input", required=True, help="pairs in order, with or without .idx", **several, **pair)
+    add("--output-prefix", help="prefix of the new pair", **output)
     add("--multimodal", help="keep the modes of multimodal pairs", **switch)
 
     text = "path or URL of a pair, with or without .bin or .idx"
@@ -8387,8 +8301,7 @@ def _make_parser(program):
     for name in ("preprocess", "inspect"):
         add = commands[name].add_argument
         add("--tokenizer", default="bytes", help=f"{_TOKENIZER_NAMES} (default: bytes)")
-        text = "text of the end-of-document token of a tokenizer.json"
-        add("--eod-token", metavar="TOKEN", help=text)
+        add("--eod-token", metavar="TOKEN", help="end-of-document token of a tokenizer.json")
         text = "add the special tokens of a tokenizer.json, such as BOS, to each text"
         add("--add-special-tokens", help=text, **switch)
     return parser
@@ -8403,7 +8316,7 @@ def _parse_shard(text):
 
 
 def _parse_workers(text):
-    """Parse the value of --workers, a number of processes."""
+    """Parse the value of --workers: "8" -> 8."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"expected a number from 1 on, got {text!r}")
     return int(text)
@@ -8442,16 +8355,15 @@ def _run_inspect(args):
     _print_line(f"sequences: {lengths.min():,} to {lengths.max():,} tokens, {mean:,.1f} on average")
     tokens = dataset.get(0, 0, min(16, int(lengths[0]))).tolist()
     _print_line(f"first tokens: {tokens}")
-    own = {"tokenizer": _identifiers_of(tokenizer)}
-    records = {"this command": own, args.prefix: _record_of(dataset)}
+    of_command = {"this command": {"tokenizer": _identifiers_of(tokenizer)}}
+    records = of_command | {args.prefix: _record_of(dataset)}
     advice = "name the tokenizer of the pair with --tokenizer"
     _, difference = _call_catching(_common_tokenizer, records, advice)
-    if difference is not None:
-        _print_line(f"not decoded: {difference}")
-    elif all(isinstance(token, int) and 0 <= token < tokenizer.vocab_size for token in tokens):
+    are_ids = all(isinstance(token, int) and 0 <= token < tokenizer.vocab_size for token in tokens)
+    if difference is None and are_ids:
         _print_line(f"as text: {tokenizer.detokenize(tokens)!r}")
     else:
-        _print_line(f"not decoded: {advice}")
+        _print_line(f"not decoded: {difference or advice}")
 
 
 def _run_verify(args):
@@ -8468,15 +8380,13 @@ def _run_demo(args):
             docs = "".join(re.findall('"""(.+?)"""', code, re.DOTALL))
             texts.append({"code": code, "docs": docs})
         demo = os.path.join(folder, "demo")
-        job = {"append_eod": True, "json_keys": ["code", "docs"]}
-        pairs = preprocess(texts=texts, output_prefix=demo, **job)
+        pairs = preprocess(None, demo, texts=texts, append_eod=True, json_keys=["code", "docs"])
         for prefix in pairs.values():
             _print_pair(f"   {os.path.basename(prefix)}", IndexedDataset(prefix))
 
         blend = [pairs["code"], pairs["docs"]], [70, 30]
         config = GPTDatasetConfig(1234, 256, blend=blend, split="1", tokenizer=ByteTokenizer())
-        sizes = [600, 0, 0]
-        builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
+        builder = BlendedMegatronDatasetBuilder(GPTDataset, [600, 0, 0], lambda: True, config)
         train, _, _ = builder.build()
         code, docs = train.samples_taken()
         _print_line(f"2. A blend: {len(train)} samples of 256 tokens, {code} code, {docs} docs")
@@ -8490,13 +8400,13 @@ def _run_demo(args):
 
         resumed = build_pretraining_data_loader(train, 0, micro_batch_size=8)
         resumed.load_state_dict(loader.state_dict())
-        equal = []
-        for batch, other in zip(batches, resumed, strict=True):
-            equal.append(torch.equal(batch["tokens"], other["tokens"]))
+        both = zip(batches, resumed, strict=True)
+        equal = [torch.equal(batch["tokens"], again["tokens"]) for batch, again in both]
         _print_line(f"4. Resumed: {len(equal)} batches, same as without the stop: {all(equal)}")
     _print_line('Next, your own text: in corpus.jsonl, a line {"text": "..."} for each document')
-    flags = "--input corpus.jsonl --output-prefix corpus --append-eod"
-    _print_line(f"{args.program} preprocess {flags}")
+    _print_line(
+        f"{args.program} preprocess --input corpus.jsonl --output-prefix corpus --append-eod"
+    )
 
 
 if __name__ == "__main__":
