@@ -7640,7 +7640,7 @@ def test_readmes_pretrain_and_documents_as_they_stand(one, inputs, capsys, monke
             document = tokenizer.tokenize(inputs[span.input][span.input_document])
             document.append(tokenizer.eod)
             part = document[span.offset : span.offset + span.length]
-            text = repr(tokenizer.detokenize(part))[:60]
+            text = repr(tokenizer.detokenize(part)[:60])
             wanted.append(f"{k} {span.input} {span.input_document} {text}")
             tokens += part
         same(torch.tensor(tokens)[1:], read[17][k - 17 * 8])
