@@ -5477,7 +5477,7 @@ def test_the_benchmark(tmp_path, monkeypatch, capsys):
     before = dict(os.environ), warnings.filters[:]
     bench = types.SimpleNamespace(**runpy.run_path(str(HERE / "bench.py")))
     ours = bench.competitors()["Python"]
-    assert capsys.readouterr().out.startswith("No column of upstream, and")
+    assert capsys.readouterr().out.startswith("No column for upstream, so")
     assert (dict(os.environ), warnings.filters) == before
     traced = []
 
