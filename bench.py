@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""How fast is it?  A table of megatron-core 0.16.1 ("upstream"), our Python and our C.
+"""Compare the speed of megatron-core 0.16.1 ("upstream"), our Python and our C in a table.
 
-    python bench.py                 the rows that tell most, on one screen, in under a minute
+    python bench.py                 the most important rows, on one screen, in under a minute
     python bench.py --full          all rows, in a few minutes
     python bench.py --billion       time and memory against size, up to a billion documents
-    pytest bench.py -k blend        rows of the screen in pytest-benchmark, to choose and to keep
+    pytest bench.py -k blend        rows of the screen in pytest-benchmark, which can save them
 
-Inputs come from fixed seeds, and lie in a temporary folder (TMPDIR).  For each row the competitors
-run once without a clock, which warms up files and memory, and their results are compared; a row in
-which one differs gets no times.  Then they take turns, A B C A B C ..., so that a slow moment of
-the machine hits all alike.  Shown are the medians, in milliseconds.
+Inputs come from fixed seeds, and are written to a temporary folder (TMPDIR).  In each row, every
+competitor runs once without a clock, which warms up files and memory.  Then the results are
+compared.  If they differ, the row gets no times.  If they are equal, the competitors take turns,
+A B C A B C ..., so a slow moment of the machine affects all of them.  The table shows medians, in
+milliseconds.
 """
 
 import argparse
@@ -43,25 +44,25 @@ import torch.utils.data
 
 SEED = 1234
 EOD = 50256
-MEAN_LENGTH = 500  # tokens in a document
-# The cores that this process may use.
+MEAN_LENGTH = 500  # mean number of tokens in a document
+# the number of cores that this process may use
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 if "OMP_NUM_THREADS" not in os.environ:
-    torch.set_num_threads(1)  # torchrun does so too; the threads of a busy machine wait long
+    torch.set_num_threads(1)  # as torchrun does; on a busy machine threads wait for each other
 
 # -- 1. The competitors ----------------------------------------------------------------------------
-# Each is a module with upstream's public names, so that a case runs the same lines on all three.
+# Each competitor is a module with upstream's public names, so a case runs the same lines on all.
 
 
 @functools.cache
 def competitors():
-    """{name: module} of those that are there; the first is what the others are compared with."""
+    """Return {name: module} of the competitors that can be imported; the first is the reference."""
     found = {}
     try:
         found["upstream"] = load_upstream()
     except ImportError as error:
-        print(f'No column of upstream, and "equal" is of Python and C: {error}')
+        print(f'No column for upstream, so "equal" compares Python and C: {error}')
     found["Python"] = load_ours("Python", "0")
     with contextlib.suppress(ImportError):
         found["C"] = load_ours("C", "1")
@@ -69,7 +70,7 @@ def competitors():
 
 
 def load_ours(name, value):
-    """A private copy of the module beside this file, with that value of MEGATRON_MIN_C."""
+    """Import the module beside this file once more, with this value of MEGATRON_MIN_C."""
     path = pathlib.Path(__file__).resolve().parent / "megatron_min.py"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
@@ -80,7 +81,7 @@ def load_ours(name, value):
 
 
 def load_upstream():
-    """The data path of megatron-core in one module, and re-creations of what it lacks."""
+    """Collect the data path of megatron-core in one module, and re-create what it lacks."""
     with warnings.catch_warnings(action="ignore"):
         from megatron.core.datasets import blended_megatron_dataset_builder as builder
         from megatron.core.datasets import gpt_dataset, helpers, indexed_dataset, utils
@@ -96,18 +97,18 @@ def load_upstream():
 
 
 def shuffle_with_numpy(items, random_state):
-    """What upstream calls to shuffle."""
+    """Shuffle in place with the function that upstream calls."""
     random_state.shuffle(items)
 
 
 def recreated_data_loader(dataset, consumed_samples, *, micro_batch_size, num_workers):
-    """The loader of the training script: torch's, whose worker processes stay."""
+    """Return torch's loader with persistent workers, as upstream's training script makes it."""
     workers = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
     return torch.utils.data.DataLoader(dataset, batch_size=micro_batch_size, **workers)
 
 
 def recreated_preprocess(path, prefix, tokenizer, workers):
-    """The package tokenizers on all cores, whatever engine is named, and upstream's builder."""
+    """Tokenize with the package tokenizers on all cores, and write with upstream's builder."""
     from tokenizers import Tokenizer
 
     encoder = Tokenizer.from_file(tokenizer.removeprefix("gigatoken:"))
@@ -135,7 +136,7 @@ class Clock:
         self.seconds += time.perf_counter() - self.started
 
     def read(self):
-        """The seconds so far."""
+        """Return the seconds so far."""
         return self.seconds
 
 
@@ -146,7 +147,7 @@ HOME = FOLDER.name
 
 @functools.lru_cache(maxsize=2)
 def random_documents(n):
-    """Tokens in each document, 1 to 999; and the documents in random order; int32."""
+    """Return the lengths of n documents, 1 to 999 tokens, and a random order of them (int32)."""
     rng = np.random.default_rng(SEED)
     lengths = rng.integers(1, 2 * MEAN_LENGTH, n, dtype=np.int32)
     return lengths, rng.permutation(n).astype(np.int32)
@@ -154,10 +155,10 @@ def random_documents(n):
 
 @functools.cache
 def corpus(documents, with_tokens=False):
-    """Write a pair of random uint16 tokens, or a .bin that is a hole -> the prefix."""
+    """Write a pair of random tokens (uint16), or of a .bin that is a hole; return its prefix."""
     prefix = f"{HOME}/corpus-{documents}-{with_tokens}"
     lengths, _ = random_documents(min(documents, 10**6))
-    lengths = np.resize(lengths, documents)  # the same ones again after a million
+    lengths = np.resize(lengths, documents)  # after a million, the lengths repeat
     pointers = np.cumsum(lengths, dtype=np.int64)
     num_tokens = int(pointers[-1])
     pointers -= lengths
@@ -166,7 +167,7 @@ def corpus(documents, with_tokens=False):
         file.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, documents, documents + 1))
         lengths.tofile(file)
         pointers.tofile(file)
-        del pointers  # a billion documents need much memory
+        del pointers  # with a billion documents, this frees 8 GB
         np.arange(documents + 1).tofile(file)
     with open(f"{prefix}.bin", "wb") as file:
         file.truncate(2 * num_tokens)
@@ -177,48 +178,49 @@ def corpus(documents, with_tokens=False):
     return prefix
 
 
-# As much of a tokenizer as a dataset asks for.
+# The attributes of a tokenizer that a dataset uses.
 TOKENIZER = types.SimpleNamespace(vocab_size=EOD + 1, eod=EOD, unique_identifiers={"name": "bench"})
 FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask")
 
 
 def build_splits(mm, sizes, S=2048, **options):
-    """[train, valid, test] as the builder makes them."""
+    """Build [train, valid, test]."""
     options = dict.fromkeys(FLAGS, False) | options
     config = mm.GPTDatasetConfig(SEED, S, tokenizer=TOKENIZER, **options)
     return mm.BlendedMegatronDatasetBuilder(mm.GPTDataset, sizes, lambda: True, config).build()
 
 
 def build_dataset(mm, prefix, num_samples=None, **options):
-    """The training dataset of a whole corpus; its cache lies in a folder named like the corpus."""
+    """Build the training dataset of a complete corpus; the folder PREFIX holds its cache."""
     data = {"blend": ([prefix], None), "split": "1"}
     return build_splits(mm, [num_samples, None, None], **data, **options)[0]
 
 
 def samples_in(documents, epochs):
-    """Samples of 2,048 tokens in so many epochs, less a tenth of the last one."""
+    """Return how many samples of 2,048 tokens the epochs have, without a tenth of the last one."""
     return int((epochs - 0.1) * documents * MEAN_LENGTH / 2048)
 
 
 @functools.lru_cache(maxsize=3)
 def dataset_to_read(mm, S, **options):
-    """100,000 documents to read from; the competitors share a folder of caches."""
+    """Build a dataset of 100,000 documents; the competitors share its cache."""
     return build_dataset(mm, corpus(100_000, with_tokens=True), S=S, **options)
 
 
 # -- 3. The cases ----------------------------------------------------------------------------------
-# A case is a function of a competitor, a number of items, and options, with a line in section 4:
+# A case is a function that takes a competitor, a number of items, and options.  Section 4 has a
+# line for each case.
 #
 #     def case(mm, n, S):
-#         ...              untimed: inputs, an empty folder, an open file
+#         ...              not timed: inputs, an empty folder, an open file
 #         with clock:
 #             ...          timed
-#         return ...       what must be equal: arrays, tensors, bytes, nested in lists and dicts, or
-#                          an iterator of such, which begins when it is compared
+#         return ...       the result that must be equal: arrays, tensors or bytes, also nested in
+#                          lists and dicts, or an iterator, which is consumed when it is compared
 
 
 def samples(mm, n, S):
-    """dataset[i] in order, which reads all over the file."""
+    """Read dataset[i] in order, at random positions of the file."""
     dataset = dataset_to_read(mm, S)
     with clock:
         for i in range(n):
@@ -227,7 +229,7 @@ def samples(mm, n, S):
 
 
 def read_batches(mm, n, num_workers, **options):
-    """The batches of 8 samples of a loader: the first one, and n samples more."""
+    """Yield batches of 8 samples: the first batch, and then n samples."""
     dataset = dataset_to_read(mm, 2048, **options)
     sizes = {"micro_batch_size": 8, "num_workers": num_workers}
     batches = mm.build_pretraining_data_loader(dataset, 0, **sizes)
@@ -235,7 +237,7 @@ def read_batches(mm, n, num_workers, **options):
 
 
 def loader(mm, n, num_workers=0, **options):
-    """Batches of 8 samples from the second on: the first one waits until workers have started."""
+    """Read batches of 8 samples; the first one is not timed, because it waits for the workers."""
     batches = read_batches(mm, n, num_workers, **options)
     next(batches)
     with clock:
@@ -245,7 +247,7 @@ def loader(mm, n, num_workers=0, **options):
 
 
 def sample_index(mm, n):
-    """build_sample_idx: one epoch of documents in random order, S=2048."""
+    """Call build_sample_idx for one epoch of documents in random order, S=2048."""
     lengths, order = random_documents(n)
     num_tokens = int(lengths.sum(dtype=np.int64))
     with clock:
@@ -254,7 +256,7 @@ def sample_index(mm, n):
 
 
 def shuffle(mm, n):
-    """shuffle, of int32."""
+    """Shuffle an int32 array."""
     items = np.arange(n, dtype=np.int32)
     random_state = np.random.RandomState(SEED)
     with clock:
@@ -263,7 +265,7 @@ def shuffle(mm, n):
 
 
 def blend(mm, n, datasets):
-    """build_blending_indices, with random weights."""
+    """Call build_blending_indices with random weights."""
     weights = np.random.default_rng(SEED).random(datasets)
     weights /= weights.sum()
     which = np.zeros(n, np.int16)
@@ -274,7 +276,7 @@ def blend(mm, n, datasets):
 
 
 def build(mm, n, epochs=1):
-    """The builder, with one corpus: it finds no cache, and writes one."""
+    """Build one corpus without a cache, and write the cache."""
     prefix = corpus(n)
     shutil.rmtree(prefix, ignore_errors=True)
     with clock:
@@ -283,19 +285,19 @@ def build(mm, n, epochs=1):
     return {str(p): p.read_bytes() for p in paths if not p.name.endswith("-manifest.json")}
 
 
-def mixture(mm, n, documents, is_new):
-    """The builder, with a blend of n corpora in three splits: without a cache, or one is there."""
-    cache = f"{HOME}/mixture-{n}-{documents}"
+def build_blend(mm, n, documents, is_new):
+    """Build a blend of n corpora in three splits, without a cache or from one."""
+    cache = f"{HOME}/blend-{n}-{documents}"
     if is_new:
-        # In a folder of its own: where thousands of files were deleted just now, ext4 takes up to
-        # 0.3 ms to make a new one, as it does not use their inodes again before some seconds.
+        # This folder is new each time.  After thousands of files were deleted, ext4 takes up to
+        # 0.3 ms to create a file, because it does not reuse their inodes for some seconds.
         cache = tempfile.mkdtemp(dir=HOME)
     prefixes = [corpus(documents + k) for k in range(n)]
     weights = np.random.default_rng(SEED).integers(1, 100, n).tolist()
     num_samples = samples_in(n * documents, 1)
     sizes = [num_samples, num_samples // 100, num_samples // 100]
     options = {"blend": (prefixes, weights), "split": "98,1,1", "path_to_cache": cache}
-    # Upstream keeps no blend in a cache without a process group: here one of this process alone.
+    # Upstream caches a blend only in a process group, so this process makes a group of one.
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     with clock:
@@ -309,7 +311,7 @@ def mixture(mm, n, documents, is_new):
 
 
 def add_documents(mm, n):
-    """Documents that are added one by one, as int32 arrays, to a pair of uint16; no C in it."""
+    """Add int32 arrays to a pair of uint16, one document at a time.  Nothing of it is in C."""
     documents = [np.arange(length, dtype=np.int32) for length in random_documents(1000)[0]]
     paths = [f"{HOME}/pair.bin", f"{HOME}/pair.idx"]
     builder = mm.IndexedDatasetBuilder(paths[0], dtype=np.uint16)
@@ -323,7 +325,7 @@ def add_documents(mm, n):
 
 @functools.cache
 def text_and_tokenizer(n):
-    """Write n pages of Python's own library as JSON lines, and a BPE trained on them -> paths."""
+    """Write n pages of Python's library as JSON lines, and a BPE for them; return the paths."""
     import tokenizers
 
     modules = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))
@@ -342,9 +344,9 @@ def text_and_tokenizer(n):
 
 
 def preprocess(mm, n, engine="", workers=1):
-    """preprocess, with the package that engine names -> both files of the pair."""
+    """Call preprocess with the package that engine names, and return both files of the pair."""
     text_path, tokenizer_path = text_and_tokenizer(n)
-    # all cores, and no warning when our workers are forked
+    # so tokenizers uses all cores, and does not warn when our workers are forked
     with mock.patch.dict(os.environ, TOKENIZERS_PARALLELISM="true"), clock:
         made = mm.preprocess(text_path, f"{HOME}/text", engine + tokenizer_path, workers=workers)
     return [pathlib.Path(f"{made['text']}.{kind}").read_bytes() for kind in ("bin", "idx")]
@@ -354,9 +356,9 @@ def preprocess(mm, n, engine="", workers=1):
 
 
 class Case:
-    """A row of the table: a function of section 3, how many items it is given, and its options.
+    """A row of the table: a function of section 3, the number of items, and options.
 
-    The title ends in "*" where upstream's side is not in its package.
+    The title ends in "*" if upstream's package lacks the part, so that it is re-created here.
     """
 
     def __init__(self, title, function, n, unit, **options):
@@ -366,16 +368,16 @@ class Case:
         self.arguments = {"n": n, **options}
 
     def run(self, name):
-        """Run a competitor -> the seconds, and its result."""
+        """Run a competitor, and return the seconds and its result."""
         before = clock.read()
         result = self.function(competitors()[name], **self.arguments)
         return clock.read() - before, result
 
 
 def is_same(*results):
-    """Are they equal in every value, dtype and shape, in nested lists, iterators and dicts too?"""
+    """Return whether all values, dtypes and shapes are equal, also nested ones."""
     first, *others = results
-    if any((first is None) != (other is None) for other in others):  # one list is longer
+    if any((first is None) != (other is None) for other in others):  # different lengths
         return False
     if isinstance(first, dict):
         return is_same(*[sorted(result.items()) for result in results])
@@ -389,7 +391,7 @@ def is_same(*results):
 RESETS = {"reset_position_ids": True, "eod_mask_loss": True}
 DENSE = {"reset_attention_mask": True, "create_attention_mask": True, **RESETS}
 
-SCREEN = [  # the rows that tell most
+SCREEN = [  # the most important rows
     Case("dataset[i], S=2048", samples, 4000, "samples", S=2048),
     Case("loader, S=2048 *", loader, 4000, "samples"),
     Case("loader, num_workers=2 *", loader, 2000, "samples", num_workers=2),
@@ -399,7 +401,7 @@ SCREEN = [  # the rows that tell most
     Case("blend, 64 datasets", blend, 100_000, "samples", datasets=64),
     Case("blend, 1,024 datasets", blend, 100_000, "samples", datasets=1024),
     Case("build, new cache, S=2048", build, 3 * 10**6, "documents"),
-    Case("mixture, cache hit", mixture, 200, "small corpora", documents=5000, is_new=False),
+    Case("blend, cache hit", build_blend, 200, "small corpora", documents=5000, is_new=False),
     Case("add_document, arrays", add_documents, 20_000, "documents"),
 ]
 
@@ -408,23 +410,26 @@ MORE = [  # with --full
     Case("dataset[i], S=8192", samples, 1000, "samples", S=8192),
     Case("loader, resets, dense mask *", loader, 32, "samples", **DENSE),
     Case("build, 4 epochs", build, 10**6, "documents", epochs=4),
-    Case("mixture, new cache", mixture, 200, "small corpora", documents=5000, is_new=True),
-    Case("mixture, new cache", mixture, 20, "large corpora", documents=200_000, is_new=True),
-    Case("mixture, cache hit", mixture, 20, "large corpora", documents=200_000, is_new=False),
+    Case("blend, new cache", build_blend, 200, "small corpora", documents=5000, is_new=True),
+    Case("blend, new cache", build_blend, 20, "large corpora", documents=200_000, is_new=True),
+    Case("blend, cache hit", build_blend, 20, "large corpora", documents=200_000, is_new=False),
     Case("text to pair, tokenizers *", preprocess, 4000, "pages of 2 kB", workers=CORES),
     Case("text to pair, gigatoken *", preprocess, 4000, "pages of 2 kB", engine="gigatoken:"),
 ]
 
-# -- 5. Measuring, and the table -------------------------------------------------------------------
+# -- 5. Measuring and printing ---------------------------------------------------------------------
 
 
 def measure(case, rounds):
-    """The cells of a row, by at least so many rounds, and a second of them; 0: no times."""
+    """Return the cells of a row, timed for at least this many rounds and one second.
+
+    With rounds 0, the competitors are compared, but not timed.
+    """
     times = {name: [] for name in competitors()}
     cells = [case.title, case.size]
     try:
         results = [case.run(name)[1] for name in times]
-    except ImportError as error:  # of tokenizers or gigatoken
+    except ImportError as error:  # tokenizers or gigatoken is not installed
         return [*cells, str(error)]
     if len(results) == 1:
         cells.append("alone")
@@ -446,7 +451,7 @@ def measure(case, rounds):
 
 
 def print_row(cells):
-    """Print a line of a Markdown table: title, size and equality, and then numbers."""
+    """Print a line of a Markdown table: title, size, equality, and then numbers."""
     line = f"| {cells[0]:28} | {cells[1]:19} | {cells[2]:5} |"
     for cell in cells[3:]:
         line += f" {cell:>8} |"
@@ -454,7 +459,7 @@ def print_row(cells):
 
 
 def machine():
-    """What the numbers depend on."""
+    """Describe the machine and the versions that the numbers depend on."""
     versions = [f"Python {platform.python_version()}"]
     for package in ("numpy", "torch", "megatron-core", "tokenizers", "gigatoken"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -464,10 +469,10 @@ def machine():
 
 
 def main():
-    """Print the table that was asked for -> 0, or 1 if a result differs."""
+    """Print the requested table, and return 0, or 1 if a result differs."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--full", action="store_true", help="all rows, in a few minutes")
-    text = "timed runs, at least (%(default)s); 0: compare alone, without a clock"
+    text = "time at least this many runs (%(default)s); 0: compare the results, without times"
     parser.add_argument("--rounds", type=int, default=3, help=text)
     parser.add_argument("--billion", action="store_true", help="time and memory against size")
     options = parser.parse_args()
@@ -484,18 +489,18 @@ def main():
         cells = measure(case, options.rounds)
         print_row(cells)
         equal.append(cells[2])
-    print(f"\nmilliseconds; x: times faster than {first}")
-    print("*: upstream's package lacks it: re-created; text to pair with tokenizers on all cores")
+    print(f"\nTimes are in milliseconds; x: times faster than {first}")
+    print("*: upstream's package lacks it, so bench.py re-creates it (text to pair: on all cores)")
     return int("NO" in equal)
 
 
 # -- 6. A billion documents ------------------------------------------------------------------------
-# Time and memory against size, of ours alone: upstream holds several int64 for each document, and
-# runs out of memory.  Sizes that would need more memory than there is are left out.
+# Only our side is measured: upstream holds several int64 for each document, and runs out of memory.
+# Sizes that would need more memory than the machine has are left out.
 
 
 def print_sizes():
-    """Print a line for each number of documents and of epochs."""
+    """Print a line for each number of documents and each number of epochs."""
     mm = list(competitors().values())[-1]
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # bytes of memory
     print("| million documents | epochs | build s | hit s | peak GiB |")
@@ -512,19 +517,19 @@ def print_sizes():
         build_dataset(mm, prefix, num_samples)
         found = time.perf_counter()
         shutil.rmtree(prefix)
-        tracemalloc.start()  # it takes time of its own, so this is another run
+        tracemalloc.start()  # it slows the build down, so memory is measured in a separate run
         build_dataset(mm, prefix, num_samples)
-        _, peak = tracemalloc.get_traced_memory()  # without the pages of mapped files
+        _, peak = tracemalloc.get_traced_memory()  # pages of mapped files do not count
         tracemalloc.stop()
         line = f"| {documents // 10**6:17,} | {epochs:6} | {built - started:7.2f} |"
         print(f"{line} {found - built:5.3f} | {peak / 2**30:8.2f} |", flush=True)
 
 
-# -- 7. The same under pytest-benchmark ------------------------------------------------------------
+# -- 7. The screen in pytest-benchmark -------------------------------------------------------------
 
 
 def pytest_generate_tests(metafunc):
-    """One test for each row of the screen and each competitor that is there."""
+    """Make one test for each row of the screen and each competitor."""
     import pytest
 
     tests = []
@@ -536,7 +541,7 @@ def pytest_generate_tests(metafunc):
 
 
 def test_case(case, name, benchmark):
-    """Equal to the first competitor that is there; then timed, by the clock of the cases."""
+    """Compare the result with the first competitor, then time it by the clock of the cases."""
     _, expected = case.run(next(iter(competitors())))
     _, result = case.run(name)
     assert is_same(expected, result)

@@ -1,14 +1,16 @@
-"""Builds megatron-min: megatron_min.py and, where a C compiler is found, _helpers.c for speed.
+"""Build megatron-min: megatron_min.py, and the C file _helpers.c if a C compiler is available.
 
-pip install .                          uses C if it compiles, else goes without (pip -v says why)
-MEGATRON_MIN_C=1 pip install .         a build without C is an error (CI, wheels)
-MEGATRON_MIN_C=0 pip install .         no compiler is called
+pip install .                          builds the C file, or continues without it if that fails
+                                       (pip -v says why)
+MEGATRON_MIN_C=1 pip install .         fails if the C file cannot be built (for CI and wheels)
+MEGATRON_MIN_C=0 pip install .         calls no compiler
 python setup.py build_ext --inplace    puts _megatron_min beside the sources
-MEGATRON_MIN_CFLAGS="-O1 -g -fsanitize=address,undefined"    further compiler and linker flags;
-                                       a build without C is an error then, too
 
-A wheel with C is for one platform and all Pythons from 3.11 on (cp311-abi3); one without C is pure
-(py3-none-any).
+MEGATRON_MIN_CFLAGS adds flags for compiler and linker, such as "-O1 -g -fsanitize=address".  With
+flags, too, the build fails if the C file cannot be built.
+
+A wheel with C works on one platform, with each Python from 3.11 on (cp311-abi3).  A wheel without
+C is pure Python (py3-none-any).
 """
 
 import os
@@ -24,13 +26,13 @@ from setuptools.command.sdist import sdist
 HERE = Path(__file__).resolve().parent
 SOURCE = (HERE / "megatron_min.py").read_text(encoding="utf-8")
 README = HERE / "README.md"
-C_WANTED = os.environ.get("MEGATRON_MIN_C", "")  # "0" never, "1" or fail, else if it can be had
+C_WANTED = os.environ.get("MEGATRON_MIN_C", "")  # "0": no; "1": required; "": if it can be built
 FLAGS = shlex.split(os.environ.get("MEGATRON_MIN_CFLAGS", ""))
-LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")  # free threads: no limited API
+LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")  # Python without a GIL has no limited API
 
 
 class CompleteSdist(sdist):
-    """Everything that a packager needs to build and to test, with C or without."""
+    """Include everything that a packager needs to build and to test, with C or without."""
 
     def make_distribution(self):
         self.filelist.extend(["_helpers.c", "test_megatron_min.py", "bench.py"])
@@ -39,12 +41,12 @@ class CompleteSdist(sdist):
 
 
 class BuildWithOrWithout(build_ext):
-    """Where C is not to be had there is no extension: a wheel is pure then, and says so."""
+    """If the extension cannot be built, leave it out, and mark the wheel as pure Python."""
 
     def run(self):
         outputs = [Path(path) for path in self.get_outputs()]
         in_place = [Path(self.get_ext_fullpath(each.name)) for each in self.extensions]
-        for path in [*outputs, *in_place]:  # an older one must not pass for this one
+        for path in [*outputs, *in_place]:  # so that an older file is not taken for the new one
             path.unlink(missing_ok=True)
         super().run()
         if not all(path.exists() for path in outputs):
@@ -59,15 +61,15 @@ if C_WANTED != "0":
     extension = Extension(
         "_megatron_min",
         ["_helpers.c"],
-        # Blends are rounded as IEEE says: no fused multiply-add, whatever else is asked for.
+        # Blends need IEEE rounding, so no flag may enable fused multiply-add.
         extra_compile_args=["-O3", *FLAGS, "-ffp-contract=off"],
         extra_link_args=FLAGS,
         py_limited_api=LIMITED,
-        optional=C_WANTED != "1" and not FLAGS,  # who names flags wants C
+        optional=C_WANTED != "1" and not FLAGS,  # flags make sense only with C
     )
     ext_modules.append(extension)
 
-options = {"build_ext": {"force": True}}  # other flags make another file
+options = {"build_ext": {"force": True}}  # the flags may have changed since the last build
 if LIMITED:
     options["bdist_wheel"] = {"py_limited_api": "cp311"}
 
@@ -101,19 +103,19 @@ setup(
     python_requires=">=3.11",
     py_modules=["megatron_min"],
     entry_points={"console_scripts": ["megatron-min = megatron_min:main"]},
-    install_requires=["numpy>=1.26", "torch>=2.8"],  # the oldest that were tried
+    install_requires=["numpy>=1.26", "torch>=2.8"],  # the oldest versions that were tested
     extras_require={
-        "test": ["pytest", "pytest-benchmark", "setuptools>=70.1"],  # the last builds wheels
+        "test": ["pytest", "pytest-benchmark", "setuptools>=70.1"],  # setuptools builds wheels
         "tools": [
-            "backports.zstd; python_version < '3.14'",  # .zst; newer Pythons have compression.zstd
+            "backports.zstd; python_version < '3.14'",  # .zst; Python 3.14 has it
             "gigatoken>=0.10",
             "nltk>=3.9",  # --split-sentences
             "tokenizers",
             "tqdm",
         ],
-        # .parquet; s3://, and http:// and https:// (by way of aiohttp)
-        "storage": ["pyarrow", "s3fs>=2024.2"],  # else pip may choose one of 2020
-        "parity": ["megatron-core==0.16.1"],  # to compare with, in the tests and in bench.py
+        # pyarrow reads .parquet; s3fs reads s3://, and its aiohttp http:// and https://
+        "storage": ["pyarrow", "s3fs>=2024.2"],  # pip might choose a version of 2020
+        "parity": ["megatron-core==0.16.1"],  # the reference of the tests and of bench.py
     },
     ext_modules=ext_modules,
     options=options,

@@ -5513,7 +5513,7 @@ def test_the_benchmark(tmp_path, monkeypatch, capsys):
     before = dict(os.environ), warnings.filters[:]
     bench = types.SimpleNamespace(**runpy.run_path(str(HERE / "bench.py")))
     ours = bench.competitors()["Python"]
-    assert capsys.readouterr().out.startswith("No column of upstream, and")
+    assert capsys.readouterr().out.startswith("No column for upstream, so")
     assert (dict(os.environ), warnings.filters) == before
     traced = []
 
@@ -7636,18 +7636,9 @@ def readme_block(readme, language, words):
 
 
 @pytest.fixture
-def first_lines(readme):
-    """What README says to a user of plain PyTorch."""
-    lines, _, _ = readme.partition("**The rest is for look-up.**\n")
-    assert lines.count("\n") == 130
-    return lines
-
-
-@pytest.fixture
-def inputs(one, first_lines, tmp_path, monkeypatch):
-    """{name of an input: its texts}, in a folder where README's first scripts are, and can run."""
+def inputs(one, readme, tmp_path, monkeypatch):
+    """{name of an input: its texts}, in a folder where README's scripts are, and can run."""
     tokenizers = pytest.importorskip("tokenizers")
-    pytest.importorskip("gigatoken")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "megatron_min", one)
@@ -7664,63 +7655,113 @@ def inputs(one, first_lines, tmp_path, monkeypatch):
         inputs[name] = texts[number::3]
         with gzip.open(name, "wt") as file:
             file.write("\n\n".join(json.dumps({"text": text}) for text in inputs[name]))
-    for line in readme_block(first_lines, "sh", "gigatoken:").splitlines():
+    for line in readme_block(readme, "sh", "--output-prefix wiki").splitlines():
         if line.startswith("megatron-min "):
             assert one.main(shlex.split(line)[1:]) == 0
-    for name, words in (("pretrain.py", "import os\n"), ("documents.py", "import *\n\nloader")):
-        pathlib.Path(name).write_text(readme_block(first_lines, "python", words))
+    for name in ("pretrain.py", "documents.py", "train.py"):
+        pathlib.Path(name).write_text(readme_block(readme, "python", f'"""python {name}'))
     return inputs
 
 
-def run_here(path, capsys):
+def run_here(capsys, path, *arguments):
     """Run a script, which may import pretrain.py anew: its names, and the lines that it prints."""
     sys.modules.pop("pretrain", None)
     capsys.readouterr()
-    names = runpy.run_path(path, run_name="__main__")
+    with mock.patch.object(sys, "argv", [path, *arguments]):
+        names = runpy.run_path(path, run_name="__main__")
     return names, capsys.readouterr().out.splitlines()
 
 
-def test_readmes_first_lines_as_they_stand(one, first_lines, inputs, capsys, monkeypatch):
-    """A plain run is stopped, and goes on with equal batches; its documents are the input lines."""
+def change(path, *changes):
+    """Replace text in a script of README; each old text must be there once."""
+    script = pathlib.Path(path).read_text()
+    for old, new in changes:
+        assert script.count(old) == 1, old
+        script = script.replace(old, new)
+    pathlib.Path(path).write_text(script)
+
+
+def test_readmes_pretrain_and_documents_as_they_stand(one, inputs, capsys, monkeypatch):
+    """A run is stopped, and continues with equal batches; its documents are the input lines."""
     read = []  # the labels of each step
     stops = {50}
     cross_entropy = torch.nn.functional.cross_entropy
 
-    def look_on(logits, labels):
+    def look_on(logits, labels, **arguments):
         if torch.is_grad_enabled():
             read.append(labels.view(8, 64))
         if len(read) in stops:
             raise InterruptedError
-        return cross_entropy(logits, labels)
+        return cross_entropy(logits, labels, **arguments)
 
     monkeypatch.setattr(torch.nn.functional, "cross_entropy", look_on)
     with pytest.raises(InterruptedError):
-        run_here("pretrain.py", capsys)
+        run_here(capsys, "pretrain.py")
     printed = capsys.readouterr().out
     stops.clear()
     del read[40:]  # what was read after the last checkpoint
-    names, lines = run_here("pretrain.py", capsys)
-    train = names["train"]
-    text = names["tokenizer"].detokenize(train[0]["tokens"])
-    assert printed.startswith(text + "\nstep 19: loss ") and "step 39: " in printed
-    assert [line.partition(":")[0] for line in lines] == ["step 59", "step 79", "step 99"]
+    names, lines = run_here(capsys, "pretrain.py")
+    train, tokenizer = names["train"], names["tokenizer"]
+    first = f"{train}\n{tokenizer.detokenize(train[0]['tokens'])}\n"
+    assert printed.startswith(f"{first}step 19, samples 152 to 159: validation loss ")
+    begin = [*str(train).splitlines(), "continuing at step 40"]
+    assert lines[: len(begin)] == begin
+    steps = ["step 59, samples 472 to 479", "step 79, samples 632 to 639"]
+    steps.append("step 99, samples 792 to 799")
+    assert [line.partition(":")[0] for line in lines[len(begin) :]] == steps
     assert len(read) == 100 and sorted(train.samples_taken().tolist()) == [240, 560]
     for step, labels in enumerate(read):
         same(labels, batch_of(train, range(8 * step, 8 * step + 8))["labels"])
 
-    _, lines = run_here("documents.py", capsys)
-    tokens = {k: [] for k in range(17 * 8, 18 * 8)}
-    for line in lines:
-        k, name, number, offset, length = line.split()
-        document = names["tokenizer"].tokenize(inputs[name][int(number)])
-        document.append(names["tokenizer"].eod)
-        tokens[int(k)] += document[int(offset) :][: int(length)]
-    same(torch.tensor(list(tokens.values()))[:, 1:], read[17])
+    wanted = []
+    for k in range(17 * 8, 18 * 8):
+        tokens = []
+        for span in one.trace(train, k):
+            document = tokenizer.tokenize(inputs[span.input][span.input_document])
+            document.append(tokenizer.eod)
+            part = document[span.offset : span.offset + span.length]
+            text = repr(tokenizer.detokenize(part)[:60])
+            wanted.append(f"{k} {span.input} {span.input_document} {text}")
+            tokens += part
+        same(torch.tensor(tokens)[1:], read[17][k - 17 * 8])
+    assert run_here(capsys, "documents.py", "136", "143")[1] == wanted
 
-    script = pathlib.Path("pretrain.py").read_text()
-    pathlib.Path("pretrain.py").write_text(script.replace("seed=1234", "seed=5"))
-    with pytest.raises(ValueError, match="seed|cannot resume"):
-        run_here("documents.py", capsys)
+    change("pretrain.py", ("seed=1234", "seed=5"))
+    with pytest.raises(ValueError, match="seed"):
+        run_here(capsys, "documents.py", "136", "143")
+
+
+@pytest.mark.slow
+def test_readmes_common_tasks(inputs, capsys):
+    """A longer run with larger batches; one epoch; several epochs, each shuffled anew."""
+    change("pretrain.py", ("S = 100, 8,", "S = 20, 8,"))
+    run_here(capsys, "pretrain.py")
+    change("pretrain.py", ("S = 20, 8,", "S = 20, 16,"))
+    _, lines = run_here(capsys, "pretrain.py")
+    assert "continuing at step 10" in lines and "step 19, samples 304 to 319" in lines[-1]
+
+    once = [("[70, 30]", "None"), ("[steps * batch_size,", "[None,")]
+    change("pretrain.py", *once)
+    change(
+        "pretrain.py",
+        ("    model = make_model()", "    steps = len(loader)\n    model = make_model()"),
+    )
+    os.remove("checkpoint.pt")
+    names, _ = run_here(capsys, "pretrain.py")
+    assert names["train"].samples_taken().tolist() == [len(d) for d in names["train"].datasets]
+    consumed = names["loader"].consumed_samples
+    assert 0 <= len(names["train"]) - consumed < 16 and consumed == 16 * names["steps"]
+
+    share = "batch_size // ranks, **share"
+    cyclic = share + ', dataloader_type="cyclic", data_sharding=False'
+    change("pretrain.py", (share, cyclic), ("import BlendedM", "import cyclic_iter, BlendedM"))
+    change(
+        "pretrain.py", ("range(start, steps), loader", "range(start, steps), cyclic_iter(loader)")
+    )
+    change("pretrain.py", ("steps = len(loader)", "steps = 2 * len(loader) // 20 * 20"))
+    os.remove("checkpoint.pt")
+    names, _ = run_here(capsys, "pretrain.py")
+    assert names["loader"].consumed_samples == 16 * names["steps"] > len(names["train"])
 
 
 def test_readmes_expressions(one, readme, tmp_path):
@@ -7731,7 +7772,7 @@ def test_readmes_expressions(one, readme, tmp_path):
         return build(one, [num_samples, 0, 0], config(one, (prefixes, None), split="90,10,0"))[0]
 
     train = train_of(None, prefix)
-    [num_tokens] = re.findall("num_tokens is\n`(.+?)`", readme)
+    [num_tokens] = re.findall("num_tokens is\\s`(.+?)`", readme)
     for epochs in (1, 3):
         count = one.count_samples(epochs * eval(num_tokens), 8)
         for more in (0, 1):
@@ -7767,66 +7808,65 @@ def test_readmes_shards_merge_to_the_pair_of_one_job(one, readme, tmp_path, monk
     assert bytes_of_pair("books_text_document") == bytes_of_pair(whole)
 
 
-def run_training(script, ranks=0, **layout):
-    """What a script of README prints, its first rank alone, in the current folder."""
-    pathlib.Path("train.py").write_text(script)
-    env = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"} | layout
+def command_of(path, ranks):
+    """The words that run a script, by torchrun if ranks is not 0; its first rank alone prints."""
     launcher = []
     if ranks:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--local-ranks-filter", "0"]
         launcher += ["--nproc-per-node", str(ranks)]
-    run = [sys.executable, *launcher, "train.py", "corpus_text_document"]
+    return [sys.executable, *launcher, path]
+
+
+def run_script(path, *arguments, ranks=0, **variables):
+    """Run a script of README in the current folder: the lines that it prints."""
+    env = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"} | variables
+    run = [*command_of(path, ranks), *arguments]
     done = subprocess.run(run, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
 @pytest.mark.slow
-def test_training_script_has_equal_losses_on_1_2_and_4_ranks(one, readme, tmp_path, monkeypatch):
-    """It learns, and is not run by worker processes."""
-    monkeypatch.chdir(tmp_path)
-    texts = inspect.getsource(one).split("\n\n\n")
-    one.preprocess(texts=texts, output_prefix="corpus", append_eod=True)
-    script = readme_block(readme, "python", "python train.py PREFIX")
-    lines = run_training(script)
+def test_training_script_has_equal_losses_on_1_2_and_4_ranks(inputs):
+    """train.py learns, and is not run by worker processes."""
+    change("pretrain.py", ("S = 100,", "S = 60,"))
+    lines = run_script("train.py")
     losses = [float(line.rpartition(" ")[2]) for line in lines]
-    assert len(losses) == 4 and losses[-1] < losses[0]
+    assert len(losses) == 3 and losses[-1] < losses[0]
     for ranks, layout in ((2, {}), (4, {"TP": "2", "CP": "2"})):
-        assert run_training(script, ranks, **layout) == lines, layout
+        assert run_script("train.py", ranks=ranks, **layout) == lines, layout
     begin = "import multiprocessing as mp\nmp.set_start_method('forkserver', force=True)\n"
-    script = begin + script.replace(" **dp)", " num_workers=1, **dp)")  # as from 3.14 on
-    assert run_training(script, MEGATRON_MIN_C="0") == lines
+    change("train.py", ("import os\n", begin + "import os\n"))  # as from 3.14 on
+    change("train.py", ("=micro_batch, **share)", "=micro_batch, num_workers=1, **share)"))
+    assert run_script("train.py", MEGATRON_MIN_C="0") == lines
 
 
 @pytest.mark.slow
-def test_training_script_of_two_processes_learns_what_one_does(first_lines, inputs):
-    """By the changes that README's first lines tell of; one of torchrun goes on from two."""
-    documents = pathlib.Path("documents.py").read_text()
-    script = "import torch\ntorch.manual_seed(1)\n" + pathlib.Path("pretrain.py").read_text()
-    script = script.replace("S = 100,", "S = 40,")
-    run_training(script)
-    lines = run_training(documents)
-    wanted = torch.load("checkpoint.pt")
+def test_training_script_of_two_processes_continues_with_one_or_four(inputs):
+    """pretrain.py by torchrun is stopped, and continues; its losses are those of one process."""
+    wanted = run_script("pretrain.py")
+    model = torch.load("checkpoint.pt")
+    documents = run_script("documents.py", "136", "143")
     os.remove("checkpoint.pt")
-    changes = " ".join(first_lines[first_lines.index("below the imports") :].split())
-    begin, rank, ranks, sizes, start, wrap, loss, save = re.findall("`(.+?)`", changes)[:8]
-    for old, new in (
-        ("steps, batch_size", f"{begin}\n{rank}\n{ranks}\nsteps, batch_size"),
-        ("micro_batch_size=batch_size", sizes),
-        (f"    {start} =", f"    {wrap}\n    {start} ="),
-        ("loss = loss_of(model, batch)", f"loss = {loss}"),
-        ("if (step + 1) % 20 == 0", save),
-    ):
-        assert old in script
-        script = script.replace(old, new)
-    run_training(script.replace("S = 40,", "S = 20,"), 2)
-    assert torch.load("checkpoint.pt")["loader"]["consumed_samples"] == 20 * 8
-    run_training(script, 1)
+    env = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    lines = []
+    with subprocess.Popen(command_of("pretrain.py", 2), env=env, stdout=-1, text=True) as process:
+        for line in process.stdout:
+            lines.append(line.rstrip("\n"))
+            if line.startswith("step 39,"):
+                process.terminate()
+    assert lines[:-1] + wanted[len(lines) - 1 :] == wanted or lines == wanted[: len(lines)]
+    change("pretrain.py", ("S = 100,", "S = 80,"))
+    run_script("pretrain.py", ranks=4)
+    change("pretrain.py", ("S = 80,", "S = 100,"))
+    *_, stopped, last = run_script("pretrain.py", ranks=1)
+    assert (stopped, last) == ("continuing at step 80", wanted[-1])
     found = torch.load("checkpoint.pt")
-    assert found["loader"] == wanted["loader"]
-    torch.testing.assert_close(found["model"], wanted["model"], rtol=1e-3, atol=1e-3)
-    pathlib.Path("pretrain.py").write_text(script)
-    assert run_training(documents, 1) == lines
+    assert found["loader"] == model["loader"]
+    torch.testing.assert_close(found["model"], model["model"], rtol=1e-3, atol=1e-3)
+    assert run_script("documents.py", "136", "143") == documents
+    with pytest.raises(AssertionError, match="batch_size 8 is not a multiple of 3 processes"):
+        run_script("pretrain.py", ranks=3)
 
 
 def test_lines_for_nanogpt_go_on_from_its_step(readme, one, tmp_path):
