@@ -9,11 +9,11 @@ them.  The reference is the package megatron-core 0.16.1, called "upstream" here
 works as intended, the files, index arrays, caches, samples and batches of both are the same bytes.
 
 Part I is the textbook.  Each section asks one question, answers it with a drawing or a table, and
-then in code.  The code defines what happens to good input.  One-line calls of functions named
-_check_...() reject bad input.  Section 13 defines most of these functions, and small helpers such
-as _as_index().  If code uses something else that a later section defines, a comment usually names
-that section.  The module needs only numpy and torch.  The optional accelerator, _helpers.c, gives
-identical results.
+then in code.  The code defines what happens to good input.  One-line calls of _check_...() reject
+bad input, and some of them warn, too.  Calls of _warn_...() only warn.  Section 13 defines most of
+these functions, and small helpers such as _as_index().  If code uses something else that a later
+section defines, a comment often names that section.  The module needs only numpy and torch.  The
+optional accelerator, _helpers.c, gives identical results.
 
 Words       token           an integer that stands for a piece of text
             document        one text; see the box below for its second meaning
@@ -46,8 +46,6 @@ Words       token           an integer that stands for a piece of text
   | From section 3 on, a document is a sequence of the .idx file.  Upstream does the same,       |
   | because a text is nearly always one sequence.  document_index, an array of section 4, is     |
   | the order in which sequences are read.  It has nothing to do with document_indices.          |
-  |                                                                                              |
-  | For three settings in section 5, a document ends with an eod token, not with its sequence.   |
   +----------------------------------------------------------------------------------------------+
 
 Notation    S  input tokens of a sample (sequence_length)    D  sequences in a split
@@ -189,8 +187,8 @@ log = logging.getLogger("megatron_min")
 #
 # Usually both files are mapped into memory.  The tokens of sequence i are a slice of the .bin file:
 #
-#   first = sequence_pointers[i] // (bytes of a token)       i = 1:  first = 4, count = 3
-#   count = sequence_lengths[i]
+#   first = sequence_pointers[i] // (bytes of a token)       i = 1:  4
+#   count = sequence_lengths[i]                                      3
 #   tokens[first : first + count]                                    b b b
 #
 # The .idx file describes n sequences and m - 1 documents.  All integers are little-endian.  Arrays
@@ -251,7 +249,7 @@ class DType(enum.Enum):
     @staticmethod
     def size(key: int | type) -> int:
         """Return the number of bytes of one token; key is a code or a dtype."""
-        with contextlib.suppress(TypeError):  # a dtype is not a number
+        if not isinstance(key, (type, np.dtype, str)):  # a code, of any integer type
             key = DType.dtype_from_code(operator.index(key))
         return np.dtype(key).itemsize
 
@@ -284,12 +282,7 @@ class _MappedTokens:
     """
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
-        self.tokens = np.zeros(0, dtype)
-        if os.path.getsize(path) > 0:  # an empty file cannot be mapped
-            advice = "to read it, pass mmap=False, or mmap_bin_files=False in a config"
-            # an error names the file and the way out (section 13)
-            with _naming_action(path, f"cannot be memory-mapped ({advice})", OSError):
-                self.tokens = np.asarray(np.memmap(path, dtype, "r"))
+        self.tokens = _map_tokens(path, dtype)  # np.memmap(path, dtype, "r"): section 16
 
     def read(self, first: int, count: int) -> np.ndarray:
         """Return count tokens, starting at token number first of the file."""
@@ -335,17 +328,28 @@ class IndexedDataset(torch.utils.data.Dataset):
         *,
         check: bool = False,
     ) -> None:
-        if object_storage_config is None:
-            object_storage_config = ObjectStorageConfig()
         self.path_prefix = os.fsdecode(path_prefix)
         self.multimodal = multimodal
         self.mmap = mmap
-        self.object_storage_config = object_storage_config
+        self.object_storage_config = object_storage_config or ObjectStorageConfig()
         self.check = check
         self.absolute_prefix = _absolute_path(self.path_prefix)
         self._idx_path = get_idx_path(self.absolute_prefix)
         self._bin_path = get_bin_path(self.absolute_prefix)
-        _open_pair(self)  # reads the .idx, calls _set_arrays(), opens the .bin: section 15
+        self._open()
+
+    def _open(self):
+        """Read the .idx and open the .bin, also when a pickle is loaded (see section 15)."""
+        self._memo = {}  # results that are not computed twice: verified, fingerprint, record
+        self._stamps = {"idx": _stamp_of_pair_file(self._idx_path)}  # size and time (section 15)
+        self._set_arrays(_read_idx(self))
+        self._stamps["bin"] = _stamp_of_pair_file(self._bin_path)
+        self.num_tokens = self._stamps["bin"]["size"] // self._token_bytes
+        _check_ends_of_pair(self)
+        self._tokens = _open_tokens(self)  # a _MappedTokens, unless mmap is False
+        self._arrays_in_files = {name: getattr(self, name) for name in _REOPENED_ATTRIBUTES}
+        if self.check:
+            self.verify()
 
     def _set_arrays(self, content):
         """Set the dtype and the arrays of the .idx file, from its bytes (an array of uint8)."""
@@ -401,10 +405,10 @@ class IndexedDataset(torch.utils.data.Dataset):
         """Return where a part of a sequence is in the .bin, in tokens: (first, length)."""
         i = _as_index(idx, len(self), self.path_prefix)  # -1 is the last sequence
         pointer = int(self.sequence_pointers[i])
-        size = int(self.sequence_lengths[i])
+        full_length = int(self.sequence_lengths[i])
         offset = operator.index(offset)
-        length = size - offset if length is None else operator.index(length)
-        _check_span(self, i, pointer, size, offset, length)
+        length = full_length - offset if length is None else operator.index(length)
+        _check_span(self, i, pointer, full_length, offset, length)
         return pointer // self._token_bytes + offset, length
 
     def verify(self) -> None:
@@ -420,11 +424,7 @@ class IndexedDataset(torch.utils.data.Dataset):
     @staticmethod
     def exists(path_prefix: str | os.PathLike) -> bool:
         """Return whether both files of the pair exist."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            _file_stamp(get_idx_path(path_prefix))  # raises FileNotFoundError if there is no file
-            _file_stamp(get_bin_path(path_prefix))
-            return True
-        return False
+        return _has_stamp(get_idx_path(path_prefix)) and _has_stamp(get_bin_path(path_prefix))
 
     @property
     def index(self) -> "IndexedDataset":
@@ -445,16 +445,15 @@ class IndexedDataset(torch.utils.data.Dataset):
     # ---- how caches, states and pickles recognize the pair: section 15
 
     def fingerprint(self) -> dict:
-        """Return a fingerprint of the data, which is the same for every copy of the pair.
+        """Return sizes and checksums, a flat dict for JSON that is the same for every copy.
 
-        It is a flat dict for JSON: the sizes of both files, a CRC-32 of all sequence lengths, and
-        one of the first and the last 4,096 bytes of the .bin.  An edit in the middle of the .bin
-        that keeps its size goes unnoticed.  Only the first call reads: 4 bytes for each sequence.
+        An edit in the middle of the .bin that keeps its size goes unnoticed.  The first call reads
+        all sequence lengths and both ends of the .bin.
         """
         return _fingerprint_of_pair(self)
 
     def __getstate__(self):
-        """Return the identity of the pair, and all attributes except the contents of the files."""
+        """Return the attributes, but not the contents of the files, and the pair's identity."""
         return _picklable_state(self) | {"_identity": _identity_of_pair(self)}
 
     def __setstate__(self, state):
@@ -506,14 +505,11 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         lengths and modes have an entry for each sequence.  If modes is None, all modes are 0.
         """
         lengths, modes = _as_lengths_and_modes(self, content, lengths, modes)  # as arrays
-        try:
+        with self._bin.removed_on_error():  # section 14
             self._bin.write(content)
             self.sequence_lengths.extend(lengths)
             if self.multimodal:
                 self.sequence_modes.extend(modes)
-        except BaseException:
-            self._bin.discard()  # the .bin may hold tokens without lengths now
-            raise
 
     def add_document(
         self, tensor: typing.Any, lengths: typing.Iterable[int], modes: typing.Any = None
@@ -532,8 +528,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         The sequence belongs to the document that the next end_document() ends.
         """
         content = _encode_tokens(tensor, self._token_dtype)
-        num_tokens = len(content) // self._token_dtype.itemsize
-        self.add_sequences(content, [num_tokens], [mode])
+        self.add_sequences(content, [len(content) // self._token_dtype.itemsize], [mode])
 
     def end_document(self) -> None:
         """End a document: the sequences that were added since the last end_document()."""
@@ -549,16 +544,13 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         _check_appended(self, other)
         before = len(self.sequence_lengths)
         at_a_time = (16 << 20) // self._token_dtype.itemsize  # 16 MiB of tokens
-        try:
+        with self._bin.removed_on_error():
             for first in range(0, other.num_tokens, at_a_time):
                 self._bin.write(other._tokens.read(first, min(at_a_time, other.num_tokens - first)))
             self.sequence_lengths.frombytes(other.sequence_lengths.tobytes())
             self.document_indices.frombytes((other.document_indices[1:] + before).tobytes())
             if self.multimodal:
                 self.sequence_modes.frombytes(other.sequence_modes.tobytes())
-        except BaseException:
-            self._bin.discard()  # a part of the other pair may be there
-            raise
 
     def finalize(self, idx_path: str | os.PathLike) -> None:
         """Write the .idx file and give both files their names.
@@ -586,14 +578,14 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
             _commit_pair(self._bin, index)
             self._is_final = True
         finally:
-            index.discard()  # removes nothing once the pair gets its names
+            index.discard()  # removes the file if it has no final name yet
 
     def __exit__(self, kind, error, traceback):
         try:
             if kind is None and not self._is_final:
                 self.finalize(get_idx_path(self._bin.path.removesuffix(".bin")))
         finally:
-            self._bin.discard()  # removes nothing once the pair gets its names
+            self._bin.discard()
 
 
 def _encode_tokens(values, dtype):
@@ -661,7 +653,8 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #   unique_identifiers   a dict that identifies the tokenizer; json must be able to write it.  The
 #                        names of cache files depend on it (section 15), and records hold it
 #
-# These attributes are optional:
+# encode_jsonl() needs vocab_size and tokenize(), and a config needs unique_identifiers.  eod is
+# needed for append_eod and for the three settings above.  These attributes are optional:
 #
 #   pad                  the id that pads a short sample
 #   eos                  the id of one more special token; section 5 compares pad with it
@@ -751,8 +744,7 @@ def encode_jsonl(
     >>> pair.document_indices.tolist()
     [0, 1, 1, 2]
     """
-    if tokenizer is None:
-        tokenizer = ByteTokenizer()
+    tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
     _check_tokenizer_of_corpus(tokenizer, append_eod)
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     with IndexedDatasetBuilder(get_bin_path(output_prefix), dtype) as builder:
@@ -817,11 +809,10 @@ def parse_and_normalize_split(split: str) -> list[float]:
     [0.75, 0.25, 0.0]
     """
     fields = re.split(r"\s*[,;/]\s*|\s+", str(split).strip("[]() "))
-    names = [part.name for part in Split]
     with _naming_place(f'split {split!r} (write, for example, "98,1,1")'):
         shares = [float(field) for field in fields]
-        shares += [0.0] * (len(names) - len(shares))
-        _check_weights(shares, names)
+        shares += [0.0] * (len(Split) - len(shares))
+        _check_weights(shares, Split.__members__)
     return normalize(shares)
 
 
@@ -867,9 +858,8 @@ def get_blend_from_list(
 ) -> tuple[list[str], list[float] | None] | None:
     """Parse a list of prefixes, or of weights and prefixes in turn: return (prefixes, weights).
 
-    Without weights in the list, weights is None.  For None, return None.  A prefix that looks like
-    a number would be read as a weight, so write ./2023 for a folder 2023.  Raises ValueError for
-    any other list.
+    If the list has only prefixes, weights is None.  Decimal numbers are weights, so write ./2023
+    for a folder 2023.  Raises ValueError for any other list.  For None, return None.
 
     Upstream differs: it guesses what a list of another form means.
 
@@ -880,8 +870,8 @@ def get_blend_from_list(
         return None
     entries = [os.fsdecode(entry) if isinstance(entry, bytes) else str(entry) for entry in blend]
     entries = [entry.strip() for entry in entries]
+    # a decimal number; float() would also accept 2023_01, inf and nan
     decimal = r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
-    # float() accepts more, but 2023_01, inf and nan are prefixes
     is_number = [re.fullmatch(decimal, entry) is not None for entry in entries]
     if len(entries) > 0 and not any(is_number):
         return entries, None
@@ -896,7 +886,7 @@ def get_blend_from_list(
 
 @dataclasses.dataclass
 class BlendedMegatronDatasetConfig:
-    """Settings that say which datasets to build.  Field names and defaults are upstream's.
+    """Settings that say which datasets to build.
 
     There are three ways to name the data:
 
@@ -905,15 +895,14 @@ class BlendedMegatronDatasetConfig:
       neither           mock data (see MockGPTDataset in section 21)
 
     Data
-      blend             (prefixes, weights).  weights is a list, or None: section 7 says what each
-                        does
+      blend             (prefixes, weights).  weights is a list of numbers, or None: then the weight
+                        of each corpus is its number of samples
       split             shares of train, valid and test, such as "98,1,1"
       blend_per_split   a list of three: for train, valid and test, a blend or None
       blend_phases      [(samples, weights), ...]: weights that change during training, instead of
                         the weights of train (section 6).  Keyword only.  Not in upstream
 
-      Each of these lists, also weights, may be any Python sequence, such as a tuple or OmegaConf's
-      ListConfig.
+      Instead of a list, any Python sequence may be given, such as OmegaConf's ListConfig.
 
     Samples
       sequence_length   S, in tokens
@@ -928,8 +917,8 @@ class BlendedMegatronDatasetConfig:
                         True: if valid has several corpora, build a list with one dataset for each
                         corpus, not a blend, so that each has its own loss (section 7).  Needs
                         blend_per_split
-      full_validation   True: build one epoch of each corpus in this list.  The size of valid must
-                        then be None.  Without the list, this field has no effect
+      full_validation   True: each of these datasets is one epoch of its corpus, and the size of
+                        valid must be None.  Has no effect unless valid becomes such a list
 
     Building and reading
       mid_level_dataset_surplus
@@ -947,7 +936,8 @@ class BlendedMegatronDatasetConfig:
                         blend_per_split, None
       mock              True if no blend is given; split is then "1,1,1"
 
-    fast_cache_load and defer_npy_index_mmap are accepted and ignored.
+    Names and defaults are upstream's, except blend_phases.  fast_cache_load and
+    defer_npy_index_mmap are accepted and ignored.
 
     Raises ValueError for a wrong field, and for fields that contradict each other.
 
@@ -979,7 +969,8 @@ class BlendedMegatronDatasetConfig:
         if self.blend_per_split is not None and not any(self.blend_per_split):
             self.blend_per_split = None  # three times None means the same as None
         _check_config(self)
-        # json would write a numpy integer as a text, and so rename the cache (section 15)
+        # As ints: the names of cache files depend on the JSON text of both (section 15), and json
+        # writes a numpy integer differently.
         self.random_seed = _as_whole(self.random_seed, "random_seed", 0, 2**32 - 1)
         self.sequence_length = _as_whole(self.sequence_length, "sequence_length", 1, 2**32 - 1)
         if self.blend_per_split is not None:
@@ -1008,17 +999,17 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
       inter_document_masking
                              True: return document boundaries instead of a mask, and restart
                              positions at each boundary.  Documents that start at 0 and 3, with
-                             S = 4, give cu_seqlens 0 3 4 4 4 and max_seqlen 3.  Keyword only.  Not
-                             in upstream 0.16.1
+                             S = 4, give max_seqlen 3 and cu_seqlens 0 3 4 4 4: the starts, then S
+                             up to S + 1 entries.  Keyword only.  Not in upstream 0.16.1
 
     Samples
       drop_last_partial_validation_sequence
                              False: keep the last, short sample of valid, and pad it
       add_extra_token_to_sequence
                              True: x = 1, so the last input token has a label, too
-      stable_order           True: shuffle each epoch separately.  A longer dataset then begins with
-                             the samples of a shorter one, unless the shorter one keeps a short last
-                             sample (section 4).  Keyword only.  Not in upstream
+      stable_order           True: shuffle each epoch separately, so that a longer dataset begins
+                             with the samples of a shorter one.  Section 4 names one exception.
+                             Keyword only.  Not in upstream
 
     Other
       object_storage_cache_path
@@ -1089,9 +1080,11 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 #
 # The shuffles (1) and (3) can be done in two ways.
 #
-# Upstream shuffles all epochs together.  But if a run needs only few samples of the last epoch,
-# that one is shuffled separately; plan_epochs() has the rule.  If a longer run has more epochs, or
-# its last one is no longer separate, all samples may change, from the first one on.
+# Upstream shuffles all epochs together.  But a run that needs only few samples of the last epoch
+# could then read too many of them, and miss as many of the earlier epochs.  So the last epoch of
+# this run is shuffled separately, and its samples come last; plan_epochs() has the rule.  If a
+# longer run has more epochs, or its last one is no longer separate, all samples may change, from
+# the first one on.
 #
 # With stable_order, each epoch is shuffled separately and has its own seed.  So additional epochs
 # leave the order of the earlier ones unchanged:
@@ -1152,16 +1145,13 @@ def plan_epochs(
     """Plan how many epochs give the requested samples, in O(1).
 
     tokens_per_epoch   T
-    num_samples        how many samples are requested.  None: as many as one epoch has
+    num_samples        how many samples are requested.  None or 0: as many as one epoch has
     other arguments    as in count_samples()
 
     The number of epochs E is the smallest integer >= 1 with E*T >= num_samples*S + x.
 
-    A run reads only the first num_samples of the shuffled samples.  If the last epoch were shuffled
-    together with the earlier ones, the run could read too many samples of the last epoch, and miss
-    as many of the earlier ones.  So if it needs fewer than int(0.80 * n) samples of the last epoch,
-    that epoch is shuffled separately, and its samples come last.  Here n is the number of full
-    samples in one epoch.
+    If the run needs fewer than int(0.80 * n) samples of the last epoch, this epoch is shuffled
+    separately.  Here n is the number of full samples in one epoch.
 
     Raises ValueError if samples are requested and T is 0.
 
@@ -1225,7 +1215,7 @@ def build_document_index(
     >>> build_document_index([0, 1, 2], 2, np.random.RandomState(1234), False).tolist()
     [2, 1, 2, 0, 1, 0]
     """
-    document_index = _repeat_documents(documents, num_epochs)
+    document_index = np.tile(_as_document_numbers(documents), num_epochs)
     if not separate_final_epoch:
         shuffle(document_index, random_state)
         return document_index
@@ -1233,15 +1223,6 @@ def build_document_index(
     shuffle(document_index[:edge], random_state)
     shuffle(document_index[edge:], random_state)
     return document_index
-
-
-def _repeat_documents(documents, num_epochs):
-    """Repeat the documents once for each epoch: return int32 (E*D,)."""
-    documents = np.asarray(documents)
-    if len(documents):
-        for number in np.array([documents.min(), documents.max()]).tolist():
-            _as_whole(number, "document", 0, 2**31 - 1)  # what int32 holds
-    return np.tile(documents.astype(np.int32, copy=False), num_epochs)
 
 
 def build_sample_idx(
@@ -1258,7 +1239,7 @@ def build_sample_idx(
     Sample j is the tokens [j*S, j*S + S + x) of the stream.
 
     sizes             int32: the sequence_lengths of the .idx file
-    document_indices  int32 (E*D,): the document_index.  (Both names are upstream's.)
+    document_indices  int32 (E*D,): the document_index, under upstream's name
     sequence_length   S, at least 1
     num_epochs        E
     tokens_per_epoch  T
@@ -1275,8 +1256,6 @@ def build_sample_idx(
 
     Cost: O(N log(E*D) + E*D) time; in C, O(N + E*D) time and 8 bytes per row.
 
-    Upstream: helpers.build_sample_idx
-
     >>> sizes = np.array([4, 3, 6], np.int32)               # aaaa bbb cccccc
     >>> documents = np.arange(3, dtype=np.int32)
     >>> build_sample_idx(sizes, documents, 4, 1, 13).tolist()
@@ -1288,15 +1267,15 @@ def build_sample_idx(
     S = _as_whole(sequence_length, "sequence_length", 1)
     x = int(add_extra_token_to_sequence)
     tokens = operator.index(num_epochs) * operator.index(tokens_per_epoch)
-    document_index = document_indices  # section 1 has a different array under upstream's name
+    document_index = document_indices
     _check_array(sizes, "sizes", np.int32)
     _check_array(document_index, "document_indices", np.int32)
     N = count_samples(tokens, S, drop_last_partial_sequence, x)
     rows = np.empty((N + 1, 2), _sample_index_dtype(len(document_index)))
     end_of_last = min(N * S + x, tokens) if N else 0
     _fill_rows(rows, sizes, document_index, S, x, end_of_last)
-    # A short last sample without the extra token ends in the last document, as in upstream.  This
-    # row differs from the one that _fill_rows() wrote only if the last documents are empty.
+    # A short last sample without the extra token ends where the stream ends.  _fill_rows() took the
+    # first document that ends there.  If empty documents follow, upstream takes the last of them.
     if x == 0 and N * S > tokens:
         rows[-1] = len(document_index) - 1, sizes[document_index[-1]]
     return rows
@@ -1381,7 +1360,7 @@ def build_stable_orders(
     """
     num_documents = len(documents)
     num_epochs = len(sample_edges) - 1
-    document_index = _repeat_documents(documents, num_epochs)
+    document_index = np.tile(_as_document_numbers(documents), num_epochs)
     N = operator.index(sample_edges[-1])
     shuffle_index = np.arange(N, dtype=_shuffle_index_dtype(N))
     random_state = np.random.RandomState(random_seed)
@@ -1402,8 +1381,8 @@ def build_stable_orders(
 #   k --shuffle_index--> j --sample_index[j], [j + 1]--> (d, offset) .. (d', offset')
 #     --document_index[d .. d']--> pieces of sequences in the file pair --joined--> S + x tokens
 #
-# The example is sample 0 of the toy corpus, with its documents in file order.  sample_index has the
-# rows (0, 0) (1, 0) (2, 1) (2, 5), and shuffle_index is 1 2 0:
+# The example is sample k = 0 of the toy corpus, which is sample j = 1 of the stream in section 4.
+# sample_index has the rows (0, 0) (1, 0) (2, 1) (2, 5), and shuffle_index is 1 2 0:
 #
 #   stream, counted        0 1 2 3 4 5 6 7 8 9 . . .       k = 0: j = 1, rows (1, 0) and (2, 1)
 #                          a a a a b b b c c c c c c
@@ -1418,33 +1397,30 @@ def build_stable_orders(
 #   field                     a document starts        effect
 #   reset_position_ids        after an eod token       positions count from 0 again
 #   reset_attention_mask      after an eod token       no attention to earlier documents
-#   eod_mask_loss             after an eod token       no loss for its first token
+#   eod_mask_loss             after an eod token       no loss where the input token is eod
 #   inter_document_masking    where a sequence of      positions count from 0 again; cu_seqlens
 #                             the .idx file starts     lists the starts, instead of a mask
 #
 # ds[None] returns a padding sample: sample 0, but with a loss that does not count.  Padding samples
 # complete a micro-batch that has too few samples (section 8).
 #
-# The three index arrays depend only on
-#
-#   - the lengths of the sequences, and which of them are in the split
-#   - how many samples are requested
-#   - S, x, the seed, stable_order, and whether a short last sample is kept
-#
-# So they are built once and cached in files (section 15), which all ranks and all later jobs read.
+# The three index arrays depend on which sequences are in the split, and on their lengths.  Besides,
+# they depend only on the number of samples requested, S, x, the seed, stable_order, and whether a
+# short last sample is kept.  So they are built once and cached in files (section 15), which all
+# ranks and all later jobs read.
 
 
 class _Identified(torch.utils.data.Dataset):
-    """Base class of datasets whose cache files are named after unique_identifiers, a dict."""
+    """Base class of datasets that are cached: it names their files (section 15)."""
 
     @functools.cached_property
     def unique_description(self) -> str:
-        """Return unique_identifiers as the JSON text that upstream writes."""
+        """Return unique_identifiers, a dict, as the JSON text that upstream writes."""
         return json.dumps(self.unique_identifiers, indent=4, default=_as_json)  # section 15
 
     @functools.cached_property
     def unique_description_hash(self) -> str:
-        """Return the MD5 of unique_description, with which the names of its cache files begin."""
+        """Return the MD5 of unique_description."""
         return _md5(self.unique_description)
 
 
@@ -1453,7 +1429,7 @@ class MegatronDataset(abc.ABC, _Identified):
 
     dataset        the opened data, as build_low_level_dataset() returned them
     dataset_path   the path that they were opened from, or None
-    indices        numbers of the documents in this split: ints (D,) or a range
+    indices        numbers of the documents in this split: ints (D,) or, as an argument, a range
     num_samples    how many samples are requested.  None: as many as one epoch has
     index_split    Split
     config         BlendedMegatronDatasetConfig
@@ -1476,11 +1452,11 @@ class MegatronDataset(abc.ABC, _Identified):
     ) -> None:
         self.dataset = dataset
         self.dataset_path = None if dataset_path is None else os.fsdecode(dataset_path)
-        self._documents = _as_range(indices)  # a range if they are consecutive (section 15)
+        self._documents = _as_range(indices)  # a range needs no memory and no time (section 15)
         self.num_samples = _as_size(num_samples, "num_samples")
         self.index_split = index_split
         self.config = config
-        self.unique_identifiers = collections.OrderedDict()  # upstream's keys, in its order
+        self.unique_identifiers = collections.OrderedDict()  # upstream's; it names the cache files
         self.unique_identifiers["class"] = type(self).__name__
         self.unique_identifiers["dataset_path"] = self.dataset_path
         self.unique_identifiers["num_samples"] = self.num_samples
@@ -1503,7 +1479,7 @@ class MegatronDataset(abc.ABC, _Identified):
 
     @functools.cached_property
     def indices(self) -> np.ndarray:
-        """Return the numbers of the documents in this split, as int32 if they are consecutive."""
+        """Return the numbers of the documents in this split."""
         if isinstance(self._documents, range):
             return np.arange(self._documents.start, self._documents.stop, dtype=np.int32)
         return self._documents
@@ -1531,9 +1507,8 @@ class GPTDataset(MegatronDataset):
 
     indexed_dataset   IndexedDataset, or any object with sequence_lengths and get(i, offset, length)
     dataset_path      path prefix of the corpus, or None.  The names of cache files depend on it
-    indexed_indices   numbers of the documents in this split: ints (D,) or a range
-    num_samples       how many samples are requested; the dataset may have more.  None: as many as
-                      one epoch has
+    indexed_indices   the argument indices of MegatronDataset, under upstream's name
+    num_samples       as in MegatronDataset; the dataset may have more samples
     index_split       Split
     config            GPTDatasetConfig
 
@@ -1595,7 +1570,7 @@ class GPTDataset(MegatronDataset):
             indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
         )
         self._x = int(config.add_extra_token_to_sequence)
-        is_valid = index_split.name == "valid"
+        is_valid = index_split.name == "valid"  # by name: it may be a member of upstream's Split
         self._keeps_short = is_valid and not config.drop_last_partial_validation_sequence
         self._pad_token_id = _pad_id_of_config(config)
         self.eod_token_id = None  # only set if a field needs it
@@ -1617,12 +1592,12 @@ class GPTDataset(MegatronDataset):
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         k = 0 if idx is None else idx
-        # *lengths is empty, or holds the document lengths that a subclass returns
+        # A subclass may return a third value, the lengths of the documents.
         row, _, *lengths = self._query_document_sample_shuffle_indices(k)
         return self._make_sample(idx, row, *lengths)
 
     def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
-        """Return several samples.  torch's DataLoader calls this."""
+        """Return the same samples as self[idx], read together.  torch's DataLoader calls this."""
         return _read_gpt_samples(self, indices)  # section 10
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
@@ -1633,8 +1608,7 @@ class GPTDataset(MegatronDataset):
         """
         pieces = self.pieces(idx)
         row = np.concatenate(_read_pieces(self.dataset, pieces), dtype=np.int64)
-        sequences = [i for i, _, _ in pieces]
-        return self._pad(row), np.array(sequences, np.int64)
+        return self._pad(row), np.array([i for i, _, _ in pieces], np.int64)
 
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         """Return where the tokens of sample k are: [(sequence, offset, length), ...], in order.
@@ -1664,8 +1638,7 @@ class GPTDataset(MegatronDataset):
         if missing == 0:
             return row
         _check_row_fits(self, row)
-        padding = np.full(missing, self._pad_token_id)
-        return np.concatenate([row, padding], dtype=np.int64)
+        return np.concatenate([row, np.full(missing, self._pad_token_id)], dtype=np.int64)
 
     def _make_sample(self, idx, row, lengths=None):
         """Make the dict of sample idx from its tokens, row.
@@ -1680,11 +1653,11 @@ class GPTDataset(MegatronDataset):
         row = np.asarray(row).astype(np.int64, casting="same_kind", copy=False)  # rejects floats
         tokens = row[:S].copy()
         labels = row[1:].copy()
-        if not self._x:
+        if not self._x:  # the last input has no label
             labels = np.append(labels, pad)
-        is_padding = labels == pad
+        equals_pad = labels == pad
         loss_mask = np.ones(S, np.float32)
-        loss_mask[is_padding] = 0
+        loss_mask[equals_pad] = 0
         if config.eod_mask_loss:  # the label of an eod is the first token of the next document
             loss_mask[tokens == self.eod_token_id] = 0
         if idx is None:
@@ -1704,7 +1677,7 @@ class GPTDataset(MegatronDataset):
 
         # Padding becomes 0.  As in upstream, so do real tokens that equal the pad id.
         tokens[tokens == pad] = 0
-        labels[is_padding] = 0
+        labels[equals_pad] = 0
         sample = {"tokens": tokens, "labels": labels}
         if config.has_dense_mask:
             sample["attention_mask"] = causal_mask(mask_starts, S)
@@ -1748,7 +1721,7 @@ class GPTDataset(MegatronDataset):
             )
         else:
             # one generator shuffles the documents first, and then the samples
-            random_state = _random_state(config.random_seed)  # a RandomState; see section 18
+            random_state = _random_state(config.random_seed)  # np.random.RandomState, made faster
             document_index = build_document_index(
                 self.indices, plan.num_epochs, random_state, plan.separate_final_epoch
             )
@@ -1767,7 +1740,7 @@ class GPTDataset(MegatronDataset):
         return state
 
     def __setstate__(self, state):
-        # GPTDataset's method, not a subclass's: the pickle lacks only arrays that this one cached.
+        # GPTDataset's method, not a subclass's: only arrays that this one cached can be missing.
         _restore_arrays(self, state, GPTDataset._build_document_sample_shuffle_indices)
 
     # ---- what the builder calls
@@ -1931,8 +1904,6 @@ def build_blending_indices(
     Raises TypeError if an array has a wrong dtype, and ValueError if an array is not 1-D, or if
     weights or num_datasets are out of range.
 
-    Upstream: helpers.build_blending_indices
-
     >>> which, sample = np.zeros(4, np.int16), np.zeros(4, np.int64)
     >>> build_blending_indices(which, sample, [0.25, 0.75], 2, 4)
     >>> which.tolist(), sample.tolist()
@@ -1963,8 +1934,6 @@ def build_exhaustive_blending_indices(
     Raises TypeError if an array has a wrong dtype.  Raises ValueError if an array is not 1-D, if
     sizes are negative or not whole, or if num_datasets is out of range.
 
-    Upstream: helpers.build_exhaustive_blending_indices
-
     >>> which, sample = np.zeros(4, np.int16), np.zeros(4, np.int64)
     >>> build_exhaustive_blending_indices(which, sample, [1, 3], 2); which.tolist()
     [1, 0, 1, 1]
@@ -1981,10 +1950,11 @@ def _fill_blend(dataset_index, dataset_sample_index, shares, limits, size):
 
     Section 18 replaces this function with a faster one.
     """
-    taken = np.where(limits > 0, 0.0, np.inf)  # infinity: this dataset is not considered
+    # How many samples each dataset has given.  Infinity: it may give no more, so it is not chosen.
+    taken = np.where(limits > 0, 0.0, np.inf)
     for i in range(size):
         d = np.argmax(shares * max(i, 1) - taken)
-        k = taken[d]
+        k = taken[d]  # a whole number, as a float
         dataset_index[i] = d
         dataset_sample_index[i] = k
         taken[d] = k + 1 if k + 1 < limits[d] else np.inf
@@ -2013,8 +1983,7 @@ def build_phase_indices(
     >>> which.tolist(), sample.tolist()
     ([1, 0, 1, 1, 0, 1, 0, 1], [0, 0, 1, 2, 1, 3, 2, 4])
     """
-    _, weights = phases[0]
-    taken = np.zeros(len(weights), np.int64)  # samples of each dataset in the earlier phases
+    taken = np.zeros(len(phases[0][1]), np.int64)  # samples of each dataset in the earlier phases
     begin = 0
     for samples, weights in phases:
         samples = operator.index(samples)
@@ -2033,8 +2002,7 @@ def build_phase_indices(
 def _as_phases(phases, names):
     """Return the phases of a blend as [(samples, normalized weights), ...].
 
-    The sum of the weights leaves out weights of 0, as a plain blend does.  With them, numpy would
-    add in a different order, and the result could differ in the last bit.
+    Weights of 0 are left out of the sum, which is then exactly the sum of a plain blend.
     """
     _check_phases(phases, names)
     normalized = []
@@ -2065,13 +2033,13 @@ class BlendedDataset(_Identified):
     config     BlendedMegatronDatasetConfig
     phases     [(samples, weights), ...] instead of weights and size, which must then be None.  A
                dataset whose weights are all 0 keeps its number, because a later phase may use it.
-               A single phase without a weight of 0 is the same as weights and size.  Keyword only.
-               Not in upstream
+               Keyword only.  Not in upstream
 
-      made with           .size     .weights     .phases                   built by
-      weights and size    size      normalized   None                      build_blending_indices
-      weights alone       None      counts       None                      build_exhaustive_...
-      phases              the sum   None         with normalized weights   build_phase_indices
+      made with               .size    .weights    .phases             built by
+      weights and size        size     normalized  None                build_blending_indices
+      weights alone           None     counts      None                build_exhaustive_...
+      one phase, no 0 in it   the sum  normalized  None                build_blending_indices
+      other phases            the sum  None        normalized weights  build_phase_indices
 
     ds[i] is {"dataset_id": int64 (), **sample}.  Two attributes say which sample this is:
 
@@ -2110,7 +2078,7 @@ class BlendedDataset(_Identified):
         self._set_shares(weights, size, phases)
         self.split = self.datasets[0].index_split
 
-        self.unique_identifiers = collections.OrderedDict()  # upstream's keys, in its order
+        self.unique_identifiers = collections.OrderedDict()  # upstream's; it names the cache files
         self.unique_identifiers["class"] = type(self).__name__
         self.unique_identifiers["datasets"] = [part.unique_identifiers for part in self.datasets]
         self.unique_identifiers["split"] = self.split.name
@@ -2123,7 +2091,11 @@ class BlendedDataset(_Identified):
         self._arrays_in_files = {}
         self._taken = None  # see samples_taken()
         self.dataset_index, self.dataset_sample_index = self._build_indices()
-        _check_taken(self)  # raises _BlendTooLarge, a ValueError (section 13)
+        # The builder (section 7) catches this error, and rebuilds the datasets that are too small.
+        taken = zip(self.datasets, self.samples_taken().tolist(), strict=True)
+        needed = {part: count for part, count in taken if count > len(part)}
+        if needed:
+            raise _error_of_large_blend(needed)  # _BlendTooLarge, a ValueError (section 13)
 
     def _set_shares(self, weights, size, phases):
         """Set size, weights and phases as in the table above, and drop datasets of weight 0."""
@@ -2135,7 +2107,7 @@ class BlendedDataset(_Identified):
             phases = _as_phases(phases, names)
             self.size = sum(samples for samples, _ in phases)
             _, self.weights = phases[0]
-            if len(phases) > 1 or not all(self.weights):  # otherwise the same as weights and size
+            if len(phases) > 1 or not all(self.weights):  # the last row of the table
                 self.phases = phases
                 self.weights = None
             return
@@ -2164,7 +2136,8 @@ class BlendedDataset(_Identified):
 
     def _build_indices(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the two index arrays, and set _taken.  A subclass may override this method."""
-        # made_from is empty, because unique_description has all that the arrays are made from
+        # Section 15 loads them from the cache, or calls _build_arrays() and saves them.  All that
+        # they are made from is in unique_description, so made_from is empty.
         self._taken, arrays = _load_or_build(self, self.split, made_from={}, pair=None)
         return arrays
 
@@ -2199,7 +2172,7 @@ class BlendedDataset(_Identified):
         return {"dataset_id": dataset_id, **self.datasets[d][k]}
 
     def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
-        """Return several samples.  torch's DataLoader calls this."""
+        """Return the same samples as self[idx], read together.  torch's DataLoader calls this."""
         return _read_blend_samples(self, indices)  # section 10
 
     def _locate(self, idx):
@@ -2266,7 +2239,7 @@ class _Entry(typing.NamedTuple):
     split: Split
     prefixes: list  # path prefix of each corpus; [None] for mock data
     bounds: tuple[float, float]  # the part of each corpus that belongs to the split
-    built_for: list  # samples requested of each corpus; None: one epoch
+    requested: list  # samples requested of each corpus; None: one epoch
     is_blend: bool = False  # True: a BlendedDataset.  False: a dataset for each corpus
     # These three are arguments of the BlendedDataset.  If both weights and phases are None, the
     # weights are the corpora's numbers of samples.
@@ -2288,36 +2261,34 @@ def _entries_of_config(config, sizes):
             bounds = config.split_matrix[split.value]
             corpora = ([None], None) if config.mock else config.blend
         if bounds is None or corpora is None:
-            _check_enough_samples(split, 0, size)
+            _warn_of_few_samples(split, 0, size)
             continue
         prefixes, weights = list(corpora[0]), corpora[1]
         if split is Split.train and config.blend_phases is not None:
             phases = _as_phases(config.blend_phases, prefixes)
-            built_for = [math.ceil(n * (1 + surplus)) for n in _targets_of_corpora(phases)]
-            entries.append(_Entry(split, prefixes, bounds, built_for, True, phases=phases))
+            requested = [math.ceil(n * (1 + surplus)) for n in _targets_of_corpora(phases)]
+            entries.append(_Entry(split, prefixes, bounds, requested, True, phases=phases))
         elif split is Split.valid and config.multiple_validation_sets:
             _check_size_of_sets(config, prefixes, size)
             entries.append(_Entry(split, prefixes, bounds, [size] * len(prefixes)))
         elif len(prefixes) == 1 and (weights is None or config.blend_per_split is not None):
             entries.append(_Entry(split, prefixes, bounds, [size]))
         elif weights is None:
-            built_for = [None] * len(prefixes)
-            entries.append(_Entry(split, prefixes, bounds, built_for, True, size=size))
+            requested = [None] * len(prefixes)
+            entries.append(_Entry(split, prefixes, bounds, requested, True, size=size))
         else:
             _check_has_size(split, size)
             prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
             weights = normalize(weights)
             targets = _targets_of_corpora([(size, weights)])
-            built_for = [math.ceil(n * (1 + surplus)) for n in targets]
-            size = sum(targets)
-            entries.append(_Entry(split, prefixes, bounds, built_for, True, weights, size))
+            requested = [math.ceil(n * (1 + surplus)) for n in targets]
+            entries.append(_Entry(split, prefixes, bounds, requested, True, weights, sum(targets)))
     return entries
 
 
 def _targets_of_corpora(phases):
     """Return the target n of each corpus, summed over phases: [(samples, weights), ...]."""
-    _, weights = phases[0]
-    targets = [0] * len(weights)
+    targets = [0] * len(phases[0][1])
     for samples, weights in phases:
         for i, weight in enumerate(weights):
             targets[i] += math.ceil(samples * weight)
@@ -2334,12 +2305,11 @@ class BlendedMegatronDatasetBuilder:
                       returns [None, None, None].  (Rank 0 builds in any case, to write the cache.)
     config            settings for cls.  The builder copies it, so later changes have no effect
 
-    With torch.distributed, every rank must call build(), even if it needs no datasets.  In
-    Lightning, call it in setup().  Lightning does not run prepare_data() on every rank, so a
-    build() there would wait for ever.
+    With torch.distributed, every rank must call build(), even if it needs no datasets.  (In
+    Lightning, call it in setup(), which runs on every rank, and not in prepare_data().)
 
-    In this example both corpora are the toy corpus.  With the surplus, 2 samples are requested of
-    corpus 0 and 4 of corpus 1.  An epoch has 3, so corpus 1 needs two, and has a different order.
+    In this example both corpora are the toy corpus, with 3 samples per epoch.  With the surplus, 2
+    samples are requested of corpus 0, and 4 of corpus 1, whose second epoch changes the order.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus(), toy_corpus()], [1, 3]), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
@@ -2371,13 +2341,13 @@ class BlendedMegatronDatasetBuilder:
         if not _is_distributed():
             return self._build_splits()
         # _on_every_rank() calls a function and waits for the other ranks.  If the call fails on one
-        # rank, every rank raises an error (section 17).  None calls nothing, and so only waits.
+        # rank, every rank raises an error (section 17).
         is_built_here = _on_every_rank(self.is_built_on_rank)
         if _rank() == 0:
             datasets = _on_every_rank(self._build_splits)
-            _on_every_rank(None)
+            _on_every_rank(None)  # wait until the other ranks have built
         else:
-            _on_every_rank(None)
+            _on_every_rank(None)  # wait until rank 0 has built
             datasets = _on_every_rank(self._build_splits if is_built_here else None)
         _check_same_builds(datasets)  # section 13
         return datasets if is_built_here else [None] * len(Split)
@@ -2387,12 +2357,12 @@ class BlendedMegatronDatasetBuilder:
         opened = self._open_all()
         datasets = dict.fromkeys(Split)
         for entry in self._entries:
-            entries = [entry] * len(entry.prefixes)
             corpora = [opened[prefix] for prefix in entry.prefixes]
-            parts = self._map(self._build_part, entries, corpora, entry.prefixes, entry.built_for)
+            build = functools.partial(self._build_part, entry)
+            parts = self._map(build, corpora, entry.prefixes, entry.requested)
             size = self.sizes[entry.split.value]
             if size != 0:
-                _check_parts_have_samples(entry.split, size, parts)  # warns
+                _warn_of_short_corpora(entry.split, size, parts)
                 if not any(len(part) for part in parts):
                     continue
             if entry.is_blend:
@@ -2434,19 +2404,19 @@ class BlendedMegatronDatasetBuilder:
         return self.cls(corpus, prefix, documents, size, entry.split, self.config)
 
     def _make_blend(self, entry, corpora, parts):
-        """Return the blend of parts.  Without weights, it is None if no part has a sample."""
+        """Return the blend of parts, the datasets of the corpora."""
         weights = entry.weights
         size = entry.size
         prefixes = entry.prefixes
         if weights is None and entry.phases is None:
             used = [i for i, part in enumerate(parts) if len(part)]
-            if not used:
+            if not used:  # only if size is 0; see _build_splits()
                 return None
             columns = (parts, corpora, prefixes)
             parts, corpora, prefixes = ([column[i] for i in used] for column in columns)
             weights = [len(part) for part in parts]
             total = sum(weights)
-            _check_enough_samples(entry.split, total, size)
+            _warn_of_few_samples(entry.split, total, size)
             if size is not None:
                 size = min(size, total)
         try:
@@ -2466,18 +2436,16 @@ class BlendedMegatronDatasetBuilder:
 # ==============================================================================
 # Question: which samples does rank r read at step t, and how does a run resume?
 #
-# Each data-parallel rank has a sampler.  The sampler yields one list of sample numbers for each
-# micro-batch of its rank; batches_of() reads these samples and stacks them.
+# Each data-parallel rank, in this section called rank, has a sampler.  It yields one list of sample
+# numbers for each micro-batch of its rank; batches_of() reads these samples and stacks them.
 #
 #   round   one micro-batch on every rank: micro_batch_size * data_parallel_size samples
-#   step    one update of the model.  It reads M rounds, where M is the global batch size divided by
-#           the samples in a round.  (Section 11 calls M num_microbatches.)  If M is constant, step
-#           t reads rounds t*M .. t*M + M - 1
+#   step    one update of the model, which reads M rounds.  M is the global batch size divided by
+#           the samples in a round.  If M is constant, step t reads rounds t*M .. t*M + M - 1
 #
-# The two samplers differ in the order of the samples and in how they deal them to the ranks.
-# "single" keeps the samples in order and deals each rank a block of them.  "cyclic" shuffles them
-# anew in each pass and deals them one by one.  With micro_batch_size 2, data_parallel_size 2 and
-# 8 samples:
+# The sampler "single" keeps the samples in order and deals each rank a block of them.  The sampler
+# "cyclic", here without data_sharding, shuffles them anew in each pass and deals them one by one.
+# With micro_batch_size 2, data_parallel_size 2 and 8 samples:
 #
 #   round                0              1
 #   single   sample      0  1  2  3     4  5  6  7
@@ -2486,36 +2454,9 @@ class BlendedMegatronDatasetBuilder:
 #   cyclic   sample      4  0  7  3     2  5  1  6
 #            to rank     0  1  0  1     0  1  0  1
 #
-# With data_sharding (the default in section 10), "cyclic" has no common order.  Each rank owns a
-# part of the samples and shuffles only that part: of these 8 samples, rank 1 owns 4 .. 7.
-#
-# "full_validation" is "single" with micro_batch_size 1 and drop_last=False: it reads each sample.
-#
 # To resume, a sampler needs one number: consumed_samples, the samples that all ranks together have
 # used.  Padding (None) does not count.  "single" counts from the start of the pass, "cyclic" from
-# the start of the run.  A sampler created with this number yields the rest of the pass.
-#
-# A job that resumes may change some settings, and still continues at the same sample:
-#
-#   sampler                   may change                   if
-#   single, full_validation   ranks, micro_batch_size      always
-#   cyclic, unsharded         ranks, micro_batch_size      (a) and (b)
-#   cyclic, sharded           micro_batch_size             (a) and (b)
-#
-#   (a) consumed_samples is a multiple of the new number of samples in a round
-#   (b) the pass, the samples consumed in it, and samples_shuffled() stay the same
-#
-# What happens to the samples at the end of a pass that do not fill a round:
-#
-#   single                    dropped; they are always the last samples of the dataset
-#   single, drop_last=False   read in a short, last round.  The ranks share these samples evenly,
-#   full_validation           and None, which asks for a padding sample, fills each micro-batch
-#   cyclic, sharded           dropped before the shuffle, so never read
-#   cyclic, unsharded         dropped after the shuffle, so different ones in each pass.  Samples
-#                             that do not fill a micro-batch are dropped before it
-#
-# Section 10 saves consumed_samples, and whether the pass has ended.  A job that loads this state
-# checks that the data and the settings still give the same samples.
+# the start of the run.  A sampler created with it yields the rest of the pass; section 10 saves it.
 
 
 class _Sampler:
@@ -2585,14 +2526,14 @@ class MegatronPretrainingSampler(_Sampler):
             if self.drop_last and count < self.samples_per_round:
                 return
             # In a full round, each rank gets micro_batch_size samples.  In a short round, the
-            # numbers of samples of two ranks differ by at most 1.
+            # numbers of samples of two ranks differ by at most 1.  No rank has more than rank 0.
             own_first = first + _ceil_div(rank * count, ranks)
             own_end = first + _ceil_div((rank + 1) * count, ranks)
             padding = [None] * (self.micro_batch_size - (own_end - own_first))
             yield [*range(own_first, own_end), *padding]
 
     def get_start_end_idx(self) -> tuple[int, int]:
-        """Return (first, end): this rank's block in a full round, as positions in the round.
+        """Return (first, end), this rank's block in a full round.  (Here nothing calls this.)
 
         >>> MegatronPretrainingSampler(8, 0, 2, 1, 2).get_start_end_idx()
         (2, 4)
@@ -2602,7 +2543,7 @@ class MegatronPretrainingSampler(_Sampler):
 
 
 class MegatronFullValidationSampler(MegatronPretrainingSampler):
-    """Sampler that yields every sample once, in order, and gives each rank one sample per round.
+    """Sampler "single" with micro_batch_size 1 and drop_last=False: it yields every sample.
 
     In the last round, ranks without a sample get None.  Every later iteration starts at sample 0.
 
@@ -2631,8 +2572,9 @@ class MegatronPretrainingRandomSampler(_Sampler):
     """Sampler that yields the samples in a new random order in each pass.
 
     dataset        ignored; upstream has this argument
-    data_sharding  True: each rank owns a part of the samples and shuffles only that part.  False:
-                   the samples are shuffled together and dealt to the ranks one by one
+    data_sharding  True (section 10's default): each rank owns a part of the samples and shuffles
+                   only that part: of 8 samples on 2 ranks, rank 1 owns 4 .. 7.  False: the samples
+                   are shuffled together and dealt to the ranks one by one, as drawn above
     seed           0 to 2**63 - 1; pass p is shuffled with seed + p.  0 gives upstream's order
 
     All ranks yield the same number of lists.  An iteration ends with its pass; the next iteration
@@ -2684,8 +2626,9 @@ class MegatronPretrainingRandomSampler(_Sampler):
         generator = torch.Generator().manual_seed(self.seed + pass_number)
         if self.data_sharding:
             own_samples = self.samples_shuffled() // ranks
-            own_order = torch.randperm(own_samples, generator=generator, device="cpu")
-            return rank * own_samples + own_order
+            return rank * own_samples + torch.randperm(
+                own_samples, generator=generator, device="cpu"
+            )
         order = torch.randperm(self.samples_shuffled(), generator=generator, device="cpu")
         return order[rank : self.active_total_samples : ranks]
 
@@ -2694,6 +2637,29 @@ class MegatronPretrainingRandomSampler(_Sampler):
         if self.data_sharding:
             return self.active_total_samples
         return self.total_samples - self.total_samples % self.micro_batch_size
+
+
+# What happens to the samples at the end of a pass that do not fill a round:
+#
+#   single                    dropped; they are always the last samples of the dataset
+#   single, drop_last=False   read in a short, last round.  The ranks share these samples evenly,
+#   full_validation           and None, which asks for a padding sample, fills each micro-batch
+#   cyclic, sharded           dropped before the shuffle; they are the last ones of the dataset
+#   cyclic, unsharded         dropped after the shuffle, so different ones in each pass.  Samples
+#                             that do not fill a micro-batch are dropped before the shuffle
+#
+# For example, with 11 samples, rounds of 4 and micro-batches of 2, the first and the third kind
+# never read samples 8, 9 and 10.  The last kind shuffles samples 0 .. 9, and then drops two.
+#
+# A job that resumes may change some settings, and still continues at the same sample:
+#
+#   sampler                   may change                   if
+#   single, full_validation   ranks, micro_batch_size      always
+#   cyclic, unsharded         ranks, micro_batch_size      (a) and (b)
+#   cyclic, sharded           micro_batch_size             (a) and (b)
+#
+#   (a) consumed_samples is a multiple of the new number of samples in a round
+#   (b) the pass, the samples consumed in it, and the number of shuffled samples stay the same
 
 
 def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
@@ -2739,10 +2705,8 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 # Ranks that work together form a process group of torch.distributed.  A group sends tensors with
 # one of two backends: gloo between CPUs, or NCCL between GPUs.
 #
-# Section 8 deals batches to each dp coordinate, and all ranks with this coordinate use the same
-# batches.  In the first and in the last stage, for each cp coordinate, the rank with tp 0 has a
-# loader, and sends its batches to the other tp ranks.  The samplers of these loaders are equal, so
-# the loaders read the same batches.
+# All ranks with the same dp coordinate use the same batches.  In the first and in the last stage,
+# the ranks with tp 0 read them, each with its own loader, and send them to the other tp ranks.
 #
 # An intermediate stage usually reads nothing: it gets its input from the stage before it.  As in
 # upstream, its tp 0 reads batches in two cases:
@@ -2752,8 +2716,7 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 #   mtp      The stage predicts several tokens ahead (multi-token prediction).  Then it needs
 #            tokens, positions, labels and loss mask.
 #
-# With 2 ranks on each axis, the number of a rank is tp + 2 cp + 4 dp + 8 pp.  (Batches are cut, not
-# split: a split is a part of a corpus.)
+# With 2 ranks on each axis, the number of a rank is tp + 2 cp + 4 dp + 8 pp:
 #
 #   a round (section 8)  --sampler-->    dp 0: ranks 0-3, 8-11          dp 1: ranks 4-7, 12-15
 #   batch of a dp rank   --stage---->    pp 0: tokens, positions        pp 1: labels, loss mask
@@ -2763,16 +2726,6 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 # Why chunks 0 and 3?  Under a causal mask, the last token attends to all tokens, and the first
 # token only to itself.  So the first chunk costs least and the last chunk costs most.  Together
 # they cost as much as the two chunks between them.
-#
-# This is the buffer of a first stage, for 2 rows of 4 tokens.  The tensors with the widest items
-# come first.  So each tensor begins at a multiple of its item size, and is a view of the buffer:
-#
-#   byte   0        8                         72                        136
-#          | flag   | tokens, 2 x 4 int64     | position_ids, 2 x 4     |
-#
-# The receivers know this layout in advance: it follows from their stage and from the arguments of
-# get_batch().  The flag says whether the read failed, 0 or 1.  If it is 1, a second broadcast
-# carries the error message, and every rank of the group raises the error.
 
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
@@ -2853,8 +2806,7 @@ class ParallelGroups:
         """Return the ranks in this rank's group, for example along the axes "dp-cp"."""
         if kind not in self._ranks:
             lists = self.rank_lists(kind, **self.sizes)
-            [mine] = [ranks for ranks in lists if _rank() in ranks]
-            self._ranks[kind] = mine
+            [self._ranks[kind]] = [ranks for ranks in lists if _rank() in ranks]
         return self._ranks[kind]
 
     def rank(self, kind: str) -> int:
@@ -2898,8 +2850,6 @@ def get_batch(
     Raises what these two functions raise.  If a batch cannot be cut, all tp ranks of a stage raise
     ValueError, because they cut the same batch.  If packed, all stages raise it.
 
-    Upstream: get_batch, in pretrain_gpt.py.
-
     >>> row = torch.tensor([list(b"aaaab")])
     >>> batch = {"tokens": row[:, :-1], "labels": row[:, 1:], "loss_mask": torch.ones(1, 4)}
     >>> batch["position_ids"] = torch.arange(4)[None]
@@ -2908,11 +2858,10 @@ def get_batch(
     (b'aaab', None)
     """
     batch = get_batch_on_this_tp_rank(data_iterator, groups, **options)
+    rank = groups.rank("cp")
+    size = groups.size("cp")
     return get_batch_on_this_cp_rank(
-        batch,
-        groups.rank("cp"),
-        groups.size("cp"),
-        use_per_sequence_balancing=use_per_sequence_balancing,
+        batch, rank, size, use_per_sequence_balancing=use_per_sequence_balancing
     )
 
 
@@ -2934,7 +2883,8 @@ def get_batch_on_this_tp_rank(
     micro_batch_size       B, the rows of a batch
     sequence_length        S, the tokens of a row
     create_attention_mask  True: the first and the last stage get the dense mask, too.  False: a
-                           mask in the batch is left out.  Pass config.has_dense_mask
+                           mask in the batch is left out.  Pass config.has_dense_mask, which is
+                           True by default
     mtp                    True: this stage predicts several tokens ahead (multi-token prediction).
                            It gets tokens, position_ids, labels and loss_mask, whichever stage it is
     packed                 True: the batches have cu_seqlens and max_seqlen.  Every stage gets them
@@ -2963,11 +2913,12 @@ def get_batch_on_this_tp_rank(
     if device is None:
         device = _device_of_group()  # section 17
     device = torch.device(device)
+    read = functools.partial(_read_batch, data_iterator, layout, create_attention_mask)
     if groups.size("tp") == 1:
-        for key, tensor in _read_batch(data_iterator, layout, create_attention_mask).items():
+        for key, tensor in read().items():
             batch[key] = tensor.to(device, non_blocking=True)
     else:
-        batch.update(_share_batch(data_iterator, layout, create_attention_mask, groups, device))
+        batch.update(_share_batch(read, layout, groups, device))
     return batch
 
 
@@ -2998,23 +2949,28 @@ def _read_batch(data_iterator, layout, create_attention_mask):
     return {key: batch[key].to("cpu", dtype) for key, (_, dtype) in layout.items()}
 
 
-def _read_into(views, data_iterator, layout, create_attention_mask):
-    """Read the next batch and copy its tensors into views of a buffer."""
-    for key, tensor in _read_batch(data_iterator, layout, create_attention_mask).items():
-        views[key].copy_(tensor)
+# This is the buffer of a first stage, for 2 rows of 4 tokens.  The tensors with the widest items
+# come first.  So each tensor begins at a multiple of its item size, and is a view of the buffer:
+#
+#   byte   0        8                         72                        136
+#          | flag   | tokens, 2 x 4 int64     | position_ids, 2 x 4     |
+#
+# The receivers know this layout in advance: it follows from their stage and from the arguments of
+# get_batch().  The flag says whether the read failed, 0 or 1.  If it is 1, a second broadcast
+# carries the error message, and every rank of the group raises the error.
 
 
-def _share_batch(data_iterator, layout, create_attention_mask, groups, device):
-    """Read a batch on tp rank 0, send it to its tp group, and return it on every rank."""
+def _share_batch(read, layout, groups, device):
+    """Call read() on tp rank 0, send the batch to its tp group, and return it on every rank."""
     sent = {"error_flag": ((), torch.int64)} | layout
     size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sent.values())
-    is_pinned = device.type == "cuda"  # then the CPU need not wait for the copy to the GPU
-    buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+    # from pinned memory, the CPU need not wait for the copy to the GPU
+    buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     views = _views_of_buffer(buffer, sent)
     error = None
     if groups.rank("tp") == 0:
         # Section 17: errors are caught, except KeyboardInterrupt, SystemExit and GeneratorExit.
-        _, error = _call_catching(_read_into, views, data_iterator, layout, create_attention_mask)
+        _, error = _call_catching(_read_into, views, read)
         views["error_flag"].fill_(error is not None)
     torch.distributed.broadcast(buffer, group=groups.batch_group, group_src=0)
     if views["error_flag"]:
@@ -3022,6 +2978,12 @@ def _share_batch(data_iterator, layout, create_attention_mask, groups, device):
     batch = _views_of_buffer(buffer.to(device, non_blocking=True), sent)
     del batch["error_flag"]
     return batch
+
+
+def _read_into(views, read):
+    """Read a batch and copy its tensors into views of a buffer."""
+    for key, tensor in read().items():
+        views[key].copy_(tensor)
 
 
 def _views_of_buffer(buffer, layout):
@@ -3084,27 +3046,25 @@ def get_batch_on_this_cp_rank(
     S = _length_of_rows(batch)
     if S is None:
         return part
-    chunk = S // (2 * cp_size)  # tokens in a chunk of the full row
-    positions = None  # if documents are cut: the positions in each row that this rank keeps
-    if batch.get("cu_seqlens") is None or use_per_sequence_balancing:
-        _check_divisible_row(S, cp_size)
-    else:
+    documents_are_cut = batch.get("cu_seqlens") is not None and not use_per_sequence_balancing
+    if documents_are_cut:
+        # the positions in each row that this rank keeps
         positions = _positions_in_documents(batch["cu_seqlens"], S, cp_rank, cp_size)
+    else:
+        _check_divisible_row(S, cp_size)
+        chunk = S // (2 * cp_size)  # tokens in a chunk
     for key, value in batch.items():
         dim = 2 if key == "attention_mask" else 1
-        if key == "cu_seqlens" or not isinstance(value, torch.Tensor):
+        if not _is_cut(key, value, dim, S):
             continue
-        if value.shape[dim : dim + 1] != (S,):
-            if key in _BATCH_KEYS:
-                _check_axis_to_cut(key, value, dim, S)
-        elif positions is None:
-            front = value.narrow(dim, cp_rank * chunk, chunk)
-            back = value.narrow(dim, S - (cp_rank + 1) * chunk, chunk)
-            part[key] = torch.cat([front, back], dim)
-        else:
+        if documents_are_cut:
             _check_rows_to_cut(key, value, positions)
             rows = zip(value, positions.to(value.device), strict=True)
             part[key] = torch.stack([row.index_select(dim - 1, kept) for row, kept in rows])
+        else:
+            front = value.narrow(dim, cp_rank * chunk, chunk)
+            back = value.narrow(dim, S - (cp_rank + 1) * chunk, chunk)
+            part[key] = torch.cat([front, back], dim)
     return part
 
 
@@ -3128,10 +3088,7 @@ def _positions_in_documents(cu_seqlens, S, cp_rank, cp_size):
       chunk      0 1 2 3   0 0 1 1 2 2 3  3     of the 2 * cp_size chunks of the document
       cp rank    0 1 1 0   0 0 1 1 1 1 0  0
     """
-    # A cu_seqlens from elsewhere may lack the 0 in front or the S at the end, so both are added.
-    # If they were there, this adds only empty documents, which have no positions.
-    bounds = torch.nn.functional.pad(cu_seqlens.to("cpu", torch.int64), (1, 0))
-    bounds = torch.nn.functional.pad(bounds, (0, 1), value=S)
+    bounds = _as_bounds(cu_seqlens, S)  # begins with 0 and ends with S
     _check_divisible_documents(bounds, cp_size)
     positions = torch.arange(S, device="cpu").repeat(len(bounds), 1)
     # the index in bounds of the end of the document that each position is in
@@ -4650,9 +4607,10 @@ def _parse_idx_header(path, content, multimodal):
     return code, n, m
 
 
-def _check_ends_of_pair(pair, bin_size):
+def _check_ends_of_pair(pair):
     """Raise DatasetFormatError if an end of document_indices or the end of the .bin is wrong."""
     n = len(pair)
+    bin_size = pair._stamps["bin"]["size"]
     item = pair._token_bytes
     both = pair.document_indices[[0, -1]].tolist()
     _check_field(pair._idx_path, "both ends of document_indices", both == [0, n], [0, n], both)
@@ -4872,16 +4830,13 @@ class _BlendTooLarge(ValueError):
     """Datasets are too small for a blend.  The attribute needed is {dataset: samples to take}."""
 
 
-def _check_taken(blend):
-    """Raise _BlendTooLarge unless each dataset has as many samples as a blend takes of it."""
-    taken = zip(blend.datasets, blend.samples_taken().tolist(), strict=True)
-    needed = {part: count for part, count in taken if count > len(part)}
-    if needed:
-        part, count = next(iter(needed.items()))
-        taken = f"{count:,} samples of {_label_of_dataset(part)}, which has {len(part):,}"
-        error = _BlendTooLarge(f"the blend takes {taken}; use larger datasets, or other weights")
-        error.needed = needed
-        raise error
+def _error_of_large_blend(needed):
+    """Return a _BlendTooLarge for {dataset: samples to take}."""
+    part, count = next(iter(needed.items()))
+    taken = f"{count:,} samples of {_label_of_dataset(part)}, which has {len(part):,}"
+    error = _BlendTooLarge(f"the blend takes {taken}; use larger datasets, or other weights")
+    error.needed = needed
+    return error
 
 
 def _check_sizes(config, sizes):
@@ -4899,7 +4854,7 @@ def _check_size_of_sets(config, prefixes, size):
         raise ValueError(f"with full_validation, the size of valid must be None, got {size}")
 
 
-def _check_enough_samples(split, total, size):
+def _warn_of_few_samples(split, total, size):
     """Warn if more samples of a split are requested than the total that it has."""
     if size is not None and size > total:
         advice = "give weights, so that its corpora are read more than once, or request fewer"
@@ -4915,7 +4870,7 @@ def _check_has_size(split, size):
         raise ValueError(f"{split.name}: the size of a blend with weights is None; {advice}")
 
 
-def _check_parts_have_samples(split, size, parts):
+def _warn_of_short_corpora(split, size, parts):
     """Warn if corpora of a split are shorter than a sample, or if no corpus has a sample.
 
     parts are the datasets of the corpora.  A corpus without tokens in this split is not short.
@@ -4933,7 +4888,7 @@ def _check_parts_have_samples(split, size, parts):
         number = f"{len(short)} of {len(parts)} corpora"
         _warn(f"{split.name}: {number} give no sample, because {short[0]}; {advice}")
     elif not any(len(part) for part in parts):
-        _check_enough_samples(split, 0, size)
+        _warn_of_few_samples(split, 0, size)
 
 
 def _check_corpora(opened, cls, tokenizer):
@@ -5000,6 +4955,15 @@ def _check_array(values, name, dtype):
         raise TypeError(f"{name} must be an array of {np.dtype(dtype)}, got {kind}")
     if values.ndim != 1:
         raise ValueError(f"{name} must be 1-D, got shape {values.shape}")
+
+
+def _as_document_numbers(documents):
+    """Return documents as int32.  Raises ValueError for a number that does not fit."""
+    documents = np.asarray(documents)
+    if len(documents):
+        for number in np.array([documents.min(), documents.max()]).tolist():
+            _as_whole(number, "document", 0, 2**31 - 1)
+    return documents.astype(np.int32, copy=False)
 
 
 def _check_has_tokens(tokens_per_epoch, num_samples):
@@ -5187,14 +5151,19 @@ def _check_batch_to_cut(batch):
         raise ValueError(f"batch: {reason}, got {others}; rename one of them")
 
 
-def _check_axis_to_cut(key, value, dim, length):
-    """Raise ValueError unless a tensor that is not cut has one entry along dim, not length entries.
+def _is_cut(key, value, dim, length):
+    """Return whether a value of a batch is a tensor with length entries along dim, to be cut.
 
-    A mask that is the same for all queries, for example, is passed on as it is.
+    Raises ValueError if one of the five keys has a different length there, except 1.  A mask that
+    is the same for all queries, for example, is passed on as it is.
     """
-    if value.shape[dim : dim + 1] != (1,):
+    if key == "cu_seqlens" or not isinstance(value, torch.Tensor):
+        return False
+    axis = value.shape[dim : dim + 1]
+    if key in _BATCH_KEYS and axis not in ((length,), (1,)):
         rows = f"expected {length} tokens along dim {dim}, got shape {tuple(value.shape)}"
         raise ValueError(f"batch[{key!r}]: {rows}; give all tensors rows of the same length")
+    return axis == (length,)
 
 
 def _check_rows_to_cut(key, value, positions):
@@ -5209,6 +5178,15 @@ def _check_divisible_row(length, cp_size):
     if length % (2 * cp_size):
         expected = f"a multiple of {2 * cp_size} (2 * cp_size); change sequence_length"
         raise ValueError(f"batch: its rows have {length} tokens, expected {expected}")
+
+
+def _as_bounds(cu_seqlens, S):
+    """Return cu_seqlens as int64 on the CPU, with one more 0 in front and one more S at the end.
+
+    A cu_seqlens from elsewhere may lack them.  If it has them, this adds only empty documents.
+    """
+    bounds = torch.nn.functional.pad(cu_seqlens.to("cpu", torch.int64), (1, 0))
+    return torch.nn.functional.pad(bounds, (0, 1), value=S)
 
 
 def _check_divisible_documents(bounds, cp_size):
@@ -5460,6 +5438,15 @@ class _NewFile(contextlib.AbstractContextManager):
             self.discard()  # it may have a part of the content
             with _naming_action(self.temporary, "cannot be written"):  # 1 us, so only for errors
                 raise
+
+    @contextlib.contextmanager
+    def removed_on_error(self) -> typing.Iterator[None]:
+        """Remove the file if the with block raises, because it may have a part of the content."""
+        try:
+            yield
+        except BaseException:
+            self.discard()
+            raise
 
     def finish(self) -> None:
         """Close the complete file, which keeps its temporary name.  A second call does nothing."""
@@ -5752,29 +5739,32 @@ def _file_stamp(path: str | os.PathLike) -> dict:
     return {"size": stat.st_size, "changed": max(stat.st_mtime_ns, stat.st_ctime_ns)}
 
 
-def _open_pair(pair):
-    """Open the files of an IndexedDataset, and set all attributes that depend on the files."""
-    pair._memo = {}  # results that are not computed twice: verified, fingerprint, record
-    idx_stamp = _stamp_of_pair_file(pair._idx_path)
-    local_path = pair._idx_path
-    if _is_remote(local_path):
-        local_path = _fetch_index(local_path, idx_stamp, pair.object_storage_config)
-    pair._set_arrays(_read_or_map_file(local_path)[0])
-    bin_stamp = _stamp_of_pair_file(pair._bin_path)
-    pair.num_tokens = bin_stamp["size"] // pair._token_bytes
-    _check_ends_of_pair(pair, bin_stamp["size"])
+def _has_stamp(path):
+    """Return whether a file exists.  Raises OSError if the system does not say."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return bool(_file_stamp(path))
+    return False
+
+
+def _read_idx(pair):
+    """Return the bytes of the .idx, as an array; on object storage, they are copied first."""
+    path = pair._idx_path
+    if _is_remote(path):
+        path = _fetch_index(path, pair._stamps["idx"], pair.object_storage_config)
+    return _read_or_map_file(path)[0]
+
+
+def _open_tokens(pair):
+    """Open the .bin, and check that both files are still the ones that have the stamps."""
     if _is_remote(pair._bin_path):
-        pair._tokens = _RemoteFile(pair._bin_path, pair.dtype)
+        tokens = _RemoteFile(pair._bin_path, pair.dtype)
     else:
         tokens_of_file = _MappedTokens if pair.mmap else _FileTokens
-        pair._tokens = tokens_of_file(pair._bin_path, pair.dtype)
-        _check_unchanged(pair._bin_path, bin_stamp, "opened")
+        tokens = tokens_of_file(pair._bin_path, pair.dtype)
+        _check_unchanged(pair._bin_path, pair._stamps["bin"], "opened")
     # If the .idx is unchanged, nobody replaced the pair while it was being opened (section 14).
-    _check_unchanged(pair._idx_path, idx_stamp, "opened")
-    pair._stamps = {"idx": idx_stamp, "bin": bin_stamp}
-    pair._arrays_in_files = {name: getattr(pair, name) for name in _REOPENED_ATTRIBUTES}
-    if pair.check:
-        pair.verify()
+    _check_unchanged(pair._idx_path, pair._stamps["idx"], "opened")
+    return tokens
 
 
 def _fingerprint_of_pair(pair):
@@ -5830,7 +5820,7 @@ def _lengths_in_use(reader, name):
     return {name: zlib.crc32(np.asarray(lengths, np.int64))}
 
 
-# Attributes of an IndexedDataset that its pickle leaves out: _open_pair() sets them again.
+# Attributes of an IndexedDataset that its pickle leaves out: _open() sets them again.
 _REOPENED_ATTRIBUTES = (
     "sequence_lengths", "sequence_pointers", "document_indices", "sequence_modes", "_tokens",
     "_stamps", "_memo",
@@ -5865,7 +5855,7 @@ def _restore_pair(pair, state):
     """Set the attributes of a pickled pair, and open its files if they are still the same."""
     identity = state.pop("_identity")
     vars(pair).update(state)
-    _open_pair(pair)
+    pair._open()
     _check_identity(pair, identity, f"{pair.path_prefix} {_REPLACED}")
     vars(pair).update(state)  # arrays that a user has set replace the arrays of the files
 
@@ -5982,6 +5972,15 @@ class ObjectStorageConfig:
     def __post_init__(self) -> None:
         folder = self.path_to_idx_cache or os.path.expanduser("~/.cache/megatron_min")
         self.path_to_idx_cache = _absolute_path(folder)
+
+
+def _map_tokens(path, dtype):
+    """Map a file of tokens into memory, read-only.  An error names the way out."""
+    if os.path.getsize(path) == 0:  # an empty file cannot be mapped
+        return np.zeros(0, dtype)
+    advice = "to read it, pass mmap=False, or mmap_bin_files=False in a config"
+    with _naming_action(path, f"cannot be memory-mapped ({advice})", OSError):
+        return np.asarray(np.memmap(path, dtype, "r"))
 
 
 class _FileTokens:
