@@ -3240,7 +3240,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         self._has_generator = self.generator is not None  # the caller gave one
         self.consumed_samples = batch_sampler.consumed_samples
         self.is_end_of_pass = 0  # see state_dict()
-        self._current_iterator = None  # an object that stands for the newest iterator
+        self._current_iterator = None  # an object that identifies the newest iterator
         self._is_loaded = False  # True: no iterator has begun since load_state_dict()
         self._resumed_end = 0  # the sample at which the resumed pass ends, or 0 if none was resumed
         self._memo = {}  # results that are not computed twice
@@ -3250,8 +3250,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     def __iter__(self) -> typing.Iterator[dict]:
         sampler = self.batch_sampler
         if sampler.kind == "cyclic":
-            # This sampler advances next_start as it runs ahead of the loop.  (The others set it to
-            # 0 when they begin.)
+            # This sampler advances next_start as it runs ahead of the loop.  (The other samplers
+            # set next_start to 0 when they begin.)
             sampler.next_start = self.consumed_samples
         begin = sampler.next_start
         end = self._end_of_pass(begin)
@@ -3348,8 +3348,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                            a cyclic sampler always 0, because consumed_samples counts all passes
         history            what decided the consumed samples, as JSON; "{}" if there are none
 
-        The state is the same on all ranks that read data.  Save the state of such a rank: the
-        loader of a tensor-parallel rank that receives its batches stays at sample 0.
+        The state is the same on all ranks that read data.  Save the state of one of these ranks:
+        on a rank that receives its batches from a different rank, the loader stays at sample 0.
         """
         return {
             "version": _STATE_VERSION,
@@ -4004,8 +4004,9 @@ class DistributedDataParallel(torch.nn.Module):
         Every rank of the group must call this method.  It sends nothing if, since the last call, no
         gradient has arrived and zero_grad_buffer() has not been called.
 
-        Raises ValueError if a parameter was replaced, frozen or unfrozen after the wrapping, and,
-        with check_for_nan_in_grad, on every rank of the group if a rank has sent nan or inf.
+        Raises ValueError if a parameter was replaced, frozen or unfrozen after the model was
+        wrapped.  With check_for_nan_in_grad, also raises ValueError, on every rank of the group, if
+        a rank has sent nan or inf.
         """
         if not self._grads_are_averaged:
             self.start_grad_sync()
@@ -4051,7 +4052,8 @@ class DistributedDataParallel(torch.nn.Module):
         If no gradient arrives on a rank in this step, finish_grad_sync() sends zeros there, so the
         other ranks do not wait for it.
 
-        Raises ValueError if a parameter was replaced, frozen or unfrozen after the wrapping.
+        Raises ValueError if a parameter was replaced, frozen or unfrozen after the model was
+        wrapped.
         """
         _check_parameters(self)
         for param, values in self._slices.items():
@@ -5286,7 +5288,7 @@ def _check_gradient_in_time(ddp, param):
 
 
 def _check_parameters(ddp):
-    """Raise ValueError if a parameter was replaced, frozen or unfrozen after the wrapping.
+    """Raise ValueError if a parameter of the wrapped model was replaced, frozen or unfrozen.
 
     A frozen parameter would still have a gradient (of zeros), and an optimizer with momentum or
     weight decay could change it.  The gradient of a new or unfrozen parameter is not averaged.
@@ -6231,8 +6233,8 @@ def _check_no_secrets(names, is_input=False):
 # A rank on which step() works sends the number of ranks, here 4.  A rank on which it fails sends
 # its own rank.  If step() works on all ranks, nothing more is sent.
 #
-# A process that dies, or is ended by a signal, takes no part in this.  Its launcher (torchrun)
-# stops the other processes and names it.
+# A process that dies, or is ended by a signal, sends nothing.  Its launcher (torchrun) stops the
+# other processes, and reports which process ended.
 
 
 def _call_catching(step, *arguments):
@@ -7684,7 +7686,7 @@ class SFTDataset(MegatronDataset):
       no pad              the eod      only the padding; so the model learns to write eod
 
     If context_parallel_size is cp > 1, each conversation is padded to a multiple of 2 * cp tokens,
-    so that section 9 can cut it.  S must also be a multiple of it.
+    so that section 9 can cut it.  S must also be a multiple of 2 * cp.
 
     Raises ValueError for a config or a tokenizer that does not fit, and for a row that cannot be
     used.  A warning reports the first sample without any loss.
@@ -8097,7 +8099,7 @@ def find(
     for d in of_pair:
         samples = _samples_of_sequence(parts[d], sequence)
         if isinstance(dataset, BlendedDataset):
-            # A blend takes samples 0, 1, 2, ... of a part in this order, but maybe not all of them.
+            # A blend takes samples 0, 1, 2, ... of a part in this order, and may leave out the last.
             i_of_k = np.flatnonzero(dataset.dataset_index == d)
             samples = [int(i_of_k[k]) for k in samples if k < len(i_of_k)]
         all_samples += samples
