@@ -8099,7 +8099,7 @@ def find(
     for d in of_pair:
         samples = _samples_of_sequence(parts[d], sequence)
         if isinstance(dataset, BlendedDataset):
-            # A blend takes samples 0, 1, 2, ... of a part in this order, and may leave out the last.
+            # A blend takes samples 0, 1, 2, ... of a part in this order, maybe not up to the last.
             i_of_k = np.flatnonzero(dataset.dataset_index == d)
             samples = [int(i_of_k[k]) for k in samples if k < len(i_of_k)]
         all_samples += samples
