@@ -403,7 +403,7 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     def _span(self, idx, offset, length):
         """Return where a part of a sequence is in the .bin, in tokens: (first, length)."""
-        i = _as_index(idx, len(self), self.path_prefix)  # -1 is the last sequence
+        i = _as_index(idx, len(self), f"sequences of {self.path_prefix}")  # -1 is the last
         pointer = int(self.sequence_pointers[i])
         full_length = int(self.sequence_lengths[i])
         offset = operator.index(offset)
@@ -1416,7 +1416,7 @@ class _Identified(torch.utils.data.Dataset):
     @functools.cached_property
     def unique_description(self) -> str:
         """Return unique_identifiers, a dict, as the JSON text that upstream writes."""
-        return json.dumps(self.unique_identifiers, indent=4, default=_as_json)  # section 15
+        return json.dumps(self.unique_identifiers, indent=4, default=_json_default)  # section 15
 
     @functools.cached_property
     def unique_description_hash(self) -> str:
@@ -1616,7 +1616,7 @@ class GPTDataset(MegatronDataset):
         The piece of an empty document has the length 0.  Without the extra token, the first piece
         has it, too, if the sample's row of sample_index points to the end of a document.
         """
-        k = _as_index(k, len(self), f"the samples of {_label_of_dataset(self)}")
+        k = _as_index(k, len(self), f"samples of {_label_of_dataset(self)}")
         j = operator.index(self.shuffle_index[k])
         rows = self.sample_index[j : j + 2].tolist()
         _check_rows_of_sample(self, k, j, rows)
@@ -2177,7 +2177,7 @@ class BlendedDataset(_Identified):
 
     def _locate(self, idx):
         """Return (d, k): sample idx is sample k of dataset d.  If idx is None, so is k."""
-        i = _as_index(0 if idx is None else idx, len(self), "the samples of a blend")
+        i = _as_index(0 if idx is None else idx, len(self), "samples of the blend")
         k = None if idx is None else int(self.dataset_sample_index[i])
         return int(self.dataset_index[i]), k
 
@@ -3109,9 +3109,9 @@ def _positions_in_documents(cu_seqlens, S, cp_rank, cp_size):
 # ==============================================================================
 # Question: how are batches prepared ahead, and what does a checkpoint save?
 #
-#   sampler         0 1 2 3 4 ...    yields the sample numbers of batch 0, batch 1, ...
+#   sampler         0 1 2 3 4 ...    yields the sample indices of batch 0, batch 1, ...
 #   threads             2 3          prepare the next batches
-#   training loop     1              uses a batch that was prepared
+#   training loop     1              uses a prepared batch
 #
 # If C is available (section 18), num_workers threads prepare the batches of a GPTDataset or of a
 # blend of GPTDatasets.  C fills a batch without Python's lock, so the training loop keeps running.
@@ -3120,9 +3120,9 @@ def _positions_in_documents(cu_seqlens, S, cp_rank, cp_size):
 # The sampler runs ahead of the training loop, so the saved position counts only the batches that
 # the loop has received.  A resumed job prepares the unused batches again.
 #
-# A state holds this position, whether the pass has ended there, and a history: the values that
-# decided the samples before the position, as JSON.  Saving a state reads no sample.  After 24
-# samples of a blend, the history is:
+# A state holds three things: this position; whether the pass has ended; and a history, a JSON text
+# of the values that decided the samples so far.  Saving a state reads no sample.  After 24 samples
+# of a blend, the history is:
 #
 #   {"sampler": {"kind of the sampler": "single"},    "cyclic" adds its seed and more
 #    "data": {"class": "BlendedDataset",
@@ -3135,8 +3135,8 @@ def _positions_in_documents(cu_seqlens, S, cp_rank, cp_size):
 #
 # A job that loads this state computes the history of its own data and sampler for 24 samples, and
 # resumes if the two histories are equal.  (Section 8 says when its number of ranks or its
-# micro_batch_size may be different.)  The comparison ignores what cannot change the tokens of these
-# 24 samples, or their order:
+# micro_batch_size may differ.)  The comparison ignores what cannot change the tokens of these 24
+# samples, or their order:
 #
 #   - paths of files
 #   - settings of masks and positions
@@ -3146,7 +3146,7 @@ def _positions_in_documents(cu_seqlens, S, cp_rank, cp_size):
 # Two changes are not noticed: an edit in the middle of a pair that keeps all lengths, and new code
 # in a class that the user has defined.
 
-_STATE_VERSION = 8  # increment when an equal history could stand for other samples
+_STATE_VERSION = 8  # increment if the same history could now describe different samples
 _LABEL_KEY = "name (not compared)"  # for messages; a copy of a pair may have a different name
 _EPOCH_KEYS = ("stable_order, or one epoch", "epochs", "last epoch shuffled alone")
 
@@ -3158,18 +3158,18 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                    padding sample.  (A Subset passes None on to its dataset)
     batch_sampler  a sampler of section 8
     num_workers    how many threads or processes prepare batches in advance.  0: none
-    kwargs         further arguments of DataLoader, such as collate_fn or prefetch_factor.  With any
-                   of them except pin_memory, DataLoader makes the batches of a GPTDataset, too
+    kwargs         further arguments of DataLoader, such as collate_fn.  If any of them other than
+                   pin_memory is given, DataLoader makes the batches, even for a GPTDataset
 
     len() is the number of batches in a full pass, also after a resume.
 
-    The first iterator starts at the consumed_samples of the sampler, and the first one after
-    load_state_dict() starts where the state says.  Every other iterator starts at sample 0, with a
-    warning if the resumed one was left before its end.  (With a cyclic sampler, it starts after the
-    last batch that the loop received.)
+    The first iterator starts at the consumed_samples of the sampler, and the first iterator after
+    load_state_dict() starts where the state says.  All further iterators start at sample 0; a
+    warning is issued if the resumed iterator was left before its end.  (With a cyclic sampler, they
+    start after the last batch that the loop received.)
 
-    If several iterators are in use, the state describes the newest one.  With persistent_workers,
-    the older ones raise RuntimeError.
+    If several iterators are in use, the state describes the newest.  With persistent_workers, the
+    older iterators raise RuntimeError.
 
     If no generator is given, the random numbers in worker processes depend only on
     torch.initial_seed(), the data-parallel rank, and the sample at which the iterator starts.
@@ -3189,7 +3189,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         _check_loader(batch_sampler, kwargs)
         if type(dataset) is torch.utils.data.Subset:
             dataset = _PaddedSubset(dataset.dataset, dataset.indices)
-        may_use_threads = IMPLEMENTATION == "c" and _is_plain(dataset)
+        may_use_threads = IMPLEMENTATION == "c" and _can_use_c(dataset)
         self.makes_own_batches = may_use_threads and kwargs.keys() <= {"pin_memory"}
         self.num_threads = num_workers if self.makes_own_batches else 0
         num_workers -= self.num_threads  # with threads, torch starts no processes
@@ -3197,23 +3197,24 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         self._has_generator = self.generator is not None  # the caller gave one
         self.consumed_samples = batch_sampler.consumed_samples
         self.is_end_of_pass = 0  # see state_dict()
-        self._current_iterator = None  # an object that stands for the newest iterator
+        self._current_iterator = None  # an object that identifies the newest iterator
         self._is_loaded = False  # True: no iterator has begun since load_state_dict()
         self._resumed_end = 0  # the sample at which the resumed pass ends, or 0 if none was resumed
         self._memo = {}  # results that are not computed twice
-        _provenance_of(dataset, None, self._memo)  # asks storage now, so that no state has to
+        # Fetch the fingerprints now, so that state_dict() need not access storage.
+        _provenance_of(dataset, None, self._memo)
 
     def __iter__(self) -> typing.Iterator[dict]:
         sampler = self.batch_sampler
         if sampler.kind == "cyclic":
-            # This sampler advances next_start as it runs ahead of the loop.  (The others set it to
-            # 0 when they begin.)
+            # This sampler advances next_start as it runs ahead of the loop.  (The other samplers
+            # set next_start to 0 when they begin.)
             sampler.next_start = self.consumed_samples
         begin = sampler.next_start
         end = self._end_of_pass(begin)
         if begin != self.consumed_samples < self._resumed_end:
             _warn(
-                f"the resumed iterator was left at sample {self.consumed_samples}, and this one "
+                f"the resumed iterator was left at sample {self.consumed_samples}, and the new one "
                 f"starts at sample {begin}; to read the rest, call load_state_dict() again"
             )
         self._resumed_end = end if self._is_loaded and not self.is_end_of_pass else 0
@@ -3237,10 +3238,10 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             self.is_end_of_pass = int(self._end_of_pass(consumed) == consumed)
 
     def _end_of_pass(self, begin):
-        """Return the sample at which a pass ends that starts or continues at sample begin."""
+        """Return the sample at which the pass ends, if it starts or continues at sample begin."""
         sampler = self.batch_sampler
         end = sampler.total_samples
-        if sampler.kind == "cyclic":  # the next pass begins at the sample where this one ends
+        if sampler.kind == "cyclic":  # the next pass begins at the sample where this pass ends
             pass_number = begin // sampler.active_total_samples
             end = (pass_number + 1) * sampler.active_total_samples
         if sampler.drop_last:
@@ -3248,7 +3249,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         return end
 
     def _iter_own_batches(self):
-        """Yield the batches of the pass.  Threads, if there are any, prepare a few in advance.
+        """Yield the batches of the pass.  Threads, if there are any, prepare batches in advance.
 
         An error in a batch is raised when the loop requests this batch.
         """
@@ -3271,7 +3272,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         """Yield the batches of the pass, as torch's DataLoader makes them."""
         if not self._has_generator:
             # DataLoader would draw the seed of its processes from torch's global generator.  Only
-            # ranks with a loader would do so, and they would then have a different dropout.
+            # ranks with a loader would do so, and their dropout would then differ.
             sampler = self.batch_sampler
             entropy = [torch.initial_seed(), sampler.data_parallel_rank, sampler.next_start]
             [seed] = np.random.SeedSequence(entropy).generate_state(1, np.uint64).tolist()
@@ -3304,8 +3305,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
                            a cyclic sampler always 0, because consumed_samples counts all passes
         history            what decided the consumed samples, as JSON; "{}" if there are none
 
-        The state is the same on all ranks that read data.  Save the state of such a rank: the
-        loader of a tensor-parallel rank that receives its batches stays at sample 0.
+        The state is the same on all ranks that read data.  Save the state of one of these ranks:
+        on a rank that receives its batches from a different rank, the loader stays at sample 0.
         """
         return {
             "version": _STATE_VERSION,
@@ -3317,20 +3318,21 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
     def load_state_dict(self, state_dict: dict, strict: bool = True) -> None:
         """Make the next iterator resume at the saved position.
 
-        If the saved pass had ended, the next iterator starts the next pass.  But if a batch of the
-        old pass is left (because the dataset is longer or a round is smaller now), the iterator
-        reads the rest of the old pass.  The next() of an iterator that has already begun raises
-        RuntimeError.
+        If the saved pass had ended, the next iterator starts the next pass.  However, if the
+        dataset is longer or a round is smaller now, the old pass may have a batch left, and the
+        iterator then reads the rest of this pass.  An iterator that has already begun raises
+        RuntimeError at its next batch.
 
-        strict   True: raise ValueError if version or history differ from what this loader would
+        strict   True: raise ValueError if version or history differs from what this loader would
                  save.  The error names the first value that differs.  False: skip the comparison
 
         Raises ValueError if state_dict is not a state, or if the sampler cannot start at the saved
         position.
         """
         if strict:
-            _check_same_history({"version": state_dict.get("version")}, {"version": _STATE_VERSION})
-        with _naming_action("cannot resume", "the state is not one of a PretrainingDataLoader"):
+            key = "version (the format of the state)"
+            _check_same_history({key: state_dict.get("version")}, {key: _STATE_VERSION})
+        with _naming_failure("cannot resume", "this is not what a loader's state_dict() returned"):
             consumed = operator.index(state_dict["consumed_samples"])
             # older states, which strict=False accepts, lack is_end_of_pass
             had_ended = operator.index(state_dict.get("is_end_of_pass", 0)) > 0
@@ -3361,7 +3363,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             if sampler.data_sharding:
                 settings["data_parallel_size"] = sampler.data_parallel_size
         history = {"sampler": settings, "data": _provenance_of(self.dataset, n, self._memo)}
-        return json.dumps(history, default=_as_json)
+        return json.dumps(history, default=_json_default)
 
 
 def build_pretraining_data_loader(
@@ -3431,13 +3433,13 @@ def build_pretraining_data_loader(
 def _make_batch(dataset: typing.Any, indices: typing.Sequence[int | None]) -> dict:
     """Return the samples with these indices, stacked: {key: tensor (B, ...)}.
 
-    Section 18 replaces this function with a faster one.
+    If the C kernels are available, section 18 replaces this function.
     """
     return torch.utils.data.default_collate(_getitems(dataset, indices))
 
 
 def _getitems(dataset: typing.Any, indices: typing.Sequence[int | None]) -> list[dict]:
-    """Return several samples of any dataset, in one call if it has a method for that."""
+    """Return several samples of any dataset, by one call of __getitems__() if possible."""
     while type(dataset) in (torch.utils.data.Subset, _PaddedSubset):
         # None, the padding sample, is passed on as it is
         indices = [k if k is None else dataset.indices[k] for k in indices]
@@ -3454,10 +3456,10 @@ class _PaddedSubset(torch.utils.data.Subset):
         return _getitems(self, indices)
 
 
-def _is_plain(dataset: typing.Any) -> bool:
+def _can_use_c(dataset: typing.Any) -> bool:
     """Return whether dataset is a GPTDataset, or a blend of GPTDatasets that share its config.
 
-    Instances of subclasses do not count, because a subclass may override what a sample is.
+    A subclass may redefine its samples, so C is never used for it.
     """
     parts = dataset.datasets if type(dataset) is BlendedDataset else [dataset]
     return all(type(part) is GPTDataset and part.config is dataset.config for part in parts)
@@ -3477,7 +3479,7 @@ def _read_gpt_samples(dataset, indices):
 
 
 def _read_blend_samples(blend, indices):
-    """Return several samples of a blend, with one call of each dataset that gives any of them."""
+    """Return several samples of a blend, with one call for each dataset that they come from."""
     if type(blend) is not BlendedDataset:  # a subclass may override __getitem__()
         return [blend[idx] for idx in indices]
     samples = [None] * len(indices)
@@ -3534,13 +3536,13 @@ def _provenance_of(dataset, n, memo):
 def _provenance_of_parts(concat, n, memo):
     """Return what decides the first n samples of a ConcatDataset, for each dataset that gave any.
 
-    A dataset may grow if no later one gave a sample, and datasets may be added at the end.
+    A dataset may grow if no later dataset gave a sample, and datasets may be added at the end.
     """
     firsts = []
     settings = {"first sample of each dataset": firsts}
     for part, end in zip(concat.datasets, concat.cumulative_sizes, strict=True):
         begin = end - len(part)
-        if begin < end and (n is None or begin < n):  # an empty dataset gives none
+        if begin < end and (n is None or begin < n):  # an empty dataset gives no sample
             own_n = None if n is None else min(n, end) - begin
             settings[f"dataset {len(firsts)}"] = _provenance_of(part, own_n, memo)
             firsts.append(begin)
@@ -3555,7 +3557,7 @@ def _provenance_of_blend(blend, n, memo):
     """
     if n is None:
         settings = {"weights": blend.weights, "blend_phases": blend.phases, "size": blend.size}
-        counts = np.ones(len(blend.datasets))  # all of them give samples
+        counts = np.ones(len(blend.datasets))  # all datasets give samples
     else:
         last_n, checksum, counts = memo.get(id(blend), (0, 0, 0))
         if last_n > n:
@@ -3614,8 +3616,8 @@ def _settings_of_orders(dataset):
     settings["random_seed"] = identifiers["random_seed"]
     by_epochs_key, epochs_key, last_epoch_key = _EPOCH_KEYS
     plan = dataset.epoch_plan
-    # With stable_order, each epoch is shuffled separately, as a single epoch always is.  Then more
-    # epochs change nothing before them, except that a short last sample moves to their end.
+    # With stable_order, each epoch is shuffled separately, as a single epoch always is.  Adding
+    # epochs then leaves earlier samples unchanged, but a short last sample moves to the end.
     is_by_epochs = identifiers.get("stable_order", False) or plan.num_epochs == 1
     settings[by_epochs_key] = is_by_epochs
     if not is_by_epochs or not settings["drop_last_partial_validation_sequence"]:
@@ -3629,13 +3631,14 @@ def _settings_of_orders(dataset):
 
 
 def _check_same_history(saved, current):
-    """Check that two histories are equal.  Raises ValueError that names the first difference."""
+    """Raise ValueError that names the first difference, unless two histories are equal."""
     if _first_difference(saved, current) is not None:
         difference = _label_of_difference(saved, current, " in the state")
         raise ValueError(
-            f"cannot resume: {difference}; restore the data, settings and release of the saved run "
-            "(a run that is to grow needs stable_order=True in its first job), or repeat or skip "
-            "samples with load_state_dict(state, strict=False)"
+            f"cannot resume: {difference}.  To resume exactly, restore the data, settings and "
+            "release of the saved run.  To resume anyway, at the risk of repeating or skipping "
+            "samples, call load_state_dict(state, strict=False).  (A run that is to grow needs "
+            "stable_order=True in its first job.)"
         )
 
 
@@ -3666,7 +3669,7 @@ def _label_of_difference(was, now, where=""):
 
 
 def _is_secondary(difference):
-    """Return whether a difference usually follows from a different one, and so is reported last."""
+    """Return whether a difference is usually the result of another difference: report it last."""
     name, was, now = difference
     return name.startswith(_EPOCH_KEYS) or was is None or now is None
 
@@ -3677,8 +3680,7 @@ def _iter_differences(was, now, suffix):
     suffix   the end of the names, such as " of corpus 1 (wiki)"
     """
     for key in was | now:
-        old = was.get(key)
-        new = now.get(key)
+        old, new = was.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
             label = f" ({new[_LABEL_KEY]})" if _LABEL_KEY in new else ""
             yield from _iter_differences(old, new, f" of {key}{label}{suffix}")
@@ -3693,12 +3695,12 @@ def _iter_differences(was, now, suffix):
 #
 # All data-parallel ranks start with the same parameters.  In each step, every rank computes the
 # gradients of its micro-batches.  Then all ranks replace their gradients by the average over the
-# ranks.  So they make the same update, and their parameters stay equal.
+# ranks.  They make the same update, and their parameters stay equal.
 #
-# If each rank computes a mean loss over its tokens, and all ranks count equally many tokens, the
-# average is the gradient of the global batch.  If the counts may differ, each rank computes a sum
-# of losses.  finalize_model_grads() then adds the gradients over all ranks, and divides them by the
-# number of tokens on all ranks.
+# If each rank computes a mean loss over its tokens, and every rank counts the same number of
+# tokens, the average is the gradient of the global batch.  If the counts may differ, each rank
+# computes a sum of losses.  finalize_model_grads() then adds the gradients over all ranks, and
+# divides them by the number of tokens on all ranks.
 #
 # The average is computed by a collective, a call that all ranks of a group make together:
 #
@@ -3715,9 +3717,9 @@ def _iter_differences(was, now, suffix):
 #   their gradients in the buffer        | head     | w3  w2   | w1  embed |
 #   sent together                        | bucket 0 | bucket 1 | bucket 2  |
 #
-# Backward adds each gradient to p.grad, which is the same view.  But in bfloat16, 256 + 1 is 256.
-# So with grad_reduce_in_fp32, p.main_grad is float32.  Backward then makes a new p.grad for each
-# micro-batch, which is added to p.main_grad and dropped.
+# Backward adds each gradient to p.grad, which is the same view.  In bfloat16, however, 256 + 1 is
+# 256.  With grad_reduce_in_fp32, p.main_grad is therefore float32, and backward makes a new p.grad
+# for each micro-batch, which is added to p.main_grad and dropped.
 #
 # This is a step with overlap_grad_reduce.  Time runs to the right, and each bar is a bucket that is
 # being sent.  Without overlap_grad_reduce, finish_grad_sync() sends all buckets and then waits.
@@ -3728,11 +3730,11 @@ def _iter_differences(was, now, suffix):
 #   bucket 2                                                =============
 #   finish_grad_sync()                                        waits for all   |
 #
-# A bucket is sent when all its gradients have arrived and all buckets before it have been sent.  So
-# all ranks send the buckets in the same order, even if their batches use different parameters.  A
-# parameter that gets no gradient counts as zero, and delays its bucket and all later buckets until
-# finish_grad_sync().  A parameter with two names in the model is in the buffer once, at the
-# position of its first name.
+# A bucket is sent when all its gradients have arrived and all buckets before it have been sent.
+# All ranks therefore send the buckets in the same order, even if their batches use different
+# parameters.  If a parameter gets no gradient, zeros are sent for it, and its bucket and all later
+# buckets wait until finish_grad_sync().  A parameter with two names in the model is in the buffer
+# once, at the position of its first name.
 
 
 @dataclasses.dataclass
@@ -3761,8 +3763,8 @@ class DistributedDataParallel(torch.nn.Module):
                                view of the buffer of its dtype and device, and its grad becomes the
                                same view.  (torch's optimizers read grad and may set it to None.
                                Upstream's optimizers read main_grad, which stays a view.)  Convert
-                               parameters (by module.to(), for example), replace, freeze or unfreeze
-                               them before the wrapping
+                               (with module.to(), for example), replace, freeze or unfreeze
+                               parameters before wrapping the model
     group                      the process group to average over, usually the group "dp-cp" of
                                section 9: cp ranks have the same weights and different tokens.
                                None: all ranks, which is right only without tp and pp
@@ -3814,7 +3816,7 @@ class DistributedDataParallel(torch.nn.Module):
         self.group = group
         self.size = _world_size(group)
         if self.size > 1 and torch.distributed.get_backend(group) != "nccl":
-            average_in_collective = False  # gloo, if asked to average, may only add
+            average_in_collective = False  # gloo may return the sum even if asked for the average
         self.bucket_size = bucket_size
         self.overlap_grad_reduce = overlap_grad_reduce
         self.use_distributed_optimizer = use_distributed_optimizer
@@ -3859,26 +3861,26 @@ class DistributedDataParallel(torch.nn.Module):
 
     def _add_buffer(self, params, dtype, device):
         """Make the buffer of one dtype and device, its buckets, and the slice of each parameter."""
-        runs = [[]]  # the parameters of each bucket
+        params_of_buckets = [[]]
         sizes = [0]  # the number of elements in each bucket
         for param in params:
             if sizes[-1] >= self.bucket_size:
-                runs.append([])
+                params_of_buckets.append([])
                 sizes.append(0)
-            runs[-1].append(param)
+            params_of_buckets[-1].append(param)
             sizes[-1] += param.numel()
         # Each bucket is padded with zeros, so that it can be cut into one equal shard per rank.
         sizes = [_ceil_div(size, self.size) * self.size for size in sizes]
         buffer = torch.zeros(sum(sizes), dtype=dtype, device=device)
         self.grad_buffers.append(buffer)
-        for run, data in zip(runs, buffer.split(sizes), strict=True):
+        for members, data in zip(params_of_buckets, buffer.split(sizes), strict=True):
             start = 0
-            for param in run:
+            for param in members:
                 self._slices[param] = data[start : start + param.numel()]
                 self._bucket_of[param] = len(self._buckets)
                 start += param.numel()
             self.grad_shards.append(data.chunk(self.size)[_rank(self.group)])
-            self._buckets.append(_Bucket(run, data, waiting=set(run)))
+            self._buckets.append(_Bucket(members, data, waiting=set(members)))
 
     def forward(self, *inputs: typing.Any, **kwargs: typing.Any) -> typing.Any:
         """Call the module."""
@@ -3959,8 +3961,9 @@ class DistributedDataParallel(torch.nn.Module):
         Every rank of the group must call this method.  It sends nothing if, since the last call, no
         gradient has arrived and zero_grad_buffer() has not been called.
 
-        Raises ValueError if a parameter was replaced, frozen or unfrozen after the wrapping, and,
-        with check_for_nan_in_grad, on every rank of the group if a rank has sent nan or inf.
+        Raises ValueError if a parameter was replaced, frozen or unfrozen after the model was
+        wrapped.  With check_for_nan_in_grad, also raises ValueError, on every rank of the group, if
+        a rank has sent nan or inf.
         """
         if not self._grads_are_averaged:
             self.start_grad_sync()
@@ -3968,27 +3971,28 @@ class DistributedDataParallel(torch.nn.Module):
             self._grads_are_averaged = True
             self._set_grads()
         if self.check_for_nan_in_grad:
-            _on_every_rank(self._check_finite, self.group)  # section 17
-        # This check is the last step: if it fails on one rank alone, that rank has sent everything
+            _on_every_rank(self._report_not_finite, self.group)  # section 17
+        # This check comes last: if it fails on one rank only, this rank has already sent everything
         # that the other ranks wait for in this method.
         _check_parameters(self)
 
     def _set_grads(self):
-        """With grad_reduce_in_fp32, set each param.grad to its average, once there is one."""
+        """With grad_reduce_in_fp32, set each param.grad to its average, if it is known."""
         if self.grad_reduce_in_fp32 and self._grads_are_averaged:
             for param in self._slices:
                 param.grad = param.main_grad.to(param.dtype)
 
-    def _check_finite(self):
-        """Check that this rank has sent no nan or inf, and forget the names of the parameters.
+    def _report_not_finite(self):
+        """Raise ValueError if this rank has sent nan or inf, and forget the parameters with it.
 
-        Raises ValueError that names the first five of these parameters.
+        The message names the first five of them.
         """
         names = self._not_finite
         self._not_finite = []
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            raise ValueError(f"nan or inf in the gradients of {', '.join(names[:5])}{more}")
+            advice = "check the loss, the learning rate and the samples of this step"
+            raise ValueError(f"nan or inf in gradients of {', '.join(names[:5])}{more}; {advice}")
 
     def _wait_and_reset(self):
         """Wait for all running collectives, and let all buckets be sent again."""
@@ -4005,11 +4009,12 @@ class DistributedDataParallel(torch.nn.Module):
         If no gradient arrives on a rank in this step, finish_grad_sync() sends zeros there, so the
         other ranks do not wait for it.
 
-        Raises ValueError if a parameter was replaced, frozen or unfrozen after the wrapping.
+        Raises ValueError if a parameter was replaced, frozen or unfrozen after the model was
+        wrapped.
         """
         _check_parameters(self)
-        for param, place in self._slices.items():
-            param.main_grad = place.view(param.shape)
+        for param, values in self._slices.items():
+            param.main_grad = values.view(param.shape)
             param.grad = None
             if not self.grad_reduce_in_fp32:
                 param.grad = param.main_grad
@@ -4111,8 +4116,9 @@ def forward_backward_no_pipelining(
                        accepted and ignored
     Returns            list of the reports, one for each micro-batch
 
-    Raises ValueError if num_microbatches is less than 1.  Unless forward_only is set, it also does
-    so if loss_func returns a sum and a class of torch averages the gradients over several ranks.
+    Raises ValueError if num_microbatches is less than 1.  Also raises ValueError, unless
+    forward_only is set, if loss_func returns a sum but one of torch's wrappers averages the
+    gradients over several ranks.
 
     This is a step on the toy corpus, in one process.  The model is a table.  The row of a byte has
     one number for each byte that may follow: 256 of them, because the toy corpus has no eod.  All
@@ -4319,14 +4325,14 @@ def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
         for item in iterable:
             empty_passes = 0
             yield item
-    raise ValueError("cyclic_iter: expected items to iterate over, got none in two passes")
+    raise ValueError("cyclic_iter: two passes were empty; are there enough samples for one round?")
 
 
 class RerunDataIterator(collections.abc.Iterator):
     """An iterator that can yield its last micro-batches again, to run a step a second time.
 
     rewind() returns to the last advance(), or to the beginning.  Call advance() after each step:
-    all that was read since the last advance() is kept in memory.  A dict is yielded as a shallow
+    all micro-batches since the last advance() are kept in memory.  A dict is yielded as a shallow
     copy, so a step may change its keys.
 
     >>> numbers = RerunDataIterator(range(9))
@@ -4337,17 +4343,15 @@ class RerunDataIterator(collections.abc.Iterator):
     def __init__(self, iterable: typing.Iterable) -> None:
         # The names of these three attributes are upstream's.
         self.iterable = iter(iterable)
-        self.saved_microbatches = []  # all that were read since the last advance()
-        self.replay_pos = 0  # index of the next one to yield; after the last, iterable is read
+        self.saved_microbatches = []  # all micro-batches read since the last advance()
+        self.replay_pos = 0  # index of the next micro-batch in this list; at its end, read iterable
 
     def __next__(self) -> typing.Any:
         if self.replay_pos == len(self.saved_microbatches):
             self.saved_microbatches.append(next(self.iterable))
         item = self.saved_microbatches[self.replay_pos]
         self.replay_pos += 1
-        if isinstance(item, dict):
-            return item.copy()
-        return item
+        return item.copy() if isinstance(item, dict) else item
 
     def rewind(self) -> None:
         """Make the iterator yield again all micro-batches since the last advance()."""
@@ -4378,7 +4382,7 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
     """Check that all ranks of a group continue at the same number of consumed samples.
 
     consumed_samples  number of samples on this rank, usually from a checkpoint
-    group             a torch.distributed process group.  None: all ranks
+    group             a process group of torch.distributed.  None: all ranks
 
     Raises ValueError on every rank if the numbers differ.
     """
@@ -4457,11 +4461,15 @@ class DatasetFormatError(ValueError):
 def _check_field(path, field, is_right, expected, found):
     """Raise DatasetFormatError unless is_right: a field of a file has the expected value."""
     if not is_right:
-        raise DatasetFormatError(f"{path}: {field}: expected {expected}, got {found}")
+        advice = "copy the file again, or preprocess again"
+        raise DatasetFormatError(f"{path}: {field}: expected {expected}, got {found}; {advice}")
 
 
 def _message_of(error):
-    """Return the message of an error on one line.  Most classes are named in front of it."""
+    """Return the message of an error on one line.
+
+    The class name precedes it, except for common errors such as ValueError and OSError.
+    """
     message = " ".join(str(error).split())
     if isinstance(error, (ValueError, IndexError, OSError, ImportError, Warning)) and message:
         return message
@@ -4478,12 +4486,12 @@ def _naming_place(place):
 
 
 @contextlib.contextmanager
-def _naming_action(name, action, kind=ValueError):
-    """Say in an error which action, such as "cannot be written", failed on the object name.
+def _naming_failure(name, failure, kind=ValueError):
+    """Put a name and a failure, such as "cannot be written", in front of the message of an error.
 
     An OSError stays an OSError, and keeps its errno if it has one.  MemoryError and exceptions such
-    as KeyboardInterrupt are raised unchanged, because the action is not their cause.  Any other
-    error becomes kind("name: action: message").
+    as KeyboardInterrupt are raised unchanged, because they may have any cause.  Any other error
+    becomes kind("name: failure: message").
     """
     try:
         yield
@@ -4493,16 +4501,16 @@ def _naming_action(name, action, kind=ValueError):
         if isinstance(error, OSError):
             kind = OSError
             if error.errno is not None:
-                reason = f"{action}: {error.strerror}"
+                reason = f"{failure}: {error.strerror}"
                 raise OSError(error.errno, reason, os.fsdecode(name)) from error
-        raise kind(f"{name}: {action}: {_message_of(error)}") from error
+        raise kind(f"{name}: {failure}: {_message_of(error)}") from error
 
 
 def _warn(message):
     """Issue a warning that points to the line of the user's code.
 
-    This is the first frame on the stack that is neither in this file nor in an installed library.
-    If there is none, as in a thread, the warning points to the caller of this function.
+    The line is in the innermost frame that is neither in this file nor in an installed library.  If
+    no frame is, as in a thread, the warning points to the caller of this function.
     """
     libraries = (__file__, os.path.dirname(os.__file__), "<frozen ")
     level = 2
@@ -4516,14 +4524,14 @@ def _warn(message):
 # -- Whole numbers and indices (all sections) ------------------------------------------------------
 
 
-def _as_index(idx, n, name):
-    """Return an index of n entries as an int from 0 to n - 1; -1 is the last entry.
+def _as_index(idx, n, entries):
+    """Return an index as an int from 0 to n - 1; -1 is the last of the n entries.
 
-    Raises IndexError for an index outside -n .. n - 1.
+    Raises IndexError for an index outside -n .. n - 1.  entries is a text like "samples of wiki".
     """
     i = operator.index(idx)
     if not -n <= i < n:
-        raise IndexError(f"index {i} of {name}, which has {n} entries")
+        raise IndexError(f"index {i} is out of range: there are {n} {entries}")
     return i % n
 
 
@@ -4538,14 +4546,14 @@ def _as_whole(value, name, least=0, most=math.inf):
 
 
 def _as_size(size, name):
-    """Return a number of samples as an int, and None as None.  Raises ValueError for a fraction."""
+    """Return a number of samples as an int, or None for None.  Raises ValueError for a fraction."""
     if isinstance(size, numbers.Real) and size % 1 == 0:  # 100.0 is whole, as it is for upstream
         size = int(size)
     return None if size is None else _as_whole(size, name)
 
 
 def _as_counts(sizes):
-    """Return numbers of samples as an int64 array.  Raises ValueError if one is not whole."""
+    """Return numbers of samples as an int64 array.  Raises ValueError for a fraction."""
     counts = np.array(sizes, np.int64)
     if not np.array_equal(counts, sizes):
         raise ValueError(f"numbers of samples must be whole numbers, got {sizes}")
@@ -4581,7 +4589,7 @@ def _without_ending(path):
 
 
 def _check_unchanged(path, stamp, done):
-    """Raise DatasetFormatError unless a file still has its stamp after it was "opened" (done)."""
+    """Raise DatasetFormatError unless a file still has this stamp.  done: "opened" or "copied"."""
     if _file_stamp(path) != stamp:
         advice = "open the pair again when no job writes to it"
         raise DatasetFormatError(f"{path}: the file changed while it was {done}; {advice}")
@@ -4612,8 +4620,8 @@ def _check_ends_of_pair(pair):
     n = len(pair)
     bin_size = pair._stamps["bin"]["size"]
     item = pair._token_bytes
-    both = pair.document_indices[[0, -1]].tolist()
-    _check_field(pair._idx_path, "both ends of document_indices", both == [0, n], [0, n], both)
+    ends = pair.document_indices[[0, -1]].tolist()
+    _check_field(pair._idx_path, "both ends of document_indices", ends == [0, n], [0, n], ends)
     end = int(pair.sequence_pointers[-1]) + int(pair.sequence_lengths[-1]) * item if n else 0
     field = "end of the last sequence, in bytes"
     _check_field(pair._idx_path, field, end % item == 0, f"a multiple of {item}", end)
@@ -4626,7 +4634,7 @@ def _check_entries_of_idx(pair):
 
     The arrays are checked in chunks that fit the CPU's cache: whole arrays would take four times as
     long, and 32 GB for a billion sequences.  Each chunk is copied, because unaligned reads are
-    slow.  A user may have set the attributes of the pair, so the arrays of the file are checked.
+    slow.  The arrays of the file are checked, even if a user has set different attributes.
     """
     chunk = 1 << 15
     in_file = pair._arrays_in_files
@@ -4646,14 +4654,15 @@ def _check_entries_of_idx(pair):
             ("document_indices", low + 1, decreases, "at least the entry before it"),
         ):
             if is_wrong.any():
-                at = first + is_wrong.argmax()
-                _check_field(pair._idx_path, f"{name}[{at}]", False, expected, in_file[name][at])
+                i = first + is_wrong.argmax()
+                _check_field(pair._idx_path, f"{name}[{i}]", False, expected, in_file[name][i])
 
 
 def _check_span(pair, i, pointer, size, offset, length):
-    """Check that sequence i is in the .bin, and that tokens offset .. offset + length are in it.
+    """Check that sequence i is in the .bin, and holds length tokens from offset on.
 
-    Raises DatasetFormatError, only with an .idx that was not verified, or IndexError.
+    Raises DatasetFormatError if the sequence is not in the .bin, which verify() would have found,
+    and IndexError if it does not hold the tokens.
     """
     token_bytes = pair._token_bytes
     end = pointer + size * token_bytes
@@ -4661,8 +4670,8 @@ def _check_span(pair, i, pointer, size, offset, length):
         found = f"{size} tokens at byte {pointer}"
         _check_field(pair._idx_path, f"sequence {i}", False, "whole tokens inside the .bin", found)
     if not 0 <= offset <= offset + length <= size:
-        expected = f"expected a part of sequence {i}, which has {size} tokens"
-        raise IndexError(f"{pair.path_prefix}: {expected}, got {offset} to {offset + length}")
+        part = f"offset {offset} with length {length} is out of range"
+        raise IndexError(f"{pair.path_prefix}: {part}: sequence {i} has {size} tokens")
 
 
 def _as_lengths_and_modes(builder, content, lengths, modes):
@@ -4674,7 +4683,7 @@ def _as_lengths_and_modes(builder, content, lengths, modes):
             modes = array.array("b", bytes(len(lengths)) if modes is None else modes)
     except OverflowError:
         given = f"lengths {lengths!s:.60}, modes {modes!s:.60}"
-        raise ValueError(f"{path}: a length exceeds int32, or a mode int8: {given}") from None
+        raise ValueError(f"{path}: a length does not fit int32, or a mode int8: {given}") from None
     num_tokens = len(content) // builder._token_dtype.itemsize
     if min(lengths, default=0) < 0:
         raise ValueError(f"{path}: lengths must be at least 0, got {min(lengths)}")
@@ -4701,7 +4710,7 @@ def _check_finished(builder):
     """Raise ValueError if a builder is closed, or has sequences that are in no document yet."""
     path = builder._bin.path
     if not builder._bin.is_open:
-        raise ValueError(f"{path}: the builder is closed: it is finalized, or a write failed")
+        raise ValueError(f"{path}: closed by finalize() or by a failed write; use a new builder")
     last_end = builder.document_indices[-1]
     if last_end != len(builder.sequence_lengths):
         raise ValueError(f"{path}: call end_document(): sequence {last_end} is in no document yet")
@@ -4710,16 +4719,17 @@ def _check_finished(builder):
 def _as_tokens(ids, dtype, values):
     """Return the ids as an array of an integer dtype.
 
-    Raises ValueError if an id is not an integer, or would become a different number.  values are
-    the ids as the user gave them, for the message.
+    Raises ValueError if an id is not an integer, or would become a different number.  The message
+    shows values, the ids as the user gave them.
     """
     if len(ids) and ids.dtype.kind not in "biu":  # bool, signed, unsigned
         raise ValueError(f"token ids must be integers of at most 64 bits, got {values!s:.60}")
     tokens = ids.astype(dtype)
     misfits = (tokens != ids).nonzero()[0]
     if len(misfits):
-        at = misfits[0]
-        raise ValueError(f"token id {ids[at]} at {at} does not fit {dtype}; choose a larger dtype")
+        i = misfits[0]
+        advice = "choose a larger dtype, or correct the tokenizer's vocab_size, which decides it"
+        raise ValueError(f"token id {ids[i]} at {i} does not fit {dtype}; {advice}")
     return tokens
 
 
@@ -4774,8 +4784,8 @@ def _check_config(config):
             _check_blend(blend)
     if config.blend_phases is not None:
         if blends[0] is None:
-            raise ValueError("blend_phases needs a blend of train, whose corpora it weights")
-        _check_phases(config.blend_phases, blends[0][0])
+            raise ValueError("blend_phases needs train corpora: give blend, or blend_per_split[0]")
+        _check_phases(config.blend_phases, blends[0][0], "blend_phases")
 
 
 def _check_blend(blend):
@@ -4814,12 +4824,12 @@ def _check_config_of_samples(config):
         raise ValueError(f"reset_attention_mask needs {needs}")
 
 
-def _check_phases(phases, names):
+def _check_phases(phases, names, field="phases"):
     """Raise ValueError unless phases are [(samples, weights), ...] with weights for these names."""
     if not isinstance(phases, collections.abc.Sequence) or len(phases) == 0:
-        raise ValueError(f"phases: expected [(samples, weights), ...], got {phases!r:.60}")
+        raise ValueError(f"{field}: expected [(samples, weights), ...], got {phases!r:.60}")
     for number, phase in enumerate(phases):
-        with _naming_place(f"phase {number}"):
+        with _naming_place(f"{field}, phase {number}"):
             if not isinstance(phase, collections.abc.Sequence) or len(phase) != 2:
                 raise ValueError(f"expected (samples, weights), got {phase!r:.60}")
             _as_whole(phase[0], "samples", 1)
@@ -4827,7 +4837,10 @@ def _check_phases(phases, names):
 
 
 class _BlendTooLarge(ValueError):
-    """Datasets are too small for a blend.  The attribute needed is {dataset: samples to take}."""
+    """Datasets are too small for a blend.
+
+    Its attribute needed maps each dataset that is too small to the samples required from it.
+    """
 
 
 def _error_of_large_blend(needed):
@@ -4840,7 +4853,7 @@ def _error_of_large_blend(needed):
 
 
 def _check_sizes(config, sizes):
-    """Raise ValueError if more samples are requested of train than the phases have."""
+    """Raise ValueError if more samples are requested from train than the phases have."""
     train, _, _ = sizes
     if config.blend_phases is not None and train is not None:
         total = sum(operator.index(samples) for samples, _ in config.blend_phases)
@@ -4881,12 +4894,12 @@ def _warn_of_short_corpora(split, size, parts):
             tokens = int(part.dataset.sequence_lengths[part.indices].sum(dtype=np.int64))
             needed = part._x + (1 if part._keeps_short else part.config.sequence_length)
             if 0 < tokens < needed:
-                has = f"{_label_of_dataset(part)} has {tokens}"
-                short.append(f"a sample needs {needed} tokens, and {has}")
+                has = f"{_label_of_dataset(part)} has {tokens} tokens"
+                short.append(f"{has}, and {needed} are needed")
     if short:
-        advice = "give it more documents or a larger share of the split, or reduce sequence_length"
-        number = f"{len(short)} of {len(parts)} corpora"
-        _warn(f"{split.name}: {number} give no sample, because {short[0]}; {advice}")
+        advice = "add documents, enlarge the share of the split, or reduce sequence_length"
+        number = f"{len(short)} of {len(parts)} corpora cannot fill one sample"
+        _warn(f"{split.name}: {number} (for example, {short[0]}); {advice}")
     elif not any(len(part) for part in parts):
         _warn_of_few_samples(split, 0, size)
 
@@ -4894,7 +4907,7 @@ def _warn_of_short_corpora(split, size, parts):
 def _check_corpora(opened, cls, tokenizer):
     """Raise ValueError if a corpus has too many sequences, or if the tokenizers of corpora differ.
 
-    opened is {prefix: corpus}.  Warns if the tokenizer of the config is a different one.
+    opened is {prefix: corpus}.  Warns if the config has a different tokenizer.
     """
     for prefix, corpus in opened.items():
         n = cls.numel_low_level_dataset(corpus)
@@ -4920,19 +4933,19 @@ def _check_same_builds(datasets):
         return
     texts = [None] * _world_size()
     torch.distributed.all_gather_object(texts, text)
-    of_rank_0 = json.loads(texts[0])  # rank 0 always builds
-    # None for a rank that has built nothing, or that has only other labels
-    differences = [each and _first_difference(of_rank_0, json.loads(each)) for each in texts]
+    expected = json.loads(texts[0])  # rank 0 always builds
+    # None for a rank that has built nothing, or that differs only in labels
+    differences = [each and _first_difference(expected, json.loads(each)) for each in texts]
     ranks = [rank for rank, difference in enumerate(differences) if difference]
     if ranks:
-        key, expected, value = differences[ranks[0]]
-        difference = f"{key} is {expected} on rank 0, and {value} on rank {ranks[0]}"
-        advice = "give all ranks the same copy and the same settings"
-        raise ValueError(f"ranks {ranks} have other data than rank 0: {difference}; {advice}")
+        key, *values = differences[ranks[0]]
+        difference = f"{key} is {values[0]} on rank 0, and {values[1]} on rank {ranks[0]}"
+        advice = "give all nodes the same copy of the corpora and the same config"
+        raise ValueError(f"ranks {ranks} built different data from rank 0 ({difference}); {advice}")
 
 
 def _provenance_of_build(datasets):
-    """Return what decides the samples of all datasets (section 10), as JSON.  None stays None."""
+    """Return what decides the samples of all datasets (section 10), as JSON, or None for None."""
     if datasets is None:
         return None
     provenance = {}
@@ -4942,7 +4955,7 @@ def _provenance_of_build(datasets):
                 provenance[f"{split.name} {number}"] = _provenance_of(dataset, None, {})
         elif built is not None:
             provenance[split.name] = _provenance_of(built, None, {})
-    return json.dumps(provenance, default=_as_json)
+    return json.dumps(provenance, default=_json_default)
 
 
 # -- Kernels, index arrays and samples (sections 4 to 6) -------------------------------------------
@@ -4974,7 +4987,7 @@ def _check_has_tokens(tokens_per_epoch, num_samples):
 
 
 def _check_document_index(document_index, sizes):
-    """Raise IndexError unless each document is the number of a sequence that has a size."""
+    """Raise IndexError unless each document is an index of sizes."""
     wrong = np.flatnonzero((document_index < 0) | (document_index >= len(sizes)))
     if len(wrong):
         d = wrong[0]
@@ -4993,7 +5006,7 @@ def _check_lengths(lengths, num_tokens):
 
 
 def _check_shares(datasets, weights, size, phases):
-    """Raise ValueError if a blend has datasets of several splits, or phases and weights or size."""
+    """Raise ValueError for datasets of several splits, or for phases with weights or a size."""
     splits = {dataset.index_split.name for dataset in datasets}
     if len(splits) > 1:
         raise ValueError(f"the datasets of a blend must be of one split, got {sorted(splits)}")
@@ -5021,8 +5034,8 @@ def _check_blending(dataset_index, dataset_sample_index, shares, num_datasets):
 def _check_corpus(dataset):
     """Check the corpus of a GPTDataset, before its index arrays are built.
 
-    Raises what IndexedDataset.verify() raises.  Warns if a field of the config needs eods, and none
-    of the first 16 documents ends in one.
+    Raises what IndexedDataset.verify() raises.  Warns if a field of the config needs eods, but none
+    of the first 16 documents ends with an eod.
     """
     reader = dataset.dataset
     if isinstance(reader, IndexedDataset):
@@ -5043,8 +5056,8 @@ def _check_corpus(dataset):
 def _check_rows_of_sample(dataset, k, j, rows):
     """Raise IndexError unless rows j and j + 1 of sample_index lead to sequences of the corpus.
 
-    Index arrays of different data may lead elsewhere, or to a number below 0, which numpy would
-    count from the end.  Whether the offsets are in the sequences is checked when these are read.
+    Index arrays of different data may lead outside it, or to an index below 0, which numpy would
+    count from the end.  The offsets are checked later, when the sequences are read.
     """
     sequences = []
     if j >= 0 and len(rows) == 2:
@@ -5072,8 +5085,8 @@ def _check_row_fits(dataset, row):
 def _check_start(sampler, consumed_samples):
     """Raise ValueError if a size of a sampler is wrong, or if it cannot start at consumed_samples.
 
-    "cyclic" starts after any number of full rounds, of which it needs at least one.  The other
-    samplers start anywhere in the pass, or at its end.
+    "cyclic" needs samples for at least one full round, and starts after any number of full rounds.
+    The other samplers start anywhere in the pass, or at its end.
     """
     total = sampler.total_samples
     is_cyclic = sampler.kind == "cyclic"
@@ -5085,14 +5098,15 @@ def _check_start(sampler, consumed_samples):
     if is_cyclic and total < sampler.samples_per_round:
         raise ValueError(f"total_samples: expected at least {size}, got {total}")
     if is_cyclic and consumed_samples % sampler.samples_per_round:
-        raise ValueError(f"consumed_samples: expected a multiple of {size}, got {consumed_samples}")
+        got = f"got {consumed_samples}; resume with two values whose product divides it"
+        raise ValueError(f"consumed_samples: expected a multiple of {size}, {got}")
 
 
 def _check_parallel_sizes(world_size, tensor, context, pipeline):
     """Raise ValueError if the axes do not divide the ranks, or the ranks do not know each other."""
     if world_size > 1 and not _is_distributed():
-        advice = "call torch.distributed.init_process_group() first, or all ranks read the same"
-        raise ValueError(f"WORLD_SIZE is {world_size}; {advice}")
+        reason = "torch.distributed is not initialized; call init_process_group() first"
+        raise ValueError(f"WORLD_SIZE is {world_size}, but {reason} (or all ranks read the same)")
     if min(tensor, context, pipeline) < 1 or world_size % (tensor * context * pipeline):
         axes = f"tensor {tensor} x context {context} x pipeline {pipeline}"
         raise ValueError(f"{axes}: the product must divide {world_size}, the number of ranks")
@@ -5107,8 +5121,9 @@ def _check_axes(kind, axes):
 def _check_batch(batch, layout, create_attention_mask):
     """Raise ValueError unless a batch has the tensors of a layout, {key: (shape, dtype)}.
 
-    Floats are not accepted for integers, and a packed batch only for a packed layout.  Also raises
-    ValueError if get_batch() would leave out a mask that keeps documents apart.
+    Floating-point tensors are rejected if integers are expected.  A packed batch is accepted only
+    for a packed layout, and vice versa.  Also raises ValueError if get_batch() would leave out a
+    mask that keeps documents apart.
     """
     packed = "cu_seqlens" in layout
     if packed != (batch.get("cu_seqlens") is not None):
@@ -5138,8 +5153,7 @@ def _check_batch(batch, layout, create_attention_mask):
 def _check_batch_to_cut(batch):
     """Raise ValueError if one of the five keys holds no tensor, or if only other keys have values.
 
-    A batch whose values are all None, as in a pipeline stage that reads nothing, is accepted: it
-    has nothing to cut.
+    A batch whose values are all None, as in a pipeline stage that reads nothing, is accepted.
     """
     given = {key for key, value in batch.items() if value is not None}
     for key in _BATCH_KEYS:
@@ -5147,8 +5161,8 @@ def _check_batch_to_cut(batch):
             raise ValueError(f"batch[{key!r}]: expected a tensor, got {type(batch[key]).__name__}")
     others = sorted(given - {"dataset_id", "max_seqlen"}, key=str)
     if others and given.isdisjoint([*_BATCH_KEYS, "cu_seqlens"]):
-        reason = f"only the keys {', '.join(_BATCH_KEYS)} say how long a row is"
-        raise ValueError(f"batch: {reason}, got {others}; rename one of them")
+        reason = f"none of {', '.join(_BATCH_KEYS)} is given, so the row length is unknown"
+        raise ValueError(f'batch: {reason} (keys: {others}); rename the token tensor to "tokens"')
 
 
 def _is_cut(key, value, dim, length):
@@ -5197,9 +5211,9 @@ def _check_divisible_documents(bounds, cp_size):
     lengths = bounds.diff(dim=1)
     wrong = ((lengths < 0) | (lengths % (2 * cp_size) != 0)).nonzero()
     if len(wrong):
-        row, at = wrong[0].tolist()
-        begin, end = bounds[row, at : at + 2].tolist()
-        number = int((lengths[row, :at] > 0).sum())
+        row, i = wrong[0].tolist()
+        begin, end = bounds[row, i : i + 2].tolist()
+        number = int((lengths[row, :i] > 0).sum())
         raise ValueError(
             f"batch: document {number} of row {row} has {end - begin} tokens ({begin} to {end} in "
             f"cu_seqlens), expected a multiple of {2 * cp_size} (2 * cp_size); pad the documents, "
@@ -5208,9 +5222,9 @@ def _check_divisible_documents(bounds, cp_size):
 
 
 def _check_loader(sampler, kwargs):
-    """Raise ValueError for in_order=False, and warn if a loader has no batch."""
+    """Raise ValueError for in_order=False, and warn if a loader would have no batch."""
     if not kwargs.get("in_order", True):
-        raise ValueError("in_order=False: a state counts batches, so they must come in order")
+        raise ValueError("in_order=False: a state counts batches, so they must be in order")
     if len(sampler) == 0:
         sizes = f"{sampler.total_samples} samples, and a round has {sampler.samples_per_round}"
         advice = "request more samples, or set drop_last=False"
@@ -5237,7 +5251,8 @@ def _check_data_of_loader(dataset, rank, size):
 def _check_gradient_in_time(ddp, param):
     """Raise RuntimeError if a gradient is too late for the average of its step.
 
-    Its bucket has been sent, or, with grad_reduce_in_fp32, finish_grad_sync() has ended the step.
+    It is too late if its bucket has been sent or, with grad_reduce_in_fp32, if finish_grad_sync()
+    has ended the step.
     """
     if ddp._bucket_of[param] < ddp._num_sent:
         raise RuntimeError(
@@ -5251,22 +5266,22 @@ def _check_gradient_in_time(ddp, param):
 
 
 def _check_parameters(ddp):
-    """Raise ValueError if a parameter was replaced, frozen or unfrozen after the wrapping.
+    """Raise ValueError if a parameter of the wrapped model was replaced, frozen or unfrozen.
 
-    An optimizer could move a frozen parameter by its gradient of zeros.  The gradient of a new or
-    unfrozen parameter would not be averaged.
+    A frozen parameter would still have a gradient (of zeros), and an optimizer with momentum or
+    weight decay could change it.  The gradient of a new or unfrozen parameter is not averaged.
     """
     for name, param in ddp.module.named_parameters():
         if param.requires_grad != (param in ddp._slices):
             change = "replaced or unfrozen" if param.requires_grad else "frozen"
-            raise ValueError(f"{name} was {change} after the wrapping; do so, then wrap the model")
+            raise ValueError(f"{name} was {change} after the wrapping; change it first, then wrap")
 
 
 def _check_loss_is_mean(model):
     """Raise ValueError if torch averages the gradients of this model over ranks.
 
-    The loss is a sum over tokens here, and each rank would divide the average over ranks by the
-    number of its tokens alone.
+    The loss is a sum over tokens.  Each rank would divide the average over ranks by the number of
+    its own tokens only.
     """
     if _num_processes() == 1:
         return
@@ -5289,8 +5304,8 @@ def _check_rampup(sizes, global_batch_size, samples_per_round):
         raise ValueError(f"rampup_batch_size: {ramp} do not reach {global_batch_size}")
     for size in sizes:
         if min(size, samples_per_round) < 1 or size % samples_per_round:
-            a_round = f"{samples_per_round} (micro_batch_size * data_parallel_size)"
-            raise ValueError(f"a global batch of {size}: expected a positive multiple of {a_round}")
+            factor = f"{samples_per_round} (micro_batch_size * data_parallel_size)"
+            raise ValueError(f"a global batch of {size}: expected a positive multiple of {factor}")
 
 
 # -- Small helpers of all sections, which check nothing --------------------------------------------
@@ -5322,7 +5337,7 @@ def _md5(data):
 
 def _import_extra(module, user):
     """Import a module of an optional package.  An ImportError names user, which needs it."""
-    with _naming_action(user, f"pip install {module.partition('.')[0]}", ImportError):
+    with _naming_failure(user, f"pip install {module.partition('.')[0]}", ImportError):
         return importlib.import_module(module)
 
 
@@ -5332,7 +5347,7 @@ def _is_remote(path):
 
 
 def _absolute_path(path):
-    """Return a path that stays right when the process changes its folder; a URL stays as it is.
+    """Return an absolute path, valid even if the working directory changes, or a URL as it is.
 
     The path is not normalized: if link is a symbolic link, only the system knows what link/.. is.
     """
@@ -5341,7 +5356,7 @@ def _absolute_path(path):
 
 
 def _allow_open_files():
-    """Raise the limit on open files of this process to the most that the system allows it."""
+    """Raise the limit on open files of this process to the maximum that the system allows."""
     with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no such limit
         import resource
 
@@ -5365,7 +5380,7 @@ def _world_size(group=None):
 
 
 def _num_processes():
-    """Return the number of processes: of torch.distributed, else of the variable WORLD_SIZE."""
+    """Return the number of processes, from torch.distributed or else from WORLD_SIZE."""
     return _world_size() if _is_distributed() else int(os.environ.get("WORLD_SIZE") or 1)
 
 
@@ -5379,8 +5394,8 @@ def _num_processes():
 #   rename   corpus.bin                        one step: a reader finds the old or the new file
 #
 # A pair has two names, and no single step can rename both files.  In the steps below, an .idx is
-# never beside the .bin of a different pair.  So a reader that finds the same .idx before and after
-# opening the .bin has files that belong together.  X is the random suffix:
+# never beside the .bin of a different pair.  Therefore, if a reader finds the same .idx before and
+# after opening the .bin, the two files belong together.  X is the random suffix:
 #
 #   step   corpus.bin   corpus.idx   corpus.bin.X.tmp   corpus.idx.X.tmp
 #   0      old          old          new                new                 both are synced
@@ -5389,20 +5404,20 @@ def _num_processes():
 #   3      new          new                                                 the folder is synced
 #
 # If the job ends before step 1, the old pair stays.  (Without an old .idx, this holds until step
-# 2.)  If it ends later, by an error, a signal or a kill, the new pair is complete.  But its files
-# may still have temporary names: both, or only the .idx.  An OSError names the two files.  Rename
-# them yourself, the .bin first.
+# 2.)  If it ends later, by an error, a signal or a kill, the new pair is complete, but both files
+# or only the .idx may still have temporary names.  An OSError names the two files.  Rename them
+# yourself, the .bin first.
 #
 # All other temporary files are removed, at the latest when the process ends.  After a kill, delete
-# them yourself.
+# these files yourself.
 
 
 class _NewFile(contextlib.AbstractContextManager):
-    """A binary file that appears under its name when it is complete, at the end of a with block.
+    """A binary file that is renamed to its final name when complete, at the end of a with block.
 
-    path       its name; made absolute, because the process may change its folder before the end
-    synced     True: the disk has the content before the file gets its name.  False: the file can
-               be made again, so it need not wait for the disk
+    path       its final name, made absolute: the working directory may change meanwhile
+    synced     True: the content is on the disk before the file is renamed to its final name.
+               False: the file can be made again, so it need not wait for the disk
     suffix     part of the temporary name.  "": a random suffix
 
     The file is removed if a write fails, if an exception ends the block, or if this object is
@@ -5415,19 +5430,19 @@ class _NewFile(contextlib.AbstractContextManager):
         self.synced = synced
         self.suffix = suffix or secrets.token_hex(8)
         self.temporary = f"{self.path}.{self.suffix}.tmp"
-        # Before the file exists, because a signal may arrive at any moment.
+        # This comes before open(), because a signal may arrive at any moment.
         self._remove = weakref.finalize(self, _remove_path, self.temporary, os.getpid())
         try:
-            with _naming_action(path, f"cannot be written in {os.path.dirname(self.path)}"):
+            with _naming_failure(path, f"cannot make a file in {os.path.dirname(self.path)}"):
                 self.file = open(self.temporary, "xb", 1 << 20)
-        except BaseException:  # on a network disk, an open() that fails may have made the file
+        except BaseException:  # on a network disk, an open() that fails may have created the file
             self._remove()
             raise
         weakref.finalize(self, self.file.raw.close)  # for a file that nobody closes
 
     @property
     def is_open(self) -> bool:
-        """Return whether the file is neither removed nor about to get its name."""
+        """Return whether the file has been neither removed nor committed (see _commit_pair())."""
         return self._remove.alive
 
     def write(self, content: typing.Any) -> None:
@@ -5435,8 +5450,8 @@ class _NewFile(contextlib.AbstractContextManager):
         try:
             self.file.write(content)
         except BaseException:
-            self.discard()  # it may have a part of the content
-            with _naming_action(self.temporary, "cannot be written"):  # 1 us, so only for errors
+            self.discard()  # the file may have a part of the content
+            with _naming_failure(self.temporary, "cannot be written"):  # 1 us, so only for errors
                 raise
 
     @contextlib.contextmanager
@@ -5452,14 +5467,14 @@ class _NewFile(contextlib.AbstractContextManager):
         """Close the complete file, which keeps its temporary name.  A second call does nothing."""
         if self.file.closed:
             return
-        with _naming_action(self.temporary, "cannot be written"):
+        with _naming_failure(self.temporary, "cannot be written"):
             self.file.flush()
             if self.synced:
                 os.fsync(self.file.fileno())
             self.file.close()
 
     def discard(self) -> None:
-        """Close the file, and remove it unless it has its name."""
+        """Close the file, and remove it unless it has already been renamed."""
         with contextlib.suppress(OSError):
             self.file.raw.close()  # without writing what is still in the buffer
         self._remove()
@@ -5474,9 +5489,9 @@ class _NewFile(contextlib.AbstractContextManager):
 
 
 def _remove_path(path, pid):
-    """Remove a file or a folder, if it exists and this process has the number pid."""
+    """Remove a file or a folder, if it exists and pid is the id of this process."""
     if pid == os.getpid():
-        with contextlib.suppress(OSError):  # it does not exist, or the disk refuses
+        with contextlib.suppress(OSError):  # it does not exist, or cannot be removed
             if os.path.isdir(path):
                 shutil.rmtree(path)
             else:
@@ -5484,7 +5499,7 @@ def _remove_path(path, pid):
 
 
 def _commit_pair(tokens, index):
-    """Give a .bin and its .idx, two objects of _NewFile, their names in the steps drawn above."""
+    """Rename a .bin and its .idx, two objects of _NewFile, in the steps drawn above."""
     tokens.finish()
     index.finish()
     for file in (tokens, index):
@@ -5500,7 +5515,7 @@ def _commit_pair(tokens, index):
         for folder in {os.path.dirname(tokens.path), os.path.dirname(index.path)}:
             _sync_folder(folder)
     except BaseException:
-        # On a network disk, a step that fails may have been made.  So look which names exist.
+        # On a network disk, a step that reports failure may still have taken effect.
         is_first = _exists(tokens.temporary)
         if is_first and has_old == _exists(index.path):
             _remove_path(index.temporary, os.getpid())
@@ -5508,22 +5523,21 @@ def _commit_pair(tokens, index):
             raise
         names = [tokens.temporary if is_first else tokens.path]
         names.append(index.temporary if _exists(index.temporary) else index.path)
-        action = "the new pair is complete in these two files; rename any .tmp, the .bin first"
-        with _naming_action(" and ".join(names), action):
+        advice = "the new pair is complete in these two files; rename any .tmp, the .bin first"
+        with _naming_failure(" and ".join(names), advice):
             raise
 
 
 def _exists(path):
-    """Return whether a name exists.  Raises OSError if the disk does not say."""
-    try:
+    """Return whether a name exists.  Raises OSError if the file system cannot tell."""
+    with contextlib.suppress(FileNotFoundError):
         os.lstat(path)
-    except FileNotFoundError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _sync_folder(folder):
-    """Make the disk hold the names of the files in a folder, if the file system can do that."""
+    """Flush the directory entries of a folder to disk, if the file system supports this."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -5546,7 +5560,7 @@ def _sync_folder(folder):
 #   description   What was requested: upstream's text of the settings, and our own settings that do
 #                 not have their defaults.  The MD5 of this text is in every file name.
 #   stamp         The size of a file and the time of its last change (on object storage, its ETag,
-#                 for example).  If the stamp is the same, the file was not touched.
+#                 for example).  If the stamp is the same, the file counts as unchanged.
 #   fingerprint   The sizes of both files of the pair, and checksums of the sequence lengths and of
 #                 both ends of the .bin.  It is the same for every copy of the pair.  It does not
 #                 notice an edit in the middle of the .bin that keeps the size.
@@ -5563,12 +5577,12 @@ def _sync_folder(folder):
 #                                                -shuffle_index.npy
 #   <hash>-GPTDataset-train-manifest.json        written last.  Its keys:
 #       format      version of this layout
-#       made_from   what else the arrays depend on, such as the documents of the split
+#       made_from   everything else that decides the arrays, such as the documents of the split
 #       pair        identity of the pair, or null for a blend and for a user's own reader
-#       facts       the epoch plan, or how many samples a blend takes of each dataset
+#       facts       the epoch plan, or how many samples a blend takes from each dataset
 #       files       dtype, shape, size and CRC-32 of each array; above 1 MiB, also the modification
 #                   time of its file
-#       crc32       CRC-32 of the manifest itself
+#       crc32       CRC-32 of the rest of the manifest
 #
 #   What a job finds                           What it does
 #   a manifest for the same data               loads the arrays; memory-maps files over 64 KiB
@@ -5580,11 +5594,11 @@ def _sync_folder(folder):
 #   a folder that it cannot write to           builds, keeps the arrays in memory, and warns
 #
 # An array file over 1 MiB is not read in full: only its size, its time and its first and last 4,096
-# bytes are compared with the manifest.  It is synced to disk before it gets its name, so a power
-# failure cannot leave a hole in it.
+# bytes are compared with the manifest.  It is synced to disk before it is renamed to its final
+# name, so a power failure cannot leave a hole in it.
 
-_CACHE_FORMAT = 7  # increment when an old manifest would describe different arrays
-_CHECKED_BYTES = 1 << 20  # array files up to this size are read and checked in full
+_CACHE_FORMAT = 7  # increment if the same manifest could now describe different arrays
+_FULL_CHECK_LIMIT = 1 << 20  # array files up to this size are read and checked in full
 
 
 def _load_or_build(dataset, split, made_from, pair):
@@ -5624,8 +5638,8 @@ def _load_or_build(dataset, split, made_from, pair):
 def _read_arrays(stem, made_from, pair):
     """Return (facts, {name: array}) from the cache files, or (None, {}) if there is no cache.
 
-    An array file with a different time, or a manifest in a different format, is no cache.  An error
-    is raised if a file is damaged, or made from different data.
+    An array file with a different time, or a manifest in a different format, counts as a missing
+    cache.  An error is raised if a file is damaged, or made from different data.
     """
     path = pathlib.Path(f"{stem}-manifest.json")
     try:
@@ -5640,7 +5654,7 @@ def _read_arrays(stem, made_from, pair):
         raise DatasetFormatError("manifest.json is damaged (its CRC-32 differs)")
     _check_equal(manifest["made_from"], made_from, "it was made from different data")
     if pair is not None:
-        _check_identity(pair, manifest["pair"], "the corpus has changed")
+        _accept_identity(pair, manifest["pair"], "the corpus has changed")
     in_files = {}
     for name, entry in manifest["files"].items():
         content, mtime_ns = _read_or_map_file(f"{stem}-{name}.npy")
@@ -5661,10 +5675,10 @@ def _read_or_map_file(path: str | os.PathLike) -> tuple[np.ndarray, int]:
     """Return the bytes of an .idx or array file, read-only, and its modification time in ns.
 
     Files of at most 64 KiB are read, because each mapping holds a file descriptor, and hundreds of
-    corpora would need too many.  A file that the system refuses to map is read, too.  Bytes and
-    time are of the same file, even if another job replaces it meanwhile.
+    corpora would need too many.  A file that the system cannot map is read, too.  Bytes and time
+    come from the same file, even if another job replaces it meanwhile.
     """
-    with _naming_action(path, "cannot be read", OSError), open(path, "rb") as file:
+    with _naming_failure(path, "cannot be read", OSError), open(path, "rb") as file:
         content = None
         if os.path.getsize(path) > 64 << 10:
             with contextlib.suppress(Exception):
@@ -5689,7 +5703,7 @@ def _as_array(content, entry):
 def _size_and_crc32(content):
     """Return the size of an array file and the CRC-32 of its bytes or, above 1 MiB, of its ends."""
     size = len(content)
-    if size > _CHECKED_BYTES:
+    if size > _FULL_CHECK_LIMIT:
         content = np.concatenate([content[:4096], content[-4096:]])
     return {"size": size, "crc32": zlib.crc32(content)}
 
@@ -5697,23 +5711,23 @@ def _size_and_crc32(content):
 def _write_arrays(stem, dataset, arrays, manifest):
     """Write the cache files.  Return {name: array}, opened from the files as a later job does.
 
-    The old manifest and description are removed first, and the new ones get their names last.  So
-    after a crash, neither is beside a mixture of old and new arrays.  (Upstream trusts arrays that
-    have a description.)
+    The old manifest and description are removed first, and the new files are renamed to these names
+    last.  After a crash, neither is beside a mixture of old and new arrays.  (Upstream trusts
+    arrays that have a description.)
     """
     os.makedirs(os.path.dirname(stem), exist_ok=True)
     in_files = {}
     manifest["files"] = {}
-    with contextlib.ExitStack() as new_files:  # at its end, the files get their names
+    with contextlib.ExitStack() as new_files:  # at its end, the files are renamed
         for name, values in zip(dataset.index_names, arrays, strict=True):
             new_file = new_files.enter_context(_NewFile(f"{stem}-{name}.npy"))
             np.save(new_file, values)
-            new_file.synced = new_file.file.tell() > _CHECKED_BYTES
+            new_file.synced = new_file.file.tell() > _FULL_CHECK_LIMIT
             new_file.finish()
-            # It is opened by its temporary name: another job may write a file with the final one.
+            # Open the temporary name: another job may write a file with the final name meanwhile.
             content, mtime_ns = _read_or_map_file(new_file.temporary)
             entry = {"dtype": values.dtype.str, "shape": values.shape} | _size_and_crc32(content)
-            if entry["size"] > _CHECKED_BYTES:
+            if entry["size"] > _FULL_CHECK_LIMIT:
                 entry["mtime_ns"] = mtime_ns  # a rename keeps this time
             manifest["files"][name] = entry
             in_files[name] = _as_array(content, entry)
@@ -5787,11 +5801,11 @@ def _identity_of_pair(pair):
     return {"stamps": pair._stamps, "fingerprint": pair.fingerprint()}
 
 
-def _check_identity(pair, identity, problem):
-    """Check that a pair has the fingerprint in a saved identity.
+def _accept_identity(pair, identity, problem):
+    """Raise DatasetFormatError unless a pair has the fingerprint in a saved identity.
 
-    If the stamps are the same, and both have a time, the saved fingerprint is trusted.  Otherwise
-    the whole .idx is verified, because the fingerprint covers only the lengths in it.
+    If the stamps are the same, and both have a time, the saved fingerprint becomes the pair's.
+    Otherwise the whole .idx is verified, because the fingerprint covers only the lengths in it.
     """
     has_times = all(stamp["changed"] for stamp in pair._stamps.values())
     if has_times and identity["stamps"] == pair._stamps:
@@ -5810,7 +5824,7 @@ def _check_equal(was, now, problem):
 def _lengths_in_use(reader, name):
     """Return {name: CRC-32 of reader.sequence_lengths}, or {} if a fingerprint covers the lengths.
 
-    The fingerprint of a pair covers the lengths in its file, but a user may set different ones.
+    The fingerprint of a pair covers the lengths in its file, but a user may set different lengths.
     """
     lengths = getattr(reader, "sequence_lengths", [])
     if isinstance(reader, IndexedDataset):
@@ -5828,7 +5842,7 @@ _REOPENED_ATTRIBUTES = (
 
 
 def _picklable_state(dataset):
-    """Return the attributes of a dataset or a pair, without what another process finds in files.
+    """Return the attributes of a dataset or a pair, except those that are read from files.
 
     An array that a user or a subclass has set is not in a file, so it stays in the state.
     """
@@ -5848,7 +5862,7 @@ def _restore_arrays(dataset, state, load_or_build):
             vars(dataset).setdefault(name, values)
 
 
-_REPLACED = "was replaced after the dataset was pickled; build the dataset again"
+_REPLACED_AFTER_PICKLE = "was replaced after the dataset was pickled; build the dataset again"
 
 
 def _restore_pair(pair, state):
@@ -5856,15 +5870,15 @@ def _restore_pair(pair, state):
     identity = state.pop("_identity")
     vars(pair).update(state)
     pair._open()
-    _check_identity(pair, identity, f"{pair.path_prefix} {_REPLACED}")
+    _accept_identity(pair, identity, f"{pair.path_prefix} {_REPLACED_AFTER_PICKLE}")
     vars(pair).update(state)  # arrays that a user has set replace the arrays of the files
 
 
 # -- The cache of a dataset ---------------------------------------------------------------------
 
 
-def _as_json(value):
-    """Return what json writes for an object that it does not know: a tokenizer, a Path, ..."""
+def _json_default(value):
+    """Return what json writes for an object of an unknown class, such as a tokenizer or a Path."""
     return getattr(value, "unique_identifiers", str(value))
 
 
@@ -5919,14 +5933,14 @@ def _digest_of_documents(dataset):
 
 
 def _as_range(documents):
-    """Return document numbers as a range if they are consecutive, otherwise as an array."""
+    """Return indices of documents as a range if they are consecutive, otherwise as an array."""
     if isinstance(documents, range) and documents.step == 1:
         return documents
     documents = np.asarray(documents)
     if len(documents) == 0:
         return range(0)
     if documents.dtype.kind not in "iu":
-        raise TypeError(f"document numbers must be integers, got {documents.dtype}")
+        raise TypeError(f"indices of documents must be integers, got {documents.dtype}")
     if np.array_equal(documents, documents[0] + np.arange(len(documents))):
         return range(int(documents[0]), int(documents[-1]) + 1)
     return documents
@@ -5946,8 +5960,8 @@ def _as_range(documents):
 #                            |-----|         |-|             requests these two ranges at the same
 #                                                            time, and nothing else
 #
-# Among many requests, one nearly always fails.  So only the ranges that failed are requested again,
-# after a pause:
+# Among many requests, at least one nearly always fails.  After a pause, only the ranges that failed
+# are requested again:
 #
 #   first try    range 1 ok   range 2 ok   range 3 --   range 4 ok
 #   second try                             range 3 ok
@@ -5979,7 +5993,7 @@ def _map_tokens(path, dtype):
     if os.path.getsize(path) == 0:  # an empty file cannot be mapped
         return np.zeros(0, dtype)
     advice = "to read it, pass mmap=False, or mmap_bin_files=False in a config"
-    with _naming_action(path, f"cannot be memory-mapped ({advice})", OSError):
+    with _naming_failure(path, f"cannot be memory-mapped ({advice})", OSError):
         return np.asarray(np.memmap(path, dtype, "r"))
 
 
@@ -5993,7 +6007,7 @@ class _FileTokens:
         weakref.finalize(self, self._file.close)  # closes the file when this object is gone
 
     def read(self, first, count):
-        """Return a new array of count tokens, starting at token number first."""
+        """Return a new array of count tokens of the file, starting with token first."""
         size = self.dtype.itemsize
         content = _read_bytes(self._file, first * size, count * size, self.path)
         return np.frombuffer(content, self.dtype)
@@ -6009,7 +6023,7 @@ def _read_bytes(file, begin, size, path):
     """
     content = bytearray()
     while len(content) < size:  # the system may return fewer bytes than requested
-        with _naming_action(path, "cannot be read", OSError):
+        with _naming_failure(path, "cannot be read", OSError):
             part = os.pread(file.fileno(), size - len(content), begin + len(content))
         if not part:
             raise DatasetFormatError(
@@ -6027,16 +6041,16 @@ class _RemoteFile:
     is_input   True: an input, whose URL may have a query or be a chain (see _check_no_secrets)
 
     Threads, forked processes and unpickled copies may use this object, because fsspec gives each of
-    them a connection.
+    them its own connection.
     """
 
     _RETRY_DELAYS = (0.1, 0.3, 1, 3)  # seconds before each further try
-    _PERMANENT_ERRORS = {  # errors that would come again, and the HTTP statuses with this meaning
+    _PERMANENT_ERRORS = {  # errors that a retry would repeat, and HTTP statuses that mean the same
         FileNotFoundError: (404, 410),
         PermissionError: (401, 403),
         io.UnsupportedOperation: (),
     }
-    # Keys of fsspec's info() that say which version of an object it is; storages differ in them.
+    # Keys of fsspec's info() that identify the version of an object; each storage has its own.
     _VERSION_KEYS = (
         "ETag", "etag", "blob_id", "sha",
         "Last-Modified", "LastModified", "modificationTime", "mtime", "created",
@@ -6048,7 +6062,7 @@ class _RemoteFile:
         self.dtype = np.dtype(dtype)
 
     def read(self, first, count):
-        """Return a new array of count tokens, starting at token number first."""
+        """Return a new array of count tokens of the file, starting with token first."""
         return self.read_many([(first, count)])[0]
 
     def read_many(self, spans):
@@ -6062,7 +6076,7 @@ class _RemoteFile:
     def _fetch_missing(self, file_system, path, contents):
         """Fetch the ranges whose value in contents, {(begin, end): bytes or None}, is None.
 
-        The bytes that arrive are stored in contents, also if an error is then raised.
+        The bytes that arrive are stored in contents, even if an error is then raised.
         """
         missing = [span for span, content in contents.items() if content is None]
         begins = [begin for begin, _ in missing]
@@ -6105,7 +6119,7 @@ class _RemoteFile:
         return self._with_retries(self._glob)
 
     def _glob(self, file_system, path):
-        """Return the (URL, size or None) of all objects that match a pattern, sorted."""
+        """Return [(URL, size or None)] of all objects that match a pattern, sorted."""
         file_system.invalidate_cache()
         matches = []
         for name, info in sorted(file_system.glob(path, detail=True).items()):
@@ -6117,8 +6131,8 @@ class _RemoteFile:
     def _with_retries(self, function, *arguments):
         """Return function(file_system, path, *arguments); repeat a call that fails.
 
-        An error has the URL in front.  A permanent one is raised at once, any other after the last
-        delay.
+        A permanent error is raised at once, any other error after the last delay.  The message
+        begins with the URL.
         """
         import fsspec  # it is installed with torch
 
@@ -6129,7 +6143,7 @@ class _RemoteFile:
                 return function(file_system, path, *arguments)
             except Exception as error:
                 if self.url.startswith("http") and isinstance(error, FileNotFoundError):
-                    # fsspec raises it for every failure; __cause__ is the error that happened
+                    # fsspec raises FileNotFoundError for every failure; the real error is its cause
                     error = error.__cause__ or error
                 kind = OSError  # not permanent
                 for permanent, statuses in self._PERMANENT_ERRORS.items():
@@ -6146,9 +6160,9 @@ _file_systems = {}  # {id: file system}; a set would drop a file system that equ
 def _keep_file_systems():
     """Keep all file systems of fsspec alive in this process, and so in processes forked from it.
 
-    A forked process would otherwise collect them.  Their finalizers would remove the parent's
-    sockets from the event loop, which both processes share, and the parent's next request would
-    wait 300 s.
+    A forked process could otherwise collect the parent's file systems.  Their finalizers would
+    remove the parent's sockets from the event loop, which both processes share, and the parent's
+    next request would wait 300 s.
     """
     import fsspec  # it is installed with torch
 
@@ -6158,7 +6172,7 @@ def _keep_file_systems():
 
 
 def _fetch_index(url, stamp, config):
-    """Return the path of a local copy of an .idx file, and make the copy unless there is one."""
+    """Return the path of a local copy of an .idx file.  Make the copy if it is missing."""
     name = _md5(f"{url} {stamp['size']} {stamp['changed']}")
     copied = os.path.join(config.path_to_idx_cache, f"{name}.idx")
     is_complete = os.path.exists(copied) and os.path.getsize(copied) == stamp["size"]
@@ -6173,8 +6187,8 @@ def _fetch_index(url, stamp, config):
     return copied
 
 
-# Matches a URL, or a link of a chain, with a password.  Its first part, up to a slash, is then more
-# than a name or [IPv6 address] with an optional port.  Also matches https://user@host.
+# Matches a URL, or a link of a chain, that may contain a password: its first part, up to a slash,
+# is not only a name or an [IPv6 address] with an optional port.  Also matches https://user@host.
 _PASSWORD = re.compile(
     r"://(?![^/:]*(\[[^/\]]*\])?(:[0-9]+)?(/|\Z|::[^/@]*://))|https?://[^/]*@", re.IGNORECASE
 )
@@ -6191,8 +6205,8 @@ def _check_no_secrets(names, is_input=False):
         url = os.fsdecode(names)
         if _PASSWORD.search(url) or (not is_input and re.search(r"://.*\?", url)):
             raise ValueError(
-                'a URL may contain a secret (a password, or what follows "?"); pass secrets to '
-                "fsspec in the environment, as FSSPEC_S3_KEY and FSSPEC_S3_SECRET, for example"
+                f"{'input' if is_input else 'path'}: a URL may contain a secret (a password, or "
+                'what follows "?"); pass secrets to fsspec in variables, e.g. FSSPEC_S3_SECRET'
             )
         if not is_input and re.search(r"::[^/]*://", url):
             raise ValueError('the URL of a pair is a chain ("::"); pass the URL of the object')
@@ -6216,17 +6230,17 @@ def _check_no_secrets(names, is_input=False):
 #   rank 3   works     -> 4 --+                   +-----------------------> "rank 2: no such file"
 #
 # A rank on which step() works sends the number of ranks, here 4.  A rank on which it fails sends
-# its own number.  If step() works on all ranks, nothing more is sent.
+# its own rank.  If step() works on all ranks, nothing more is sent.
 #
-# A process that dies, or is ended by a signal, takes no part in this.  Its launcher (torchrun)
-# stops the other processes and names it.
+# A process that dies, or is ended by a signal, sends nothing.  Its launcher (torchrun) stops the
+# other processes, and reports which process ended.
 
 
 def _call_catching(step, *arguments):
     """Call a function.  Return its result and None, or None and the error that it raised.
 
-    KeyboardInterrupt, SystemExit and GeneratorExit are not caught.  Every other BaseException is,
-    because a panic of native code is not an Exception.
+    KeyboardInterrupt, SystemExit and GeneratorExit are not caught.  Every other BaseException is
+    caught, because a panic of native code is not an Exception.
     """
     try:
         return step(*arguments), None
@@ -6274,19 +6288,16 @@ def _raise_on_every_rank(failed_rank, error, group):
     Every rank of the group calls this function, with its own error or with None.  A rank that has
     an error raises it.  Every other rank raises an error with the message of failed_rank: a
     ValueError or StopIteration if failed_rank has one, else a RuntimeError that names the class.
-    The message begins with the number that failed_rank has in the whole job.
+    The message begins with the rank of failed_rank in the whole job.
     """
     message = f"rank {_rank()}: "
     with contextlib.suppress(Exception):  # the __str__() of the error may fail
         message += str(error)
-    if isinstance(error, ValueError):
-        kind = ValueError
-    elif isinstance(error, StopIteration):
-        kind = StopIteration
-    else:
-        kind = RuntimeError
+    kinds = [kind for kind in (ValueError, StopIteration) if isinstance(error, kind)]
+    if len(kinds) == 0:
+        kinds = [RuntimeError]
         message += f" ({type(error).__name__})"
-    kind_and_message = [kind, message]
+    kind_and_message = [kinds[0], message]
     torch.distributed.broadcast_object_list(kind_and_message, group=group, group_src=failed_rank)
     if error is not None:
         raise error
@@ -6309,14 +6320,14 @@ def _raise_on_every_rank(failed_rank, error, group):
 # An adapter takes the arguments of its definition, and returns the same result or raises the same
 # error.  functools.wraps() gives it the docstring of the definition, and keeps the definition as
 # adapter.__wrapped__.  A loop rejects an array with gaps, or an index out of range.  The adapter
-# then calls the definition, which either handles this input or raises the error.
+# then calls the definition, which handles this input or raises the error.
 #
 # _helpers.c is built as the extension module _megatron_min.  The environment variable
 # MEGATRON_MIN_C says whether to use it:
 #
 #   MEGATRON_MIN_C=0   do not use it
 #   MEGATRON_MIN_C=1   use it; raise ImportError if it is missing or cannot be used
-#   otherwise          use it if possible; issue a warning if it is there but cannot be used
+#   otherwise          use it if possible; warn if it is installed but cannot be used
 #
 # A build with a different VERSION is not used, because its functions may be missing or take
 # different arguments.  A build with fused multiply-adds raises ImportError when it is imported,
@@ -6329,7 +6340,7 @@ if os.environ.get("MEGATRON_MIN_C") != "0":
     try:
         import _megatron_min
 
-        _version = getattr(_megatron_min, "VERSION", None)  # older builds have none
+        _version = getattr(_megatron_min, "VERSION", None)  # older builds lack it
         if _version != _VERSION_OF_C:
             raise ImportError(
                 f"{_megatron_min.__spec__.origin}: expected version {_VERSION_OF_C}, got "
@@ -6364,7 +6375,7 @@ def _random_state(seed: int) -> np.random.RandomState:
     """Return np.random.RandomState(seed), which is valid until the next call in this thread.
 
     numpy needs 0.25 ms to make a RandomState, because it draws a random seed first.  This is a
-    fifth of the time that a small corpus takes, so each thread makes only one and seeds it anew.
+    fifth of the time that a small corpus takes, so each thread seeds a single RandomState.
     """
     if not hasattr(_generators, "random_state"):
         _generators.random_state = np.random.RandomState()
@@ -6372,13 +6383,15 @@ def _random_state(seed: int) -> np.random.RandomState:
     return _generators.random_state
 
 
-_FEW_ITEMS = 4096  # with fewer items, copying numpy's state to C takes longer than the shuffle
+_MIN_ITEMS_FOR_C = (
+    4096  # with fewer items, copying numpy's state to C takes longer than the shuffle
+)
 
 
 @functools.wraps(shuffle)
 def _c_shuffle(items, random_state):
     is_plain = type(items) is np.ndarray and type(random_state) is np.random.RandomState
-    if is_plain and items.size >= _FEW_ITEMS:
+    if is_plain and items.size >= _MIN_ITEMS_FOR_C:
         state = random_state.get_state(legacy=False)  # a copy
         if state["bit_generator"] == "MT19937":
             generator = state["state"]
@@ -6409,8 +6422,7 @@ _NO_EOD = -(2**63)  # no token has this id
 #   2         a a a a    a a a b    1 1 1 1     0 1 2 3
 #
 # It is used for a GPTDataset whose pair is memory-mapped, and for a blend of these datasets that
-# share the config of the blend.  A subclass may override what a sample is, so it always gets the
-# definition.
+# share the config of the blend.  A subclass may redefine its samples, so C is never used for it.
 
 
 @functools.wraps(_make_batch)
@@ -6473,7 +6485,7 @@ def _empty_columns(config, count):
 def _fill_columns(dataset, columns, rows, samples):
     """Write samples into these rows of a table.  Return whether C could do it.
 
-    It cannot if an array has the wrong type, or if an index in it is out of range.
+    C cannot do it if an array has the wrong type, or if an index in an array is out of range.
     """
     config = dataset.config
     corpus = dataset.dataset
@@ -6527,7 +6539,7 @@ if IMPLEMENTATION == "c":
 # build_tokenizer() makes a tokenizer from its name, which a command takes as --tokenizer:
 #
 #   bytes            ByteTokenizer(), see section 2
-#   null:50000       NullTokenizer(50000), for texts that are ids already
+#   null:50000       NullTokenizer(50000), for texts of decimal ids
 #   FILE             HuggingFaceTokenizer(FILE).  FILE is a tokenizer.json or its folder
 #   gigatoken:FILE   the same tokenizer, many times faster: the package gigatoken reads FILE
 #   module:thing     the attribute thing of your module: a tokenizer, or a class or function that
@@ -6540,10 +6552,10 @@ _TOKENIZER_NAMES = "bytes, null:N, a tokenizer.json or its folder, gigatoken:FIL
 
 
 class NullTokenizer:
-    """A tokenizer for texts that are ids already: decimal numbers, separated by spaces.
+    """A tokenizer for texts of decimal ids, separated by spaces.
 
-    vocab_size   the number of ids, not counting eod: the ids are 0 .. vocab_size - 1, and eod is
-                 vocab_size.  The attribute vocab_size counts eod, so it is one larger
+    vocab_size   number of ids without eod: the ids are 0 .. vocab_size - 1, and eod is vocab_size.
+                 The attribute vocab_size counts eod, so it is larger by 1
 
     >>> tokenizer = NullTokenizer(100)
     >>> tokenizer.tokenize("7 0 99"), tokenizer.eod
@@ -6556,7 +6568,7 @@ class NullTokenizer:
         self.unique_identifiers = {"class": "NullTokenizer", "vocab_size": self.vocab_size}
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids in a text.  Raises ValueError for anything else between the spaces."""
+        """Return the ids in a text.  Raises ValueError if it contains anything else."""
         fields = text.split()
         for field in fields:
             if not field.isdecimal() or int(field) > self.eod:
@@ -6573,8 +6585,8 @@ class HuggingFaceTokenizer:
 
     path                the tokenizer.json, or its folder, as save_pretrained() writes it
     eod_token           text of the end-of-document token.  None: the eos_token, if the folder has
-                        a tokenizer_config.json that names it, otherwise the first one of
-                        <|endoftext|> and </s> that the file has
+                        a tokenizer_config.json that names it, otherwise <|endoftext|> or </s>,
+                        whichever of the two the file has first in this order
     add_special_tokens  True: let the file's post-processor add its special tokens to each text,
                         such as BOS, which marks the beginning of a text
 
@@ -6582,7 +6594,7 @@ class HuggingFaceTokenizer:
     the file that truncate or pad texts have no effect.
 
     Raises ImportError if the package is missing, and ValueError if the file is not a
-    tokenizer.json, or has no such end-of-document token.
+    tokenizer.json or lacks the end-of-document token.
     """
 
     def __init__(
@@ -6597,7 +6609,7 @@ class HuggingFaceTokenizer:
             self.path = os.path.join(self.path, "tokenizer.json")
         tokenizers = _import_extra("tokenizers", self.path)
         content = pathlib.Path(self.path).read_bytes()
-        with _naming_action(self.path, "cannot be read as a tokenizer.json"):
+        with _naming_failure(self.path, "cannot be read as a tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         self._add_special_tokens = add_special_tokens
         names = [str(eod_token)] if eod_token else ["<|endoftext|>", "</s>"]
@@ -6624,15 +6636,15 @@ class HuggingFaceTokenizer:
         return [np.frombuffer(array.array("I", each.ids), np.uint32) for each in encodings]
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
-        """Return the text of ids.  Special tokens are part of it."""
+        """Return the text of ids, including special tokens."""
         ids = [operator.index(token) for token in ids]
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def _read_eos_token(folder):
-    """Return the eos_token in a folder's tokenizer_config.json, or None if it names none."""
+    """Return the eos_token in a folder's tokenizer_config.json, or None if it has none."""
     path = os.path.join(folder, "tokenizer_config.json")
-    with contextlib.suppress(FileNotFoundError), _naming_action(path, "cannot read its eos_token"):
+    with contextlib.suppress(FileNotFoundError), _naming_failure(path, "cannot read its eos_token"):
         token = json.loads(pathlib.Path(path).read_bytes()).get("eos_token")
         return token["content"] if isinstance(token, dict) else token
     return None
@@ -6642,9 +6654,9 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
     """A HuggingFaceTokenizer whose ids the package gigatoken computes."""
 
     # gigatoken 0.10 keeps all words that it has seen, in about 11 bytes of memory for each byte.
-    # So its tokenizer is made anew after this much text.  This costs 7 % of the time, and keeps a
-    # worker below 1 GiB.
-    _MOST_BYTES = 48 << 20
+    # Its tokenizer is therefore replaced by a new one after this many bytes of text.  This costs
+    # 7 % of the time, and keeps a worker below 1 GiB.
+    _RESET_AFTER_BYTES = 48 << 20
     _PROBE_TEXTS = (
         "The quick brown fox isn't THE cat's; they'll go to the lab, of course (or not).",
         "na\u00efve e\u0301 \u03ba\u03b1\u03bb\u03b7 \u043c\u0438\u0440 \u05e9\u05dc\u05d5\u05dd",
@@ -6668,8 +6680,8 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
             # One text at a time: for a batch the package tokenizers would start threads, which are
             # lost when a worker is forked.
             if ids.tolist() != super().tokenize(text):
-                differ = f"{self.path}: gigatoken and tokenizers make different ids of {text!r:.60}"
-                raise ValueError(f'{differ}; use the package tokenizers: leave out "gigatoken:"')
+                reason = f"{self.path}: gigatoken and tokenizers disagree on {text!r:.60}"
+                raise ValueError(f'{reason}; leave out "gigatoken:" to use tokenizers')
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of a text."""
@@ -6678,9 +6690,9 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
     def tokenize_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Return the ids of each text, as an array."""
         contents = [text.encode() for text in texts]
-        if self._gigatoken is None or self._seen_bytes > self._MOST_BYTES:
+        if self._gigatoken is None or self._seen_bytes > self._RESET_AFTER_BYTES:
             gigatoken = _import_extra("gigatoken", self.path)
-            with _naming_action(self.path, 'cannot be read by gigatoken (leave out "gigatoken:")'):
+            with _naming_failure(self.path, 'cannot be read by gigatoken (leave out "gigatoken:")'):
                 self._gigatoken = gigatoken.Tokenizer.from_json(self._tokenizer.to_str())
             self._seen_bytes = 0
         self._seen_bytes += sum(map(len, contents))
@@ -6708,7 +6720,7 @@ def build_tokenizer(
     eod_token           text of the end-of-document token; only for a tokenizer.json
     add_special_tokens  see HuggingFaceTokenizer; only for a tokenizer.json without gigatoken
 
-    A module is searched first in the current folder, which then stays at the end of sys.path.
+    With module:thing, the current folder is searched first; it then stays at the end of sys.path.
 
     Raises FileNotFoundError for a path at which there is nothing, ImportError if a module or a
     package cannot be imported, and ValueError for any other name.
@@ -6763,7 +6775,7 @@ _ATTRIBUTES_OF_TOKENIZER = {
 
 
 def _attribute_of(tokenizer, name):
-    """Return an attribute of a tokenizer.  None: it is missing, or raises NotImplementedError."""
+    """Return an attribute of a tokenizer, or None if it is missing or not implemented."""
     try:
         return getattr(tokenizer, name, None)
     except NotImplementedError:
@@ -6771,18 +6783,18 @@ def _attribute_of(tokenizer, name):
 
 
 def _check_tokenizer(tokenizer, names):
-    """Check that a tokenizer is an object with these attributes.  Raises ValueError if not."""
+    """Raise ValueError unless a tokenizer is an object with these attributes."""
     if tokenizer is None or isinstance(tokenizer, type):
         raise ValueError(f"tokenizer: expected an object, such as ByteTokenizer(), got {tokenizer}")
     for name in names:
         kind, description = _ATTRIBUTES_OF_TOKENIZER[name]
         if not isinstance(_attribute_of(tokenizer, name), kind):
             class_name = type(tokenizer).__name__
-            raise ValueError(f"tokenizer: {class_name} has no attribute {name} ({description})")
+            raise ValueError(f"tokenizer: {class_name} needs an attribute {name} ({description})")
 
 
 def _check_tokenizer_of_corpus(tokenizer, append_eod):
-    """Check that a tokenizer can make a corpus.  Raises ValueError if not."""
+    """Raise ValueError unless a tokenizer can make a corpus."""
     _check_tokenizer(tokenizer, ["vocab_size", "tokenize"])
     if append_eod:
         _check_tokenizer(tokenizer, ["eod"])
@@ -6800,11 +6812,11 @@ def _check_tokenizer_of_corpus(tokenizer, append_eod):
 #   block 1  -- pipe 2 ->  worker 2  -- tokens of block 1 ->  .bin, .idx
 #   block 2  -- pipe 1 ->  worker 1  ...
 #
-# A block is some lines of one input.  This process visits the workers in a fixed order: it receives
-# the tokens of a worker's block, sends the worker a new block, and then writes the tokens.  So
-# blocks are written in the order in which they are read.  For any number of workers, the files have
-# the same bytes as if encode_jsonl() of section 2 had written them, one pair for each JSON key.  A
-# worker holds one block at a time, so no pipe gets full.
+# A block is a number of lines of one input.  This process visits the workers in a fixed order: it
+# receives the tokens of a worker's block, sends the worker a new block, and then writes the tokens.
+# Blocks are therefore written in the order in which they are read.  For any number of workers, the
+# files have the same bytes as if encode_jsonl() of section 2 had written them, one pair for each
+# JSON key.  A worker holds one block at a time, so no pipe gets full.
 #
 # Several machines can share the work.  Each of them processes one shard, which is a part of the
 # inputs, and merge() joins the pairs of all shards to the bytes that one job would have written.
@@ -6819,7 +6831,7 @@ def _check_tokenizer_of_corpus(tokenizer, append_eod):
 # The record of a pair, PREFIX.record.json, says what the pair was made from.  This is the record of
 # books_text_document_00001_of_00003:
 #
-#   {"tokenizer": {...}, "append_eod": true,            null: only a part of the pair has eod
+#   {"tokenizer": {...}, "append_eod": true,            null: only some documents have eod
 #    "bin": 1200, "idx": 162,                           sizes of the two files, in bytes
 #    "inputs": [["b.jsonl", 1], ["c.jsonl.gz", 5]],     the pair has 1 document of b.jsonl, then 5
 #    "job": "5d41402abc4b2a76b9719d911017c592"}         only for shards: a digest of append_eod and
@@ -6855,7 +6867,7 @@ def preprocess(
     output_prefix    the first part of the name of each pair
     tokenizer        a tokenizer object (section 2) or the name of one (section 19)
     texts            instead of input: an iterable of strings, or of dicts with the JSON keys.
-                     Messages count its items as lines
+                     Messages call its items lines
     append_eod       True: append tokenizer.eod to each document that has tokens
     json_keys        the keys to tokenize; each gets its own pair
     split_sentences  True: store each sentence, as nltk finds it, as a sequence.  Names then end in
@@ -6874,13 +6886,13 @@ def preprocess(
       - the tokenizer raises an exception on it, or returns ids that cannot be stored
 
     The ValueError for a bad line names the file, the line and the reason.  If every line is bad, it
-    is raised even with "skip".  MemoryError and OSError are not the fault of a line: they always
-    end the job.  Raises OSError if an input cannot be read, or if its size or modification time
+    is raised even with "skip".  MemoryError and OSError are not caused by a line: they always end
+    the job.  Raises OSError if an input cannot be read, or if its size or modification time
     changes after the job has begun.
 
-    Until the first pair gets its name, an error leaves all files, also of an older pair, as they
-    were.  After that, finished pairs stay, perhaps without a record, and an OSError names the two
-    files of a pair that has only one of its names.
+    Until the first pair is renamed to its final name, an error leaves all files as they were,
+    including the files of an older pair.  After that, finished pairs stay, but may lack a record.
+    If the files of a pair could not both be renamed, an OSError names them.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     prefix = os.path.join(folder, "corpus")
@@ -6899,7 +6911,7 @@ def preprocess(
     else:
         inputs = [_Input("texts", None, _iter_lines_of_rows(texts, json_keys))]
     suffix = "_sentence" if split_sentences else "_document"
-    fields = {"append_eod": append_eod}  # the records get these fields, too
+    fields = {"append_eod": append_eod}  # fields of the records
     index, count = shard
     if count > 1:
         suffix += f"_{index:05}_of_{count:05}"  # so that sorted names are in the order of shards
@@ -6924,12 +6936,12 @@ def preprocess(
         _warn(f"{skipped}: {'; '.join(bad)}{'; ...' if num_bad > len(bad) else ''}")
     empty = [each.name for each in inputs if each.documents == 0]
     if len(empty) > 0:
-        _warn(f"no document in {_label_of_count(len(empty), 'input')}; the first is {empty[0]}")
+        _warn(f"no documents in {_label_of_count(len(empty), 'input')}; is {empty[0]} empty?")
     return prefixes
 
 
 def _check_preprocess_arguments(input, output_prefix, texts, json_keys, workers, shard, on_error):
-    """Check the arguments of preprocess().  Raises ValueError for a wrong one."""
+    """Raise ValueError if an argument of preprocess() is wrong."""
     index, count = shard
     if not 0 <= index < count:
         raise ValueError(f"shard: expected (i, n) with 0 <= i < n, got ({index}, {count})")
@@ -6970,17 +6982,17 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
             builder = IndexedDatasetBuilder(get_bin_path(prefix), encoder.dtype)
             builders[key] = stack.enter_context(builder)
         encoded_blocks = _iter_encoded_blocks(encoder, _iter_blocks(inputs), workers)
-        # It is closed even if an exception ends the loop, so workers never outlive the job.
+        # The iterator is closed even after an exception, so workers never outlive the job.
         stack.enter_context(contextlib.closing(encoded_blocks))
         for (source, lines), encoded in encoded_blocks:
-            for num_lines, documents in encoded:
+            for num_lines, result in encoded:
                 source.lines_read += num_lines
-                if isinstance(documents, str):  # the reason why a line is bad
+                if isinstance(result, str):  # the reason why a line is bad
                     num_bad += 1
                     if num_bad <= 5:
-                        first_bad.append(f"{source.name}, line {source.lines_read}: {documents}")
-                    documents = dict.fromkeys(prefixes, (b"", [], [0]))  # one without tokens
-                for key, (content, lengths, ends) in documents.items():
+                        first_bad.append(f"{source.name}, line {source.lines_read}: {result}")
+                    result = dict.fromkeys(prefixes, (b"", [], [0]))  # a document without tokens
+                for key, (content, lengths, ends) in result.items():
                     begin = len(builders[key].sequence_lengths)
                     builders[key].add_sequences(content, lengths)
                     builders[key].document_indices.extend(begin + end for end in ends)
@@ -6993,7 +7005,7 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
         if num_bad > 0 and num_bad == sum(each.documents for each in inputs):
             raise ValueError(f"every line is bad; the first: {'; '.join(first_bad)}")
         for builder in builders.values():
-            builder._bin.finish()  # raises OSError if the disk is full; no pair has its name yet
+            builder._bin.finish()  # raises OSError if the disk is full, before any pair is renamed
     return num_bytes, num_bad, first_bad
 
 
@@ -7017,7 +7029,7 @@ class _Input:
 
     path        path or URL.  "-": standard input
     file_size   in bytes.  None: not known, for example because path is a pipe
-    lines       an iterator of its lines.  None: read them from path
+    lines       an iterator of its lines.  None: read the lines of path
     """
 
     def __init__(self, path, file_size, lines=None):
@@ -7026,15 +7038,15 @@ class _Input:
         self.mtime_ns = _modification_time(path)
         self.name = _label_of_input(path)  # for messages and records
         self.compression = _decompressor_of(self.name)
-        # the bytes of all lines.  inf: not known; tqdm then shows no end
+        # bytes of all lines.  inf: not known; tqdm then shows no total
         self.progress_total = math.inf if file_size is None or self.compression else file_size
         self.lines = _iter_lines(self) if lines is None else lines
         self.lines_read = 0  # lines that are encoded
-        self.documents = 0  # documents that were made from them
+        self.documents = 0  # documents that were made from these lines
 
 
 def _find_inputs(paths):
-    """Return an _Input for each file that is named by a path or pattern, or by a list of them."""
+    """Return an _Input for each file that a path or pattern, or a list of these, names."""
     if isinstance(paths, (str, bytes, os.PathLike)):
         paths = [paths]
     paths = [os.fsdecode(path) for path in paths]
@@ -7076,7 +7088,7 @@ def _modification_time(path):
 
 
 def _label_of_input(path):
-    """Return the path of an input for messages; the query of a URL, maybe secret, is left out."""
+    """Return the path of an input for messages; without the query of a URL, which may be secret."""
     return path.partition("?")[0] if _is_remote(path) else path
 
 
@@ -7085,7 +7097,7 @@ def _input_error_context(path):
     """Name the input in an error that is raised while it is read, without the query of a URL."""
     name = _label_of_input(path)
     try:
-        with _naming_action(name, "cannot be read", OSError):
+        with _naming_failure(name, "cannot be read", OSError):
             yield
     except OSError as error:
         if name == path:
@@ -7098,7 +7110,7 @@ def _decompressor_of(name):
     """Return the module that decompresses a file of this name, or None if it is not compressed."""
     lower = name.lower()
     if lower.endswith((".bz2", ".xz", ".lzma", ".zip", ".tar")):
-        # Python's bz2 and lzma take a damaged second stream for the end of the file.
+        # Python's bz2 and lzma treat a damaged second stream as the end of the file.
         advice = "unpack or recompress it first, for example with bzcat F | zstd > F.zst"
         raise ValueError(f"{name}: only .gz and .zst can be decompressed; {advice}")
     if lower.endswith(".gz"):
@@ -7128,7 +7140,7 @@ def _inputs_of_shard(inputs, index, count):
 
 
 def _iter_lines(source):
-    """Yield the lines of an _Input.  At the end, raise OSError if it has changed meanwhile."""
+    """Yield the lines of an _Input.  At the end, raise OSError if the file has changed."""
     with _input_error_context(source.path), contextlib.ExitStack() as stack:
         if source.path == "-":
             file = sys.stdin.buffer
@@ -7249,14 +7261,14 @@ class _Encoder:
         self.eod = np.frombuffer(_encode_tokens(eod, self.dtype), f"u{self.dtype.itemsize}")
 
     def encode_block(self, lines):
-        """Return [(number of lines, documents)], where documents is the result of encode().
+        """Return [(number of lines, result of encode() for these lines)].
 
-        A bad line has its own entry, whose documents is a str that says what is wrong with it.
+        A bad line has its own entry, with a str that says what is wrong instead of the result.
         """
-        documents, error = _call_catching(self.encode, lines)
+        result, error = _call_catching(self.encode, lines)
         if error is None:
-            return [(len(lines), documents)]
-        if isinstance(error, (MemoryError, OSError)):  # not the fault of a line
+            return [(len(lines), result)]
+        if isinstance(error, (MemoryError, OSError)):  # not caused by a line
             raise error
         if len(lines) == 1:
             return [(1, _message_of(error))]
@@ -7298,18 +7310,18 @@ class _Encoder:
 def _iter_encoded_blocks(encoder, blocks, workers):
     """Yield each block, in order, with the result of encoder.encode_block() for its lines.
 
-    Raises ChildProcessError if a worker ends, or if an error other than a bad line is raised in it.
+    Raises ChildProcessError if a worker ends, or raises an error that is not caused by a line.
     """
     if workers == 1:
         for source, lines in blocks:
             yield (source, lines), encoder.encode_block(lines)
         return
-    # A forked process is ready at once; any other process imports torch again.  But outside Linux,
-    # a library may crash in a forked process, or the system cannot fork.
+    # A forked process is ready at once; any other process imports torch again.  Outside Linux,
+    # however, a library may crash in a forked process, or the system cannot fork.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     if sys.platform != "linux":
         encoder = pickle.dumps(encoder)  # _run_worker() knows where its modules may be
-    slots = []  # for each worker (process, pipe to it, the block that it has or None)
+    slots = []  # for each worker: (process, pipe to the worker, its current block or None)
     try:
         for _ in range(workers):
             # Without the lock, a worker that a different job forks now would inherit both ends of
@@ -7324,8 +7336,8 @@ def _iter_encoded_blocks(encoder, blocks, workers):
                     # In a thread: Python loses a signal that arrives while its main thread forks.
                     with concurrent.futures.ThreadPoolExecutor(1) as thread:
                         thread.submit(process.start).result()
-                far_end.close()  # the worker has it, so the pipe closes when the worker ends
-        blocks = itertools.chain(blocks, [None] * workers)  # a last round receives what is left
+                far_end.close()  # the worker holds it, so the pipe closes when the worker ends
+        blocks = itertools.chain(blocks, [None] * workers)  # a last round receives the last results
         for number, block in enumerate(blocks):
             process, pipe, previous_block = slots[number % workers]
             slots[number % workers] = (process, pipe, block)
@@ -7337,7 +7349,8 @@ def _iter_encoded_blocks(encoder, blocks, workers):
                 process.join()
                 code = process.exitcode  # if negative, the number of a signal
                 name = f", {signal.strsignal(-code)}" if code < 0 else ""
-                raise ChildProcessError(f"a worker ended (exit code {code}{name})") from None
+                end = f"a worker ended (exit code {code}{name})"
+                raise ChildProcessError(f"{end}; workers=1 may show an error message") from None
             if isinstance(result, Exception):
                 raise result
             if previous_block is not None:
@@ -7350,7 +7363,7 @@ def _iter_encoded_blocks(encoder, blocks, workers):
 
 
 def _run_worker(pipe, encoder):
-    """Encode the blocks that come through a pipe, until it closes.  A worker process runs this."""
+    """Encode the blocks that arrive through a pipe, until it closes.  A worker runs this."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # A terminal sends Ctrl-C to all processes.  The parent alone reacts, and ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -7366,12 +7379,12 @@ def _run_worker(pipe, encoder):
             pipe.send(result)
             lines = pipe.recv()
             result, error = _call_catching(encoder.encode_block, lines)
-            if error is not None:  # not a bad line.  Perhaps the error itself cannot be pickled
+            if error is not None:  # not a bad line.  The error itself may not be picklable
                 result = ChildProcessError(_message_of(error))
 
 
 def _end_with_parent():
-    """End this worker when its parent has ended, also in the middle of a block.
+    """End this worker when its parent has ended, even in the middle of a block.
 
     The pipe does not show this: workers that were forked later hold copies of the parent's end.
     """
@@ -7389,7 +7402,7 @@ def merge(
 ) -> None:
     """Join pairs of one dtype into a new pair, which has their documents in the given order.
 
-    prefixes        paths of the pairs.  A name may come several times
+    prefixes        paths of the pairs.  A path may be given several times
     output_prefix   path of the new pair, which must not be one of these pairs
     multimodal      True: the pairs have modes, which the new pair keeps
 
@@ -7442,7 +7455,7 @@ def _check_shards(prefixes, records):
             if os.path.basename(prefix) != name:  # folders may differ
                 raise ValueError(f"expected {name}, got {prefix}; merge all {n} shards in order")
             if records[prefix] == {}:  # only the record names the job
-                advice = "copy its .record.json, too; rename a pair that was not made with --shard"
+                advice = "copy its .record.json beside it or, if the pair is not a shard, rename it"
                 raise ValueError(f"{prefix}: this shard has no record; {advice}")
             if records[prefix].get("job") != job:
                 advice = "make all shards from the same files and with the same append_eod"
@@ -7477,8 +7490,8 @@ def _write_record(path_prefix, tokenizer, inputs, fields=()):
 def _record_of(pair):
     """Return the record of an IndexedDataset, or {} if it is missing, damaged or of other files.
 
-    It is read once.  The key "begins" is added: the number of each input's first document, and at
-    the end the number of all documents.
+    The record is read once.  The key "begins" is added: a list with the index of each input's first
+    document and, at the end, the number of all documents.
     """
     if "record" not in pair._memo:
         pair._memo["record"] = {}
@@ -7493,7 +7506,7 @@ def _record_of(pair):
 
 
 def _identifiers_of(tokenizer):
-    """Return a tokenizer's unique_identifiers, as JSON reads them back, or None if it has none."""
+    """Return a tokenizer's unique_identifiers, as read back from JSON, or None if it has none."""
     identifiers = _attribute_of(tokenizer, "unique_identifiers")
     identifiers = json.loads(json.dumps(identifiers, default=str))
     return identifiers if isinstance(identifiers, dict) else None
@@ -7528,7 +7541,7 @@ def _common_eod(records):
     examples = {each["append_eod"]: name for name, each in records.items() if "append_eod" in each}
     if len(examples) > 1:
         made = (f"{name} {_LABELS_OF_EOD[value]}" for value, name in examples.items())
-        _warn(f"append_eod differs ({', '.join(made)}); unless this is meant, preprocess one again")
+        _warn(f"append_eod differs ({', '.join(made)}); unless intended, preprocess one again")
         return {"append_eod": None}
     return {"append_eod": next(iter(examples))} if len(examples) > 0 else {}
 
@@ -7536,14 +7549,14 @@ def _common_eod(records):
 def _check_tokenizers(opened, tokenizer):
     """Raise ValueError if the records of {prefix: corpus} name different tokenizers.
 
-    Warns if a record and the config do, and if only some corpora were made with append_eod.
+    Warns if the record of a corpus and the config name different tokenizers, and if only some
+    corpora were made with append_eod.
     """
-    of_config = {"the config": {"tokenizer": _identifiers_of(tokenizer)}}
+    config_record = {"the config": {"tokenizer": _identifiers_of(tokenizer)}}
     advice = "give the config the tokenizer of this corpus, or preprocess the corpus again"
-    pairs = {prefix: pair for prefix, pair in opened.items() if isinstance(pair, IndexedDataset)}
-    records = {prefix: _record_of(pair) for prefix, pair in pairs.items()}
+    records = {name: _record_of(c) for name, c in opened.items() if isinstance(c, IndexedDataset)}
     for prefix, record in records.items():
-        _, difference = _call_catching(_common_tokenizer, of_config | {prefix: record}, advice)
+        _, difference = _call_catching(_common_tokenizer, config_record | {prefix: record}, advice)
         if difference is not None:
             _warn(str(difference))
     _common_tokenizer(records)
@@ -7574,9 +7587,9 @@ def _check_tokenizers(opened, tokenizer):
 # A row may hold several conversations: each message with the role "system" begins a new one.  The
 # attention kernel of the model uses cu_seqlens to keep the conversations of a sample apart.
 #
-# Sample k is made from row k of the split, modulo the number of rows.  It is tokenized when it is
-# read, so there is no file pair, no index array and no cache.  SFTDataset does not shuffle: use the
-# sampler "cyclic" (section 8).
+# Sample k is made from row k of the split, modulo the number of rows.  The row is tokenized when
+# the sample is read, so there is no file pair, no index array and no cache.  SFTDataset does not
+# shuffle: use the sampler "cyclic" (section 8).
 
 
 class MockGPTLowLevelDataset:
@@ -7645,7 +7658,7 @@ class SFTDataset(MegatronDataset):
 
     dataset        the rows: any object with len(dataset) and dataset[i]["messages"]
     dataset_path   path of the file, or None
-    indices        numbers of the rows in this split: ints (D,) or a range
+    indices        indices of the rows in this split: ints (D,) or a range
     num_samples    number of samples.  None: as many as the split has rows
     index_split    Split
     config         GPTDatasetConfig.  create_attention_mask must be False, and neither
@@ -7654,7 +7667,7 @@ class SFTDataset(MegatronDataset):
     ds[k] is a dict of new tensors:
 
       tokens         int64 (S,)
-      labels         int64 (S,): the next token; -100 if it is not learned; the pad in padding
+      labels         int64 (S,): the next token, or -100 if it is not learned; the pad in padding
       loss_mask      float32 (S,), 0: the label is -100 or padding
       position_ids   int64 (S,), counted from 0 in each conversation
       cu_seqlens     int32 (S+1,): the positions at which conversations start, then S in all other
@@ -7663,7 +7676,7 @@ class SFTDataset(MegatronDataset):
 
     A tokenizer may have a template of its own, as upstream's tokenizers for fine-tuning do.  This
     is a method tokenize_conversation(conversation, return_target=True, add_generation_prompt=False)
-    that returns tokens and targets.  Without it, the template is the one in the drawing above.
+    that returns tokens and targets.  Without it, the template of the drawing above is used.
 
     A sample with too many tokens is cut.  A sample with too few is padded:
 
@@ -7672,7 +7685,7 @@ class SFTDataset(MegatronDataset):
       no pad              the eod      only the padding; so the model learns to write eod
 
     If context_parallel_size is cp > 1, each conversation is padded to a multiple of 2 * cp tokens,
-    so that section 9 can cut it.  S must be such a multiple, too.
+    so that section 9 can cut it.  S must also be a multiple of 2 * cp.
 
     Raises ValueError for a config or a tokenizer that does not fit, and for a row that cannot be
     used.  A warning reports the first sample without any loss.
@@ -7683,7 +7696,7 @@ class SFTDataset(MegatronDataset):
     >>> ds = SFTDataset(rows, None, np.arange(1, dtype=np.int32), None, Split.train, config)
     >>> ByteTokenizer().detokenize(ds[0]["tokens"])
     'user: 2+2\\nassistant: 4'
-    >>> ds[0]["labels"][ds[0]["loss_mask"] == 1].tolist()         # what is learned: 4 and eod
+    >>> ds[0]["labels"][ds[0]["loss_mask"] == 1].tolist()         # the learned tokens: 4 and eod
     [52, 256]
     """
 
@@ -7735,7 +7748,7 @@ class SFTDataset(MegatronDataset):
             sample = self[0]
             sample["loss_mask"].zero_()
             return sample
-        k = _as_index(idx, len(self), f"the samples of {_label_of_dataset(self)}")
+        k = _as_index(idx, len(self), f"samples of {_label_of_dataset(self)}")
         row = int(self.indices[k % len(self.indices)])
         S = self.config.sequence_length
         tokens, targets, is_padding, ends = _pack_conversations(
@@ -7749,7 +7762,7 @@ class SFTDataset(MegatronDataset):
             name = _label_of_row(_label_of_dataset(self), self.dataset, row)
             _warn(
                 f"{name}: this sample has no loss, because none of its {S} labels is learned; "
-                "check its text of the role assistant, or increase sequence_length (reported once)"
+                "check its assistant messages, or increase sequence_length (reported only once)"
             )
         starts = ends[:-1]
         if len(starts) > S:  # some conversations have no tokens
@@ -7774,7 +7787,7 @@ class SFTDataset(MegatronDataset):
         encode = _attribute_of(tokenizer, "tokenize_conversation")
         name = _label_of_dataset(self)
         conversations = _conversations_of_row(name, self.dataset, row)
-        with _naming_action(_label_of_row(name, self.dataset, row), "cannot be tokenized"):
+        with _naming_failure(_label_of_row(name, self.dataset, row), "cannot be tokenized"):
             for conversation in conversations:
                 if encode is None:
                     tokens, targets = _encode_conversation(conversation, tokenizer)
@@ -7810,9 +7823,9 @@ def _label_of_row(name, rows, row):
 
 
 def _conversations_of_row(name, rows, row):
-    """Read a row of the file name, and return its conversations, each a list of messages."""
+    """Read a row of the file called name.  Return its conversations, each a list of messages."""
     place = _label_of_row(name, rows, row)
-    with _naming_action(place, "cannot be read"):
+    with _naming_failure(place, "cannot be read"):
         content = rows[row]
     conversations = []
     try:
@@ -7888,10 +7901,10 @@ def _pack_conversations(encoded, sequence_length, pad_id, granularity):
 
 
 class _Rows:
-    """Base class for the rows of a file, read by their numbers.
+    """Base class for the rows of a file, read by their indices.
 
-    The file stays open, so it can be read to the end even if a different file takes its name.
-    Unpickling opens the file that has the name now, and raises DatasetFormatError if its
+    The file stays open, so it can be read to the end even if a different file is renamed to its
+    path.  Unpickling opens the file that is at this path now, and raises DatasetFormatError if its
     fingerprint is different.
     """
 
@@ -7918,7 +7931,7 @@ class _Rows:
         vars(self).update(state)
         was = self._fingerprint
         self._open()
-        _check_equal(was, self._fingerprint, f"{self.path} {_REPLACED}")  # section 15
+        _check_equal(was, self._fingerprint, f"{self.path} {_REPLACED_AFTER_PICKLE}")  # section 15
 
     def fingerprint(self):
         """Return the size of the file and a CRC-32 of its first and last 4,096 bytes."""
@@ -7930,8 +7943,8 @@ class _JsonlRows(_Rows):
 
     def __init__(self, path):
         super().__init__(path)
-        self.row_offsets = array.array("q")  # where each row begins, in bytes; then the file's size
-        self.line_numbers = array.array("q")  # of each row, counted from 1
+        self.row_offsets = array.array("q")  # byte offset of each row; last, the file's size
+        self.line_numbers = array.array("q")  # the line of each row, counted from 1
         offset = 0
         for number, line in enumerate(self._file, 1):
             if not line.isspace():
@@ -7959,7 +7972,7 @@ class _ParquetRows(_Rows):
     def _open(self):
         super()._open()
         parquet = _import_extra("pyarrow.parquet", self.path)
-        with _naming_action(self.path, 'cannot be read as Parquet with a column "messages"'):
+        with _naming_failure(self.path, 'cannot be read as Parquet with a column "messages"'):
             options = {"columns": ["messages"], "page_checksum_verification": True}
             self._messages = parquet.read_table(self._file, **options)["messages"]
 
@@ -7979,7 +7992,7 @@ class _ParquetRows(_Rows):
 # Question: which documents are in a sample, and which samples read a document?
 #
 #   trace(dataset, k)         sample k      ->  its spans: which tokens of which documents it holds
-#   find(dataset, pair, i)    sequence i    ->  the samples that hold tokens of it
+#   find(dataset, pair, i)    sequence i    ->  the samples that hold its tokens
 #
 # Both functions use only the index arrays of section 4, and read no token.  trace() goes down this
 # table, as GPTDataset.pieces() does.  find() goes up.
@@ -7989,29 +8002,29 @@ class _ParquetRows(_Rows):
 #   sample_index     sample j of the stream   positions d .. d'         binary search
 #   document_index   positions d .. d'        sequences                 one pass over the array
 #
-# In a BlendedDataset, two more arrays come first: they give the dataset of sample i of the blend,
-# and the number that this sample has there.
+# In a BlendedDataset, two more arrays come first.  Sample i of the blend is sample
+# dataset_sample_index[i] of the dataset dataset_index[i].
 
 
 class Span(typing.NamedTuple):
     """Consecutive tokens of one sequence in one sample.  Offsets and lengths are in tokens."""
 
     path_prefix: str | None  # the pair.  None: mock data
-    sequence: int  # number of the sequence in the pair
-    document: int  # number of the document in the pair that the sequence belongs to
+    sequence: int  # index of the sequence in the pair
+    document: int  # index, in the pair, of the document that the sequence belongs to
     offset: int  # where the span begins in the sequence
     length: int  # number of tokens in the span
     byte_offset: int | None  # where the span begins in the .bin file, in bytes.  None: no file
     sample_offset: int  # where the span begins in the sample
     input: str | None  # input file that the document comes from.  None: the pair has no record
-    input_document: int | None  # number of the document in this file, counted from 0
+    input_document: int | None  # index of the document in this file
 
 
 def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
     """Return the spans of sample k, in order.
 
-    Together they hold the S + x tokens of the sample, or fewer if it is padded.  If a subclass
-    changes tokens when it reads them, the spans describe the tokens before the change.
+    Together, the spans hold the S + x tokens of the sample, or fewer if it is padded.  If a
+    subclass changes tokens when it reads them, the spans describe the tokens before the change.
 
     Raises IndexError if k is out of range, and ValueError for a dataset of a different class.
 
@@ -8028,7 +8041,7 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
     [0, 1]
     """
     if isinstance(dataset, BlendedDataset):
-        i = _as_index(k, len(dataset), "the samples of a blend")
+        i = _as_index(k, len(dataset), "samples of the blend")
         part = dataset.datasets[dataset.dataset_index[i]]
         return trace(part, int(dataset.dataset_sample_index[i]))
     _check_is_gpt_dataset(dataset)
@@ -8037,9 +8050,8 @@ def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:
     start = 0
     for sequence, offset, length in dataset.pieces(k):
         if length > 0:
-            document, at, name, number = _locate_in_files(dataset.dataset, sequence, offset)
-            span = Span(prefix, sequence, document, offset, length, at, start, name, number)
-            spans.append(span)
+            document, byte, *origin = _locate_in_files(dataset.dataset, sequence, offset)
+            spans.append(Span(prefix, sequence, document, offset, length, byte, start, *origin))
             start += length
     return spans
 
@@ -8064,11 +8076,11 @@ def _locate_in_files(pair, sequence, offset):
 def find(
     dataset: GPTDataset | BlendedDataset, path_prefix: str | os.PathLike | None, sequence: int
 ) -> list[int]:
-    """Return the sorted numbers of the samples that hold at least one token of a sequence.
+    """Return the sorted indices of the samples that hold at least one token of a sequence.
 
     path_prefix   path of the pair: the path that the dataset was made with, or any path that leads
                   to the same files.  None: mock data
-    sequence      number of the sequence in the pair
+    sequence      index of the sequence in the pair
     Cost          O(samples + entries of document_index), with 4 or 8 bytes of memory for each
                   sample; then O(log(samples)) for each epoch, and O(pieces) for each sample found
 
@@ -8086,7 +8098,7 @@ def find(
     for d in of_pair:
         samples = _samples_of_sequence(parts[d], sequence)
         if isinstance(dataset, BlendedDataset):
-            # A blend takes samples 0, 1, 2, ... of a part in this order, but maybe not all of them.
+            # A blend takes samples 0, 1, 2, ... of a part in this order, maybe not up to the last.
             i_of_k = np.flatnonzero(dataset.dataset_index == d)
             samples = [int(i_of_k[k]) for k in samples if k < len(i_of_k)]
         all_samples += samples
@@ -8094,7 +8106,7 @@ def find(
 
 
 def _check_is_gpt_dataset(dataset):
-    """Check that a dataset has the index arrays of section 4.  Raises ValueError if not."""
+    """Raise ValueError unless a dataset has the index arrays of section 4."""
     if not isinstance(dataset, GPTDataset):
         name = type(dataset).__name__
         raise ValueError(f"expected a GPTDataset, or a BlendedDataset of GPTDatasets, got {name}")
@@ -8121,14 +8133,14 @@ def _files_of_pair(path_prefix):
 
 def _samples_of_sequence(dataset, sequence):
     """Return the samples of a GPTDataset that hold a token of a sequence, in any order."""
-    i = _as_index(sequence, len(dataset.dataset), f"{_label_of_dataset(dataset)}, its pair")
+    i = _as_index(sequence, len(dataset.dataset), f"sequences of {_label_of_dataset(dataset)}")
     shuffle_index = dataset.shuffle_index
     k_of_j = np.empty_like(shuffle_index)  # the inverse of shuffle_index
     k_of_j[shuffle_index] = np.arange(len(shuffle_index), dtype=shuffle_index.dtype)
     starts = dataset.sample_index[:, 0]  # the position at which each sample starts
     positions = np.flatnonzero(dataset.document_index == i)
-    # The tokens at a position are in the samples that start at it, and in the last that starts
-    # before it.
+    # The tokens at a position may be in the samples that start at this position, and in the last
+    # sample that starts before it.
     firsts = np.searchsorted(starts, positions) - 1
     ends = np.searchsorted(starts, positions, "right")
     samples = set()
@@ -8157,8 +8169,8 @@ def _samples_of_sequence(dataset, sequence):
 #   SIGHUP, which a terminal sends when it closes   129
 #
 # In all these cases the command removes its temporary files and ends its workers.  If a signal
-# arrives where Python ignores exceptions, as in __del__, the command runs to its end and then exits
-# with the signal's code.
+# arrives while Python ignores exceptions, as in __del__, the command runs to its end and then exits
+# with the code of the signal.
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -8266,14 +8278,14 @@ def _make_parser(program):
         ("merge", _run_merge, "join pairs of the same dtype into one pair"),
         ("inspect", _run_inspect, "show the size and the first tokens of a pair"),
         ("verify", _run_verify, "check every entry of the .idx of one or more pairs"),
-        ("demo", _run_demo, "go from text to resumed batches, in a few seconds"),
+        ("demo", _run_demo, "run a short end-to-end example, from text to resumed batches"),
     ):
         commands[name] = subparsers.add_parser(name, help=text, description=text)
         commands[name].set_defaults(run=run, program=program)
 
     several = {"nargs": "+", "action": "extend"}  # a flag that is repeated adds values
     switch = {"action": "store_true"}
-    pair = {"type": _without_ending, "metavar": "PREFIX"}  # also with .idx, as a shell completes it
+    pair = {"type": _without_ending, "metavar": "PREFIX"}  # accepts .idx, which a shell completes
     output = {"required": True, "metavar": "PREFIX"}
     add = commands["preprocess"].add_argument
     text = 'files, glob patterns or URLs; .gz and .zst are decompressed; "-" is standard input'
@@ -8282,24 +8294,24 @@ def _make_parser(program):
     add("--append-eod", help="end each document with the end-of-document token", **switch)
     add("--json-keys", metavar="KEY", help="keys to tokenize (default: text)", **several)
     add("--split-sentences", help="store each sentence as a sequence (needs nltk)", **switch)
-    add("--workers", type=_parse_workers, default=1, metavar="N", help="processes (default: 1)")
+    add("--workers", type=_parse_workers, default=1, help="number of processes (default: 1)")
     text = "process only shard i of n (from 0); merge joins the shards"
     add("--shard", type=_parse_shard, default=(0, 1), metavar="i/n", help=text)
     text = "stop at a bad line (the default), or skip it with a warning"
     add("--on-error", choices=("stop", "skip"), default="stop", help=text)
-    add("--no-verbose", dest="verbose", action="store_false", help="show no progress, no summary")
+    add("--no-verbose", dest="verbose", action="store_false", help="hide progress and summary")
 
     add = commands["merge"].add_argument
-    add("--input", required=True, help="pairs in order, with or without .idx", **several, **pair)
+    add("--input", required=True, help="pairs to join, in this order", **several, **pair)
     add("--output-prefix", help="prefix of the new pair", **output)
     add("--multimodal", help="keep the modes of multimodal pairs", **switch)
 
-    text = "path or URL of a pair, with or without .bin or .idx"
+    text = "path or URL of a pair, with or without .bin or .idx at its end"
     commands["inspect"].add_argument("prefix", help=text, **pair)
     commands["verify"].add_argument("prefix", nargs="+", help=text, **pair)
     for name in ("preprocess", "inspect"):
         add = commands[name].add_argument
-        add("--tokenizer", default="bytes", help=f"{_TOKENIZER_NAMES} (default: bytes)")
+        add("--tokenizer", default="bytes", help=f"one of {_TOKENIZER_NAMES} (default: bytes)")
         add("--eod-token", metavar="TOKEN", help="end-of-document token of a tokenizer.json")
         text = "add the special tokens of a tokenizer.json, such as BOS, to each text"
         add("--add-special-tokens", help=text, **switch)
@@ -8317,7 +8329,7 @@ def _parse_shard(text):
 def _parse_workers(text):
     """Parse the value of --workers: "8" -> 8."""
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a number from 1 on, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
     return int(text)
 
 
@@ -8354,8 +8366,8 @@ def _run_inspect(args):
     _print_line(f"sequences: {lengths.min():,} to {lengths.max():,} tokens, {mean:,.1f} on average")
     tokens = dataset.get(0, 0, min(16, int(lengths[0]))).tolist()
     _print_line(f"first tokens: {tokens}")
-    of_command = {"this command": {"tokenizer": _identifiers_of(tokenizer)}}
-    records = of_command | {args.prefix: _record_of(dataset)}
+    records = {"this command": {"tokenizer": _identifiers_of(tokenizer)}}
+    records[args.prefix] = _record_of(dataset)
     advice = "name the tokenizer of the pair with --tokenizer"
     _, difference = _call_catching(_common_tokenizer, records, advice)
     are_ids = all(isinstance(token, int) and 0 <= token < tokenizer.vocab_size for token in tokens)
@@ -8399,9 +8411,9 @@ def _run_demo(args):
 
         resumed = build_pretraining_data_loader(train, 0, micro_batch_size=8)
         resumed.load_state_dict(loader.state_dict())
-        both = zip(batches, resumed, strict=True)
-        equal = [torch.equal(batch["tokens"], again["tokens"]) for batch, again in both]
-        _print_line(f"4. Resumed: {len(equal)} batches, same as without the stop: {all(equal)}")
+        pairs = zip(batches, resumed, strict=True)
+        equal = [torch.equal(batch["tokens"], again["tokens"]) for batch, again in pairs]
+        _print_line(f"4. Resumed: {len(equal)} batches, as in an uninterrupted run: {all(equal)}")
     _print_line('Next, your own text: in corpus.jsonl, a line {"text": "..."} for each document')
     _print_line(
         f"{args.program} preprocess --input corpus.jsonl --output-prefix corpus --append-eod"
