@@ -9,11 +9,12 @@ them.  The reference is the package megatron-core 0.16.1, called "upstream" here
 works as intended, the files, index arrays, caches, samples and batches of both are the same bytes.
 
 Part I is the textbook.  Each section asks one question, answers it with a drawing or a table, and
-then in code.  The code defines what happens to good input.  One-line calls of _check_...() reject
-bad input, and some of them warn, too.  Calls of _warn_...() only warn.  Section 13 defines most of
-these functions, and small helpers such as _as_index().  If code uses something else that a later
-section defines, a comment often names that section.  The module needs only numpy and torch.  The
-optional accelerator, _helpers.c, gives identical results.
+then in code.  The code defines what happens to good input.  Mostly, bad input is rejected by
+one-line calls: _check_...() rejects and sometimes warns, and _as_...() and _parse_...() reject what
+they cannot convert.  Calls of _warn_...() only warn.  A block "with _naming_place(place)" puts the
+place in front of the messages of its errors.  Section 13 defines most of these functions.  If code
+uses something else that a later section defines, a comment often names that section.  The module
+needs only numpy and torch.  The optional accelerator, _helpers.c, gives identical results.
 
 Words       token           an integer that stands for a piece of text
             document        one text; see the box below for its second meaning
@@ -26,6 +27,8 @@ Words       token           an integer that stands for a piece of text
             epoch           once through all sequences of a split
             stream          the sequences of all epochs, concatenated; samples are cut from it
             sample          one training example: its input tokens, labels and masks
+            dataset         an object whose items have numbers: the sequences of an opened pair
+                            (IndexedDataset), or else samples
             index arrays    the arrays that say where in the corpora each sample is
             blend           corpora combined by weights; a weight is a corpus's share of the samples
             pass            once through all samples of a dataset, which may cover many epochs
@@ -45,7 +48,8 @@ Words       token           an integer that stands for a piece of text
   |                                                                                              |
   | From section 3 on, a document is a sequence of the .idx file.  Upstream does the same,       |
   | because a text is nearly always one sequence.  document_index, an array of section 4, is     |
-  | the order in which sequences are read.  It has nothing to do with document_indices.          |
+  | the order in which sequences are read.  It has nothing to do with document_indices.  Only    |
+  | build_sample_idx() has it as an argument named document_indices: the name is upstream's.     |
   +----------------------------------------------------------------------------------------------+
 
 Notation    S  input tokens of a sample (sequence_length)    D  sequences in a split
@@ -333,7 +337,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.mmap = mmap
         self.object_storage_config = object_storage_config or ObjectStorageConfig()
         self.check = check
-        self.absolute_prefix = _absolute_path(self.path_prefix)
+        self.absolute_prefix = _absolute_path(self.path_prefix)  # right even after os.chdir()
         self._idx_path = get_idx_path(self.absolute_prefix)
         self._bin_path = get_bin_path(self.absolute_prefix)
         self._open()
@@ -347,6 +351,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.num_tokens = self._stamps["bin"]["size"] // self._token_bytes
         _check_ends_of_pair(self)
         self._tokens = _open_tokens(self)  # a _MappedTokens, unless mmap is False
+        # what a pickle leaves out, because _open() sets it again: section 15
         self._arrays_in_files = {name: getattr(self, name) for name in _REOPENED_ATTRIBUTES}
         if self.check:
             self.verify()
@@ -424,7 +429,7 @@ class IndexedDataset(torch.utils.data.Dataset):
     @staticmethod
     def exists(path_prefix: str | os.PathLike) -> bool:
         """Return whether both files of the pair exist."""
-        return _has_stamp(get_idx_path(path_prefix)) and _has_stamp(get_bin_path(path_prefix))
+        return _file_exists(get_idx_path(path_prefix)) and _file_exists(get_bin_path(path_prefix))
 
     @property
     def index(self) -> "IndexedDataset":
@@ -453,7 +458,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         return _fingerprint_of_pair(self)
 
     def __getstate__(self):
-        """Return the attributes, but not the contents of the files, and the pair's identity."""
+        """Return what a pickle holds: attributes that are not in the files, and an identity."""
         return _picklable_state(self) | {"_identity": _identity_of_pair(self)}
 
     def __setstate__(self, state):
@@ -599,9 +604,9 @@ def _encode_tokens(values, dtype):
     ids = np.asarray(values).ravel()
     if dtype.kind == "f":
         return ids.astype(dtype).tobytes()
-    if ids.dtype.kind == "U":  # decimal strings
+    if ids.dtype.kind == "U":  # decimal strings, which upstream's tests pass
         ids = np.array([int(text) for text in ids])
-    return _as_tokens(ids, dtype, values).tobytes()
+    return _as_tokens(ids, dtype, values).tobytes()  # values: for the message of an error
 
 
 def toy_corpus(folder: str | os.PathLike | None = None) -> str:
@@ -615,6 +620,7 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
     """
     if folder is None:
         folder = tempfile.mkdtemp()
+        # with the pid, because a forked process must not remove the folder when it ends
         atexit.register(_remove_path, folder, os.getpid())  # section 14
     prefix = os.path.join(os.fsdecode(folder), "toy")
     with IndexedDatasetBuilder(get_bin_path(prefix), np.uint8) as builder:
@@ -727,7 +733,8 @@ def encode_jsonl(
 
     input_path     a file in UTF-8 with one JSON object on each line; blank lines are skipped
     output_prefix  path of the pair without .bin or .idx
-    tokenizer      an object as described above; None: ByteTokenizer()
+    tokenizer      an object with vocab_size, tokenize() and, for append_eod, eod (the opening of
+                   section 2 lists all attributes).  None: ByteTokenizer()
     json_key       the key of the text in each JSON object
     append_eod     True: append tokenizer.eod to each document that has tokens
 
@@ -764,8 +771,8 @@ def encode_jsonl(
 # ==============================================================================
 # Question: how is each corpus split, and in which shares are corpora blended?
 #
-# A split cuts every corpus into parts that have no sequence in common.  A blend combines corpora,
-# each with a weight:
+# The setting split cuts every corpus into parts that have no sequence in common.  These parts are
+# called splits, too.  A blend combines corpora, each with a weight:
 #
 #   split "98,1,1"    wiki, 100 documents    code, 1000 documents
 #   train             0 .. 97                0 .. 979
@@ -822,9 +829,7 @@ def convert_split_vector_to_split_matrix(
     """Return (begin, end) of each split, as fractions of a corpus, or None if the split is empty.
 
     vector_a   the shares of train, valid and test; their sum is 1
-    vector_b   must be None
-
-    Upstream differs: it accepts vector_b, the shares of a second split of the same corpus.
+    vector_b   must be None.  (Upstream accepts the shares of a second split.)
 
     >>> convert_split_vector_to_split_matrix([0.75, 0.25, 0.0])
     [(0, 0.75), (0.75, 1.0), None]
@@ -843,7 +848,8 @@ def convert_split_vector_to_split_matrix(
 def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, int]:
     """Turn fractions of a corpus into (first, end), a half-open range of its sequences.
 
-    Both are rounded as round() does: halves go to the even number.
+    Both are rounded as round() does: halves go to the even number.  Bounds are sums in float64, so
+    a half on paper may not be one: 0.7 + 0.2 is 0.8999999999999999.
 
     >>> split_range((0.98, 0.99), 100), split_range((0.98, 0.99), 1000)
     ((98, 99), (980, 990))
@@ -894,6 +900,8 @@ class BlendedMegatronDatasetConfig:
       blend_per_split   a separate list of whole corpora for each of train, valid and test
       neither           mock data (see MockGPTDataset in section 21)
 
+    The fields under Data answer the question of section 3.  The others are for later sections.
+
     Data
       blend             (prefixes, weights).  weights is a list of numbers, or None: then the weight
                         of each corpus is its number of samples
@@ -918,7 +926,8 @@ class BlendedMegatronDatasetConfig:
                         corpus, not a blend, so that each has its own loss (section 7).  Needs
                         blend_per_split
       full_validation   True: each of these datasets is one epoch of its corpus, and the size of
-                        valid must be None.  Has no effect unless valid becomes such a list
+                        valid, an argument of the builder (section 7), must be None.  Has no effect
+                        unless valid becomes such a list
 
     Building and reading
       mid_level_dataset_surplus
@@ -999,8 +1008,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
       inter_document_masking
                              True: return document boundaries instead of a mask, and restart
                              positions at each boundary.  Documents that start at 0 and 3, with
-                             S = 4, give max_seqlen 3 and cu_seqlens 0 3 4 4 4: the starts, then S
-                             up to S + 1 entries.  Keyword only.  Not in upstream 0.16.1
+                             S = 4, give max_seqlen 3 and cu_seqlens 0 3 4 4 4: the starts, then S,
+                             repeated up to S + 1 entries.  Keyword only.  Not in upstream 0.16.1
 
     Samples
       drop_last_partial_validation_sequence
@@ -1080,11 +1089,10 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 #
 # The shuffles (1) and (3) can be done in two ways.
 #
-# Upstream shuffles all epochs together.  But a run that needs only few samples of the last epoch
-# could then read too many of them, and miss as many of the earlier epochs.  So the last epoch of
-# this run is shuffled separately, and its samples come last; plan_epochs() has the rule.  If a
-# longer run has more epochs, or its last one is no longer separate, all samples may change, from
-# the first one on.
+# Upstream shuffles all epochs together, except that the last one is shuffled separately, and comes
+# last, if few of its samples are needed: plan_epochs() has the rule.  (Otherwise the run would read
+# too many samples of the last epoch, and miss as many of the earlier ones.)  If a longer run has
+# more epochs, or its last one is no longer separate, all samples may change, from the first one on.
 #
 # With stable_order, each epoch is shuffled separately and has its own seed.  So additional epochs
 # leave the order of the earlier ones unchanged:
@@ -1151,7 +1159,7 @@ def plan_epochs(
     The number of epochs E is the smallest integer >= 1 with E*T >= num_samples*S + x.
 
     If the run needs fewer than int(0.80 * n) samples of the last epoch, this epoch is shuffled
-    separately.  Here n is the number of full samples in one epoch.
+    separately.  Here n is the number of full samples in one epoch; the factor is upstream's.
 
     Raises ValueError if samples are requested and T is 0.
 
@@ -1254,7 +1262,7 @@ def build_sample_idx(
     Raises ValueError if an array is not 1-D, if S < 1, if a length is negative, or if the documents
     have fewer tokens than the samples need.
 
-    Cost: O(N log(E*D) + E*D) time; in C, O(N + E*D) time and 8 bytes per row.
+    Cost: O(N log(E*D) + E*D) time; in C, O(N + E*D) time.  A row needs 8 bytes, or 16 as int64.
 
     >>> sizes = np.array([4, 3, 6], np.int32)               # aaaa bbb cccccc
     >>> documents = np.arange(3, dtype=np.int32)
@@ -1274,8 +1282,9 @@ def build_sample_idx(
     rows = np.empty((N + 1, 2), _sample_index_dtype(len(document_index)))
     end_of_last = min(N * S + x, tokens) if N else 0
     _fill_rows(rows, sizes, document_index, S, x, end_of_last)
-    # A short last sample without the extra token ends where the stream ends.  _fill_rows() took the
-    # first document that ends there.  If empty documents follow, upstream takes the last of them.
+    # Without the extra token, a short last sample ends where the stream ends.  If empty documents
+    # end the stream, _fill_rows() lets the last row point to the document before them, and upstream
+    # to the last of them.
     if x == 0 and N * S > tokens:
         rows[-1] = len(document_index) - 1, sizes[document_index[-1]]
     return rows
@@ -1452,7 +1461,8 @@ class MegatronDataset(abc.ABC, _Identified):
     ) -> None:
         self.dataset = dataset
         self.dataset_path = None if dataset_path is None else os.fsdecode(dataset_path)
-        self._documents = _as_range(indices)  # a range needs no memory and no time (section 15)
+        # what indices holds, but as a range if possible, which needs no memory (section 15)
+        self._documents = _as_range(indices)
         self.num_samples = _as_size(num_samples, "num_samples")
         self.index_split = index_split
         self.config = config
@@ -1580,7 +1590,7 @@ class GPTDataset(MegatronDataset):
         # The index arrays, and the files in which they are cached (section 15).
         self.unique_identifiers |= _identifiers_of_orders(self)
         self._cache_folder = _folder_of_cache(self)
-        self._arrays_in_files = {}
+        self._arrays_in_files = {}  # {name: array}, what a pickle leaves out: section 15
         self.epoch_plan = None
         arrays = self._build_document_sample_shuffle_indices()
         self.document_index, self.sample_index, self.shuffle_index = arrays
@@ -1593,8 +1603,8 @@ class GPTDataset(MegatronDataset):
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         k = 0 if idx is None else idx
         # A subclass may return a third value, the lengths of the documents.
-        row, _, *lengths = self._query_document_sample_shuffle_indices(k)
-        return self._make_sample(idx, row, *lengths)
+        ids, _, *lengths = self._query_document_sample_shuffle_indices(k)
+        return self._make_sample(idx, ids, *lengths)
 
     def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
         """Return the same samples as self[idx], read together.  torch's DataLoader calls this."""
@@ -1603,18 +1613,19 @@ class GPTDataset(MegatronDataset):
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of sample idx, int64 (S + x,), and the sequence of each of its pieces.
 
-        If a subclass returns fewer tokens, they are padded.  If it also returns the lengths of the
-        documents, inter_document_masking uses them.
+        (In spite of the name, which is upstream's, it returns no indices.)  If a subclass returns
+        fewer tokens, they are padded.  If it also returns the lengths of the documents,
+        inter_document_masking uses them.
         """
         pieces = self.pieces(idx)
-        row = np.concatenate(_read_pieces(self.dataset, pieces), dtype=np.int64)
-        return self._pad(row), np.array([i for i, _, _ in pieces], np.int64)
+        ids = np.concatenate(_read_pieces(self.dataset, pieces), dtype=np.int64)
+        return self._pad(ids), np.array([i for i, _, _ in pieces], np.int64)
 
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         """Return where the tokens of sample k are: [(sequence, offset, length), ...], in order.
 
-        The piece of an empty document has the length 0.  Without the extra token, the first piece
-        has it, too, if the sample's row of sample_index points to the end of a document.
+        The piece of an empty document has length 0.  Without the extra token, the first piece has
+        length 0, too, if the sample's row of sample_index points to the end of a document.
         """
         k = _as_index(k, len(self), f"samples of {_label_of_dataset(self)}")
         j = operator.index(self.shuffle_index[k])
@@ -1632,27 +1643,28 @@ class GPTDataset(MegatronDataset):
             pieces.append((i, begin, end - begin))
         return pieces
 
-    def _pad(self, row):
+    def _pad(self, ids):
         """Return the tokens of a sample, padded to S + x."""
-        missing = self.config.sequence_length + self._x - len(row)
+        missing = self.config.sequence_length + self._x - len(ids)
         if missing == 0:
-            return row
-        _check_row_fits(self, row)
-        return np.concatenate([row, np.full(missing, self._pad_token_id)], dtype=np.int64)
+            return ids
+        _check_row_fits(self, ids)
+        return np.concatenate([ids, np.full(missing, self._pad_token_id)], dtype=np.int64)
 
-    def _make_sample(self, idx, row, lengths=None):
-        """Make the dict of sample idx from its tokens, row.
+    def _make_sample(self, idx, ids, lengths=None):
+        """Make the dict of sample idx from the ids of its tokens.
 
-        If idx is None, make the padding sample, from the row of sample 0.  lengths are the lengths
+        If idx is None, make the padding sample, from the ids of sample 0.  lengths are the lengths
         of the documents in the sample.  None: the lengths of its pieces.
         """
         config = self.config
         S = config.sequence_length
         pad = self._pad_token_id
-        row = self._pad(row)  # section 10, or a subclass, may pass fewer tokens
-        row = np.asarray(row).astype(np.int64, casting="same_kind", copy=False)  # rejects floats
-        tokens = row[:S].copy()
-        labels = row[1:].copy()
+        # _query_...() has padded, as upstream's does.  Section 10 or a subclass may not have.
+        ids = self._pad(ids)
+        ids = np.asarray(ids).astype(np.int64, casting="same_kind", copy=False)  # rejects floats
+        tokens = ids[:S].copy()
+        labels = ids[1:].copy()
         if not self._x:  # the last input has no label
             labels = np.append(labels, pad)
         equals_pad = labels == pad
@@ -1735,11 +1747,13 @@ class GPTDataset(MegatronDataset):
         return plan, [document_index, sample_index, shuffle_index]
 
     def __getstate__(self):
+        """Return what a pickle holds: the attributes, without arrays that are in cache files."""
         state = _picklable_state(self)
         state.pop("indices", None)  # computed from _documents
         return state
 
     def __setstate__(self, state):
+        """Set the attributes, and load or build the arrays that the pickle left out."""
         # GPTDataset's method, not a subclass's: only arrays that this one cached can be missing.
         _restore_arrays(self, state, GPTDataset._build_document_sample_shuffle_indices)
 
@@ -1892,7 +1906,7 @@ def build_blending_indices(
     """Fill in, for each sample of a blend, its dataset and its number in that dataset.
 
     Sample i comes from the dataset with the largest lag, as defined above.  Lags are computed in
-    IEEE doubles.  Ties go to the lowest d.
+    IEEE doubles.  Ties go to the lowest d.  Rounding decides near-ties, so pass normalized weights.
 
     dataset_index         int16 (size,), filled in: the dataset of each sample
     dataset_sample_index  int64 (size,), filled in: the number of the sample in its dataset
@@ -1950,14 +1964,12 @@ def _fill_blend(dataset_index, dataset_sample_index, shares, limits, size):
 
     Section 18 replaces this function with a faster one.
     """
-    # How many samples each dataset has given.  Infinity: it may give no more, so it is not chosen.
-    taken = np.where(limits > 0, 0.0, np.inf)
+    taken = np.zeros(len(shares))  # how many samples each dataset has given, as floats
     for i in range(size):
-        d = np.argmax(shares * max(i, 1) - taken)
-        k = taken[d]  # a whole number, as a float
+        d = np.argmax(np.where(taken < limits, shares * max(i, 1) - taken, -np.inf))
         dataset_index[i] = d
-        dataset_sample_index[i] = k
-        taken[d] = k + 1 if k + 1 < limits[d] else np.inf
+        dataset_sample_index[i] = taken[d]
+        taken[d] += 1
 
 
 def build_phase_indices(
@@ -2002,7 +2014,8 @@ def build_phase_indices(
 def _as_phases(phases, names):
     """Return the phases of a blend as [(samples, normalized weights), ...].
 
-    Weights of 0 are left out of the sum, which is then exactly the sum of a plain blend.
+    Weights of 0 are left out of the sum, as in a plain blend, which drops their corpora.  numpy
+    might round a sum with zeros differently.
     """
     _check_phases(phases, names)
     normalized = []
@@ -2088,7 +2101,7 @@ class BlendedDataset(_Identified):
             self.unique_identifiers["phases"] = self.phases
 
         self._cache_folder = _folder_of_cache(self)
-        self._arrays_in_files = {}
+        self._arrays_in_files = {}  # {name: array}, what a pickle leaves out: section 15
         self._taken = None  # see samples_taken()
         self.dataset_index, self.dataset_sample_index = self._build_indices()
         # The builder (section 7) catches this error, and rebuilds the datasets that are too small.
@@ -2103,21 +2116,21 @@ class BlendedDataset(_Identified):
         _check_shares(self.datasets, weights, size, phases)
         self.phases = None
         self.size = None
-        if phases is not None:
+        if phases is None:
+            _check_weights(weights, names)
+            self.datasets, weights = _drop_zero_weights(self.datasets, weights, names)
+            if size is not None:
+                self.size = _as_size(size, "size")
+                self.weights = normalize(weights)
+            else:
+                self.weights = _as_counts(weights).tolist()
+        else:
             phases = _as_phases(phases, names)
             self.size = sum(samples for samples, _ in phases)
             _, self.weights = phases[0]
             if len(phases) > 1 or not all(self.weights):  # the last row of the table
                 self.phases = phases
                 self.weights = None
-            return
-        _check_weights(weights, names)
-        self.datasets, weights = _drop_zero_weights(self.datasets, weights, names)
-        if size is None:
-            self.weights = _as_counts(weights).tolist()
-        else:
-            self.size = _as_size(size, "size")
-            self.weights = normalize(weights)
 
     def __len__(self) -> int:
         return sum(self.weights) if self.size is None else self.size
@@ -2125,8 +2138,9 @@ class BlendedDataset(_Identified):
     def __repr__(self) -> str:
         """Describe the blend, and on a line each its first 20 datasets."""
         lines = [f"{type(self).__name__}({self.split.name}, samples={len(self)})"]
+        taken = self.samples_taken()
         for d, dataset in enumerate(self.datasets[:20]):
-            size = f"samples={self.samples_taken()[d]}{_label_of_epochs(dataset)}"
+            size = f"samples={taken[d]}{_label_of_epochs(dataset)}"
             lines.append(f"  {d}: {_label_of_dataset(dataset)}, {size}")
         if len(self.datasets) > 20:
             lines.append(f"  and {len(self.datasets) - 20} more")
@@ -2136,8 +2150,8 @@ class BlendedDataset(_Identified):
 
     def _build_indices(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the two index arrays, and set _taken.  A subclass may override this method."""
-        # Section 15 loads them from the cache, or calls _build_arrays() and saves them.  All that
-        # they are made from is in unique_description, so made_from is empty.
+        # Section 15 loads them from the cache, or calls _build_arrays() and saves them.  They are
+        # made from nothing but what is in unique_description: no other settings, and no pair.
         self._taken, arrays = _load_or_build(self, self.split, made_from={}, pair=None)
         return arrays
 
@@ -2159,9 +2173,11 @@ class BlendedDataset(_Identified):
         return np.array(self._taken, np.int64)
 
     def __getstate__(self):
-        return _picklable_state(self)  # without arrays that are in files (section 15)
+        """Return what a pickle holds: the attributes, without arrays that are in cache files."""
+        return _picklable_state(self)
 
     def __setstate__(self, state):
+        """Set the attributes, and load or build the arrays that the pickle left out."""
         _restore_arrays(self, state, BlendedDataset._build_indices)
 
     # ---- sample i
@@ -2185,7 +2201,7 @@ class BlendedDataset(_Identified):
 def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
     """Count how often each dataset occurs in dataset_index."""
     taken = np.zeros(num_datasets, np.int64)
-    # in parts, because bincount() copies its input to int64
+    # in parts: bincount() copies its input to int64, and a blend may have billions of entries
     for low in range(0, len(dataset_index), 1 << 14):
         taken += np.bincount(dataset_index[low : low + (1 << 14)], minlength=num_datasets)
     return taken.tolist()
@@ -2221,10 +2237,11 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 #   weights, but no size                   ValueError
 #   weights and a size                     a blend of sum(n) samples  n plus surplus
 #
-# Mock data (section 21) count as one corpus.  A size of None requests one epoch of each corpus.
-# All phases are built, and size may not exceed the sum of their samples.  Without weights, the
-# corpora are blended in proportion to their numbers of samples.  If samples of a split are
-# requested, but its corpora have none, the split is None, and a warning says so.
+# Mock data (section 21) count as one corpus.  In the rows without weights and phases, a size of
+# None requests one epoch of each corpus.  All phases are built, and size may not exceed the sum of
+# their samples.  Without weights, the corpora are blended in proportion to their numbers of
+# samples.  If samples of a split are requested, but its corpora have none, the split is None, and a
+# warning says so.
 #
 # In a job of several ranks, rank 0 builds first:
 #
@@ -2299,7 +2316,8 @@ class BlendedMegatronDatasetBuilder:
     """Builder of the datasets train, valid and test that a config describes.
 
     cls               a MegatronDataset class, such as GPTDataset
-    sizes             number of samples of train, valid and test; the table above explains None
+    sizes             number of samples of train, valid and test.  None: one epoch of each corpus
+                      or, with phases, all their samples.  With weights, None raises ValueError
     is_built_on_rank  function without arguments that returns whether this rank needs the datasets.
                       It is called only with torch.distributed.  If it returns False, build()
                       returns [None, None, None].  (Rank 0 builds in any case, to write the cache.)
@@ -2341,13 +2359,13 @@ class BlendedMegatronDatasetBuilder:
         if not _is_distributed():
             return self._build_splits()
         # _on_every_rank() calls a function and waits for the other ranks.  If the call fails on one
-        # rank, every rank raises an error (section 17).
+        # rank, every rank raises an error (section 17).  _wait_for_ranks() only waits.
         is_built_here = _on_every_rank(self.is_built_on_rank)
         if _rank() == 0:
             datasets = _on_every_rank(self._build_splits)
-            _on_every_rank(None)  # wait until the other ranks have built
+            _wait_for_ranks()  # until the other ranks have built
         else:
-            _on_every_rank(None)  # wait until rank 0 has built
+            _wait_for_ranks()  # until rank 0 has built
             datasets = _on_every_rank(self._build_splits if is_built_here else None)
         _check_same_builds(datasets)  # section 13
         return datasets if is_built_here else [None] * len(Split)
@@ -2399,7 +2417,7 @@ class BlendedMegatronDatasetBuilder:
         """Build the dataset of one corpus, from the documents that belong to the split."""
         first, end = split_range(entry.bounds, self.cls.numel_low_level_dataset(corpus))
         documents = range(first, end)
-        if self.cls is not GPTDataset:  # a different class gets an array, as from upstream
+        if self.cls is not GPTDataset:  # written for upstream, which passes an array
             documents = np.arange(first, end, dtype=np.int32)
         return self.cls(corpus, prefix, documents, size, entry.split, self.config)
 
@@ -2439,9 +2457,9 @@ class BlendedMegatronDatasetBuilder:
 # Each data-parallel rank, in this section called rank, has a sampler.  It yields one list of sample
 # numbers for each micro-batch of its rank; batches_of() reads these samples and stacks them.
 #
-#   round   one micro-batch on every rank: micro_batch_size * data_parallel_size samples
-#   step    one update of the model, which reads M rounds.  M is the global batch size divided by
-#           the samples in a round.  If M is constant, step t reads rounds t*M .. t*M + M - 1
+#   round   micro_batch_size * data_parallel_size samples
+#   step    M rounds; M is the global batch size divided by the samples in a round.  If M is
+#           constant, step t reads rounds t*M .. t*M + M - 1
 #
 # The sampler "single" keeps the samples in order and deals each rank a block of them.  The sampler
 # "cyclic", here without data_sharding, shuffles them anew in each pass and deals them one by one.
@@ -2456,7 +2474,8 @@ class BlendedMegatronDatasetBuilder:
 #
 # To resume, a sampler needs one number: consumed_samples, the samples that all ranks together have
 # used.  Padding (None) does not count.  "single" counts from the start of the pass, "cyclic" from
-# the start of the run.  A sampler created with it yields the rest of the pass; section 10 saves it.
+# the start of the run.  A sampler that is created with this number yields the rest of the pass.
+# The loader of section 10 saves the number.
 
 
 class _Sampler:
@@ -2510,8 +2529,10 @@ class MegatronPretrainingSampler(_Sampler):
 
     drop_last  True: drop samples that do not fill a round.  False: pad this round with None
 
-    >>> list(MegatronPretrainingSampler(6, 0, 1, data_parallel_rank=1, data_parallel_size=2))
-    [[1], [3], [5]]
+    >>> sampler = MegatronPretrainingSampler(total_samples=8, consumed_samples=0,
+    ...     micro_batch_size=2, data_parallel_rank=1, data_parallel_size=2)
+    >>> list(sampler)
+    [[2, 3], [6, 7]]
     """
 
     kind = "single"
@@ -2533,11 +2554,7 @@ class MegatronPretrainingSampler(_Sampler):
             yield [*range(own_first, own_end), *padding]
 
     def get_start_end_idx(self) -> tuple[int, int]:
-        """Return (first, end), this rank's block in a full round.  (Here nothing calls this.)
-
-        >>> MegatronPretrainingSampler(8, 0, 2, 1, 2).get_start_end_idx()
-        (2, 4)
-        """
+        """Return (first, end), this rank's block in a full round.  Upstream's; nothing calls it."""
         first = self.data_parallel_rank * self.micro_batch_size
         return first, first + self.micro_batch_size
 
@@ -2574,7 +2591,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
     dataset        ignored; upstream has this argument
     data_sharding  True (section 10's default): each rank owns a part of the samples and shuffles
                    only that part: of 8 samples on 2 ranks, rank 1 owns 4 .. 7.  False: the samples
-                   are shuffled together and dealt to the ranks one by one, as drawn above
+                   are shuffled together and dealt to the ranks one by one
     seed           0 to 2**63 - 1; pass p is shuffled with seed + p.  0 gives upstream's order
 
     All ranks yield the same number of lists.  An iteration ends with its pass; the next iteration
@@ -2583,8 +2600,13 @@ class MegatronPretrainingRandomSampler(_Sampler):
     Upstream differs: without data_sharding, ranks may yield different numbers of lists, and so
     drift into different passes.
 
-    >>> list(MegatronPretrainingRandomSampler(None, 8, 0, 1, 0, 1, data_sharding=True))
-    [[4], [0], [7], [3], [2], [5], [1], [6]]
+    >>> for rank in (0, 1):
+    ...     sampler = MegatronPretrainingRandomSampler(None, total_samples=8, consumed_samples=0,
+    ...         micro_batch_size=2, data_parallel_rank=rank, data_parallel_size=2,
+    ...         data_sharding=False)
+    ...     print(list(sampler))
+    [[4, 7], [2, 1]]
+    [[0, 3], [5, 6]]
     """
 
     kind = "cyclic"
@@ -2648,8 +2670,9 @@ class MegatronPretrainingRandomSampler(_Sampler):
 #   cyclic, unsharded         dropped after the shuffle, so different ones in each pass.  Samples
 #                             that do not fill a micro-batch are dropped before the shuffle
 #
-# For example, with 11 samples, rounds of 4 and micro-batches of 2, the first and the third kind
-# never read samples 8, 9 and 10.  The last kind shuffles samples 0 .. 9, and then drops two.
+# For example, with 11 samples, rounds of 4 and micro-batches of 2, "single" with drop_last and
+# "cyclic", sharded, never read samples 8, 9 and 10.  "cyclic", unsharded, shuffles samples 0 .. 9,
+# and then drops two.
 #
 # A job that resumes may change some settings, and still continues at the same sample:
 #
@@ -2792,8 +2815,7 @@ class ParallelGroups:
         if _is_distributed():
             for kind in self._KINDS:
                 self._groups[kind] = self._new_group(kind)
-            # Batches are sent with gloo.  With NCCL, the flag would arrive on the GPU, and a
-            # receiver that reads it would wait for all work that is queued there.
+            # for batches, always gloo: _share_batch() says why
             self.batch_group = self._new_group("tp", backend="gloo")
 
     def _new_group(self, kind, backend=None):
@@ -2806,7 +2828,7 @@ class ParallelGroups:
         """Return the ranks in this rank's group, for example along the axes "dp-cp"."""
         if kind not in self._ranks:
             lists = self.rank_lists(kind, **self.sizes)
-            [self._ranks[kind]] = [ranks for ranks in lists if _rank() in ranks]
+            self._ranks[kind] = next(ranks for ranks in lists if _rank() in ranks)
         return self._ranks[kind]
 
     def rank(self, kind: str) -> int:
@@ -2848,7 +2870,7 @@ def get_batch(
     use_per_sequence_balancing  passed to get_batch_on_this_cp_rank()
 
     Raises what these two functions raise.  If a batch cannot be cut, all tp ranks of a stage raise
-    ValueError, because they cut the same batch.  If packed, all stages raise it.
+    ValueError, because they cut the same batch.  With packed=True, all stages do so.
 
     >>> row = torch.tensor([list(b"aaaab")])
     >>> batch = {"tokens": row[:, :-1], "labels": row[:, 1:], "loss_mask": torch.ones(1, 4)}
@@ -2926,7 +2948,7 @@ def _layout_of_stage(groups, shape, create_attention_mask, mtp, packed):
     """Return the layout of this rank's stage: {key: (shape, dtype)}, the widest items first."""
     first = groups.is_first_stage
     last = groups.is_last_stage
-    rows, tokens = shape
+    B, S = shape
     layout = {}
     if first or mtp:
         layout["tokens"] = (shape, torch.int64)
@@ -2935,10 +2957,10 @@ def _layout_of_stage(groups, shape, create_attention_mask, mtp, packed):
         layout["labels"] = (shape, torch.int64)
         layout["loss_mask"] = (shape, torch.float32)
     if packed:
-        layout["cu_seqlens"] = ((rows, tokens + 1), torch.int32)
-        layout["max_seqlen"] = ((rows,), torch.int32)
+        layout["cu_seqlens"] = ((B, S + 1), torch.int32)
+        layout["max_seqlen"] = ((B,), torch.int32)
     if (first or last) and create_attention_mask:
-        layout["attention_mask"] = ((rows, 1, tokens, tokens), torch.bool)
+        layout["attention_mask"] = ((B, 1, S, S), torch.bool)
     return layout
 
 
@@ -2972,6 +2994,8 @@ def _share_batch(read, layout, groups, device):
         # Section 17: errors are caught, except KeyboardInterrupt, SystemExit and GeneratorExit.
         _, error = _call_catching(_read_into, views, read)
         views["error_flag"].fill_(error is not None)
+    # With gloo.  With NCCL, the flag would arrive on the GPU, and a receiver that reads it would
+    # wait for all work that is queued there.
     torch.distributed.broadcast(buffer, group=groups.batch_group, group_src=0)
     if views["error_flag"]:
         _raise_on_every_rank(0, error, groups.batch_group)  # in a second broadcast (section 17)
@@ -3014,19 +3038,16 @@ def get_batch_on_this_cp_rank(
                as they are, such as None, dataset_id, cu_seqlens and max_seqlen.  So cu_seqlens
                still describes the full row
     use_per_sequence_balancing
-               True: cut the full row, even with cu_seqlens.  (The name is upstream's.)
+               True: cut the full row, even with cu_seqlens.  (In this name, which is upstream's,
+               "sequence" means a row.)
 
     Return a new dict, whose rows have S / cp_size tokens.  The batch is not changed.
 
-    Raises ValueError if cp_rank is not in 0 .. cp_size - 1, and with cp_size above 1 also
-
-      - if the length of the row, or of a document that is cut, is negative or not a multiple of
-        2 * cp_size.  SFTDataset pads its documents (context_parallel_size).  GPTDataset does not:
-        with inter_document_masking, set use_per_sequence_balancing;
-      - if tokens, labels, loss_mask, attention_mask and position_ids have rows of different
-        lengths, or one of them is not a tensor;
-      - if documents are cut, and a tensor has not as many rows as cu_seqlens;
-      - if none of these five has a value, but a different key has one, such as input_ids.
+    Raises ValueError if cp_rank is not in 0 .. cp_size - 1 and, with cp_size above 1, also if the
+    length of the row, or of a document that is cut, is not a multiple of 2 * cp_size.  SFTDataset
+    pads its documents (context_parallel_size).  GPTDataset does not: with inter_document_masking,
+    set use_per_sequence_balancing.  The shapes and the keys of the batch are checked, too
+    (section 13).
 
     Upstream differs: it changes the batch.
 
@@ -3054,8 +3075,11 @@ def get_batch_on_this_cp_rank(
         _check_divisible_row(S, cp_size)
         chunk = S // (2 * cp_size)  # tokens in a chunk
     for key, value in batch.items():
+        if key == "cu_seqlens" or not isinstance(value, torch.Tensor):
+            continue
         dim = 2 if key == "attention_mask" else 1
-        if not _is_cut(key, value, dim, S):
+        _check_axis_to_cut(key, value, dim, S)
+        if value.shape[dim : dim + 1] != (S,):  # no axis of S tokens
             continue
         if documents_are_cut:
             _check_rows_to_cut(key, value, positions)
@@ -5165,19 +5189,14 @@ def _check_batch_to_cut(batch):
         raise ValueError(f'batch: {reason} (keys: {others}); rename the token tensor to "tokens"')
 
 
-def _is_cut(key, value, dim, length):
-    """Return whether a value of a batch is a tensor with length entries along dim, to be cut.
+def _check_axis_to_cut(key, value, dim, length):
+    """Raise ValueError if one of the five keys has neither length nor 1 entries along dim.
 
-    Raises ValueError if one of the five keys has a different length there, except 1.  A mask that
-    is the same for all queries, for example, is passed on as it is.
+    An axis of 1 is accepted, for example of a mask that is the same for all queries.
     """
-    if key == "cu_seqlens" or not isinstance(value, torch.Tensor):
-        return False
-    axis = value.shape[dim : dim + 1]
-    if key in _BATCH_KEYS and axis not in ((length,), (1,)):
+    if key in _BATCH_KEYS and value.shape[dim : dim + 1] not in ((length,), (1,)):
         rows = f"expected {length} tokens along dim {dim}, got shape {tuple(value.shape)}"
         raise ValueError(f"batch[{key!r}]: {rows}; give all tensors rows of the same length")
-    return axis == (length,)
 
 
 def _check_rows_to_cut(key, value, positions):
@@ -5753,7 +5772,7 @@ def _file_stamp(path: str | os.PathLike) -> dict:
     return {"size": stat.st_size, "changed": max(stat.st_mtime_ns, stat.st_ctime_ns)}
 
 
-def _has_stamp(path):
+def _file_exists(path):
     """Return whether a file exists.  Raises OSError if the system does not say."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return bool(_file_stamp(path))
@@ -6282,6 +6301,9 @@ def _on_every_rank(step, group=None):
     return result
 
 
+_wait_for_ranks = functools.partial(_on_every_rank, None)
+
+
 def _raise_on_every_rank(failed_rank, error, group):
     """Raise an error on every rank of a group, because its rank failed_rank has failed.
 
@@ -6714,9 +6736,10 @@ def build_tokenizer(
     eod_token: str | None = None,
     add_special_tokens: bool = False,
 ) -> typing.Any:
-    """Return the tokenizer with this name.  The names are in the table above.
+    """Return the tokenizer with this name.
 
-    name                a name, or the path of a tokenizer.json or of its folder
+    name                "bytes", "null:N", the path of a tokenizer.json or of its folder,
+                        "gigatoken:PATH", or "module:name" for an attribute of a module
     eod_token           text of the end-of-document token; only for a tokenizer.json
     add_special_tokens  see HuggingFaceTokenizer; only for a tokenizer.json without gigatoken
 
@@ -7676,7 +7699,8 @@ class SFTDataset(MegatronDataset):
 
     A tokenizer may have a template of its own, as upstream's tokenizers for fine-tuning do.  This
     is a method tokenize_conversation(conversation, return_target=True, add_generation_prompt=False)
-    that returns tokens and targets.  Without it, the template of the drawing above is used.
+    that returns tokens and targets.  Without it, the text of a message is "role: content" and
+    a line end, or, for the role assistant, "assistant: content" and eod.
 
     A sample with too many tokens is cut.  A sample with too few is padded:
 
