@@ -7692,7 +7692,7 @@ def change(path, *changes):
     pathlib.Path(path).write_text(script)
 
 
-def test_readmes_pretrain_and_documents_as_they_stand(one, inputs, capsys, monkeypatch):
+def test_readmes_pretrain_and_documents_as_they_stand(one, readme, inputs, capsys, monkeypatch):
     """A run is stopped, and continues with equal batches; its documents are the input lines."""
     read = []  # the labels of each step
     stops = {50}
@@ -7736,6 +7736,13 @@ def test_readmes_pretrain_and_documents_as_they_stand(one, inputs, capsys, monke
             tokens += part
         same(torch.tensor(tokens)[1:], read[17][k - 17 * 8])
     assert run_here(capsys, "documents.py", "136", "143")[1] == wanted
+    with pytest.raises(SystemExit, match="python documents.py FIRST"):
+        run_here(capsys, "documents.py")
+    [shown] = re.findall(r"`(zcat -f .+? 72p)`", readme)
+    document = shown.replace("72p", "3p").replace("wiki/0", "books/1")
+    done = subprocess.run(document, shell=True, stdout=-1, check=True)
+    assert json.loads(done.stdout)["text"] == inputs["books/1.jsonl.gz"][2]
+    assert run_here(capsys, "pretrain.py")[1][len(begin) - 1 :] == ["continuing at step 100"]
 
     change("pretrain.py", ("seed=1234", "seed=5"))
     with pytest.raises(ValueError, match="seed"):
@@ -7745,11 +7752,15 @@ def test_readmes_pretrain_and_documents_as_they_stand(one, inputs, capsys, monke
 @pytest.mark.slow
 def test_readmes_common_tasks(inputs, capsys):
     """A longer run with larger batches; one epoch; several epochs, each shuffled anew."""
-    change("pretrain.py", ("S = 100, 8,", "S = 20, 8,"))
-    run_here(capsys, "pretrain.py")
-    change("pretrain.py", ("S = 20, 8,", "S = 20, 16,"))
+    change("pretrain.py", ("S = 100, 8,", "S = 20, 8,"), ("95,5,0", "100,0,0"))
     _, lines = run_here(capsys, "pretrain.py")
-    assert "continuing at step 10" in lines and "step 19, samples 304 to 319" in lines[-1]
+    assert lines[-1] == "step 19, samples 152 to 159: validation loss nan"
+    change("pretrain.py", ("S = 20, 8,", "S = 20, 24,"))  # 160 samples are not full batches
+    _, lines = run_here(capsys, "pretrain.py")
+    assert "continuing at step 7" in lines and "step 19, samples 448 to 471" in lines[-1]
+    assert torch.load("checkpoint.pt")["loader"]["consumed_samples"] == 160 + 13 * 24
+    assert run_here(capsys, "pretrain.py")[1][-1] == "continuing at step 20"
+    change("pretrain.py", ("S = 20, 24,", "S = 20, 16,"), ("100,0,0", "95,5,0"))
 
     once = [("[70, 30]", "None"), ("[steps * batch_size,", "[None,")]
     change("pretrain.py", *once)
@@ -7769,10 +7780,37 @@ def test_readmes_common_tasks(inputs, capsys):
     change(
         "pretrain.py", ("range(start, steps), loader", "range(start, steps), cyclic_iter(loader)")
     )
-    change("pretrain.py", ("steps = len(loader)", "steps = 2 * len(loader) // 20 * 20"))
+    change("pretrain.py", ("steps = len(loader)", "steps = 2 * len(loader)"))
     os.remove("checkpoint.pt")
     names, _ = run_here(capsys, "pretrain.py")
-    assert names["loader"].consumed_samples == 16 * names["steps"] > len(names["train"])
+    consumed = torch.load("checkpoint.pt")["loader"]["consumed_samples"]
+    assert consumed == 16 * names["steps"] > len(names["train"])
+
+
+@pytest.mark.slow
+def test_readmes_fine_tuning(readme, inputs, capsys):
+    """pretrain.py with its edits reads the rows in order, is stopped, and continues."""
+    for name, texts in zip(("chats.jsonl", "more.jsonl"), inputs.values(), strict=False):
+        rows = [[("user", text[:9]), ("assistant", text[9:40])] for text in texts]
+        jsonl(name, [[{"role": role, "content": c} for role, c in row] for row in rows], "messages")
+    [blend] = re.findall(r"`(blend=.+chats.+)`, the", readme)
+    change("pretrain.py", ("Builder, GPTDataset,", "Builder, SFTDataset,"))
+    change("pretrain.py", ("Builder(GPTDataset,", "Builder(SFTDataset,"))
+    change(
+        "pretrain.py",
+        ('blend=(["wiki_text_document", "books_text_document"], [70, 30])', blend),
+        ("S = 100, 8,", "S = 20, 8,"),
+    )
+    assert "step 19, samples 152 to 159" in run_here(capsys, "pretrain.py")[1][-1]
+    change("pretrain.py", ("S = 20, 8,", "S = 40, 8,"))
+    names, lines = run_here(capsys, "pretrain.py")
+    assert "continuing at step 20" in lines and "step 39, samples 312 to 319" in lines[-1]
+    train, k = names["train"], 17
+    part = train.datasets[train.dataset_index[k]]
+    i = train.dataset_sample_index[k]
+    row = part.dataset[int(part.indices[i % len(part.indices)])]
+    text = names["tokenizer"].detokenize(train[k]["tokens"])
+    assert text.startswith("user: " + row["messages"][0]["content"])
 
 
 def test_readmes_expressions(one, readme, tmp_path):
