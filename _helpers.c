@@ -44,9 +44,10 @@
 #include <string.h>
 
 /* This rejects compiler flags that change the results of double operations, if a macro shows them.
- * No macro shows fused multiply-adds.  setup.py turns them off with -ffp-contract=off, the pragma
+ * (FLT_EVAL_METHOD 16 is 0 for all types but _Float16, which this file does not use.)  No macro shows fused multiply-adds.  setup.py turns them off with -ffp-contract=off, the pragma
  * below does so for clang, and section 6 checks at import that there are none. */
-#if defined(__FAST_MATH__) || __FINITE_MATH_ONLY__ || FLT_EVAL_METHOD != 0 || \
+#if defined(__FAST_MATH__) || __FINITE_MATH_ONLY__ || \
+    (FLT_EVAL_METHOD != 0 && FLT_EVAL_METHOD != 16) || \
     (defined(__GCC_IEC_559) && __GCC_IEC_559 == 0)
 #error "blends need plain IEEE doubles: build without -ffast-math, similar flags and x87 registers"
 #endif

@@ -6301,7 +6301,9 @@ def _on_every_rank(step, group=None):
     return result
 
 
-_wait_for_ranks = functools.partial(_on_every_rank, None)
+def _wait_for_ranks():
+    """Wait for the other ranks, and raise their error if one of them failed."""
+    _on_every_rank(None)
 
 
 def _raise_on_every_rank(failed_rank, error, group):
