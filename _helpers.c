@@ -44,9 +44,10 @@
 #include <string.h>
 
 /* This rejects compiler flags that change the results of double operations, if a macro shows them.
- * (FLT_EVAL_METHOD 16, of -march=native on newer CPUs, differs from 0 only for _Float16, which is not
- * used here.)  No macro shows fused multiply-adds.  setup.py turns them off with -ffp-contract=off,
- * the pragma below does so for clang, and section 6 checks at import that there are none. */
+ * (FLT_EVAL_METHOD 16, of -march=native on newer CPUs, differs from 0 only for _Float16, which this
+ * file does not use.)  No macro shows fused multiply-adds.  setup.py turns them off with
+ * -ffp-contract=off, the pragma below does so for clang, and section 6 checks at import that there
+ * are none. */
 #if defined(__FAST_MATH__) || __FINITE_MATH_ONLY__ || \
     (FLT_EVAL_METHOD != 0 && FLT_EVAL_METHOD != 16) || \
     (defined(__GCC_IEC_559) && __GCC_IEC_559 == 0)
