@@ -8,13 +8,14 @@ This module writes and reads the files that Megatron-LM trains on, and makes tra
 them.  The reference is the package megatron-core 0.16.1, called "upstream" here.  Wherever upstream
 works as intended, the files, index arrays, caches, samples and batches of both are the same bytes.
 
-Part I is the textbook.  Each section asks one question, answers it with a drawing or a table, and
-then in code.  The code defines what happens to good input.  Mostly, bad input is rejected by
-one-line calls: _check_...() rejects and sometimes warns, and _as_...() and _parse_...() reject what
-they cannot convert.  Calls of _warn_...() only warn.  A block "with _naming_place(place)" puts the
-place in front of the messages of its errors.  Section 13 defines most of these functions.  If code
-uses something else that a later section defines, a comment often names that section.  The module
-needs only numpy and torch.  The optional accelerator, _helpers.c, gives identical results.
+Part I is the textbook.  Each section asks one question and answers it twice: first with a drawing
+or a table, then in code.  The code defines what happens to good input.  Most bad input is rejected
+by one-line calls of helper functions.  _check_...() raises an error, and sometimes warns.
+_as_...() and _parse_...() convert a value, or raise an error.  _warn_...() only warns.  A block
+"with _naming_place(place)" puts the place in front of the messages of its errors.  Section 13
+defines most of these functions.  Where code uses another name that is defined later, a comment
+usually gives the section.  The module needs only numpy and torch.  The optional accelerator,
+_helpers.c, gives identical results.
 
 Words       token           an integer that stands for a piece of text
             document        one text; see the box below for its second meaning
@@ -25,10 +26,11 @@ Words       token           an integer that stands for a piece of text
             record          the JSON file beside a pair that names its tokenizer and its inputs
             split           a part of a corpus, for training, validation or testing
             epoch           once through all sequences of a split
-            stream          the sequences of all epochs, concatenated; samples are cut from it
+            stream          the sequences of all epochs, shuffled and concatenated; samples are cut
+                            from it
             sample          one training example: its input tokens, labels and masks
-            dataset         an object whose items have numbers: the sequences of an opened pair
-                            (IndexedDataset), or else samples
+            dataset         an object indexed by number.  The items of an IndexedDataset are
+                            sequences; the items of every other dataset are samples
             index arrays    the arrays that say where in the corpora each sample is
             blend           corpora combined by weights; a weight is a corpus's share of the samples
             pass            once through all samples of a dataset, which may cover many epochs
@@ -48,8 +50,9 @@ Words       token           an integer that stands for a piece of text
   |                                                                                              |
   | From section 3 on, a document is a sequence of the .idx file.  Upstream does the same,       |
   | because a text is nearly always one sequence.  document_index, an array of section 4, is     |
-  | the order in which sequences are read.  It has nothing to do with document_indices.  Only    |
-  | build_sample_idx() has it as an argument named document_indices: the name is upstream's.     |
+  | the order in which sequences are read.  It has nothing to do with document_indices.          |
+  | Beware: build_sample_idx() takes document_index in an argument that is named                 |
+  | document_indices, as upstream does.                                                          |
   +----------------------------------------------------------------------------------------------+
 
 Notation    S  input tokens of a sample (sequence_length)    D  sequences in a split
@@ -59,14 +62,14 @@ Notation    S  input tokens of a sample (sequence_length)    D  sequences in a s
             j  number of a sample in the stream              k  number of a sample in its dataset
             d  number of a document in the stream (sections 4 and 5), or of a dataset in the blend
                (section 6)
-Examples    use toy_corpus(), which has the documents aaaa, bbb and cccccc, and S = 4
+Examples    most use toy_corpus(), which has the documents aaaa, bbb and cccccc, and S = 4
 
 Contents
 Part I, the path of a token
   1. The file pair              where on disk are the tokens of sequence i?
   2. Text to tokens             how do lines of JSON become a pair?
   3. Split, blend, config       how is each corpus split, and in which shares are corpora blended?
-  4. Three orders               in what order are samples read, and where does each one start?
+  4. Index arrays               in what order are samples read, and where does each one start?
   5. GPTDataset                 what are the tokens, labels and masks of sample k?
   6. BlendedDataset             which sample of which dataset is sample i of the blend?
   7. The builder                which datasets does a config describe, and which rank builds first?
@@ -388,10 +391,11 @@ class IndexedDataset(torch.utils.data.Dataset):
         return sequences
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> typing.Any:
-        """Return length tokens of sequence idx, from offset on.  None: all tokens up to its end.
+        """Return length tokens of sequence idx, starting at offset.
 
-        The result is a 1-D array of the file's dtype, or (tokens, mode) with multimodal=True.
-        Raises IndexError if these tokens are not all in the sequence.
+        If length is None, return all tokens up to the end of the sequence.  The result is a 1-D
+        array of the file's dtype, or (tokens, mode) with multimodal=True.  Raises IndexError if
+        these tokens are not all in the sequence.
         """
         first, count = self._span(idx, offset, length)
         tokens = self._tokens.read(first, count)
@@ -450,10 +454,11 @@ class IndexedDataset(torch.utils.data.Dataset):
     # ---- how caches, states and pickles recognize the pair: section 15
 
     def fingerprint(self) -> dict:
-        """Return sizes and checksums, a flat dict for JSON that is the same for every copy.
+        """Return the sizes and checksums of the files as a flat dict for JSON.
 
-        An edit in the middle of the .bin that keeps its size goes unnoticed.  The first call reads
-        all sequence lengths and both ends of the .bin.
+        Every copy of the pair has the same fingerprint.  An edit in the middle of the .bin that
+        keeps its size goes unnoticed.  The first call reads all sequence lengths and both ends of
+        the .bin.
         """
         return _fingerprint_of_pair(self)
 
@@ -474,13 +479,14 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
                  never wrapped
     multimodal   True: store a mode (int8) for each sequence, too
 
-    Use a builder in a with block.  Its end calls finalize(), which writes the .idx beside the .bin;
-    an exception removes the new files.  Without a with block, call finalize() yourself; a builder
-    that is deleted before this call removes its file.
+    Use a builder in a with block.  When the block ends normally, finalize() writes the .idx beside
+    the .bin; if the block raises, the new files are removed.  Without a with block, call finalize()
+    yourself; a builder that is deleted before this call removes its file.
 
     Raises ValueError for wrong input, and TypeError for a length or mode that is not an integer.
-    Nothing is written then.  If a write fails, for example on a full disk, or add_index() fails
-    while it is copying, the builder accepts no more input, and finalize() raises ValueError.
+    Wrong input is not written.  After a failed write, for example on a full disk, the builder
+    accepts no more input, and finalize() raises ValueError.  The same holds if add_index() fails
+    while it is copying.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     prefix = os.path.join(folder, "pair")
@@ -610,7 +616,7 @@ def _encode_tokens(values, dtype):
 
 
 def toy_corpus(folder: str | os.PathLike | None = None) -> str:
-    """Write the pair that all examples use, and return its prefix.
+    """Write the pair that most examples use, and return its prefix.
 
     Its documents are aaaa, bbb and cccccc.  Each token is the ASCII code of a letter.  If folder is
     None, the pair is in a new temporary folder, which is removed when the program ends.
@@ -643,8 +649,8 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #   {"text": "bbb"}        ->     b b b $        ->  b b b $      4          0 1 1 2
 #
 # Each line that is not blank is a document, and becomes one sequence.  If the text is a list of
-# sentences, each sentence that has tokens becomes one.  A document without tokens adds no sequence,
-# but, as in upstream, an entry to document_indices, equal to the entry before it.
+# sentences, each sentence that has tokens becomes one.  A document without tokens adds no sequence.
+# As in upstream, it still adds an entry to document_indices, which repeats the previous one.
 #
 # The end-of-document token, eod, shows a model where one text ends and an unrelated text begins.
 # It is appended only with append_eod=True, which is not the default.  Without eod tokens, three
@@ -663,8 +669,9 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 # needed for append_eod and for the three settings above.  These attributes are optional:
 #
 #   pad                  the id that pads a short sample
-#   eos                  the id of one more special token; section 5 compares pad with it
-#   special_tokens_dict  {name: id} of all special tokens; section 5 compares pad with them
+#   eos, special_tokens_dict
+#                        other special ids: one id, and {name: id}.  A pad that equals one of them
+#                        is ambiguous (section 5)
 #   tokenize_batch       takes a list of str, returns the ids of each one.  It only saves time
 
 
@@ -853,6 +860,8 @@ def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, i
 
     >>> split_range((0.98, 0.99), 100), split_range((0.98, 0.99), 1000)
     ((98, 99), (980, 990))
+    >>> split_range((0.0, 0.5), 95), split_range((0.0, 0.5), 97)         # 47.5 and 48.5
+    ((0, 48), (0, 48))
     """
     begin, end = bounds
     n = operator.index(num_sequences)
@@ -925,19 +934,19 @@ class BlendedMegatronDatasetConfig:
                         True: if valid has several corpora, build a list with one dataset for each
                         corpus, not a blend, so that each has its own loss (section 7).  Needs
                         blend_per_split
-      full_validation   True: each of these datasets is one epoch of its corpus, and the size of
-                        valid, an argument of the builder (section 7), must be None.  Has no effect
-                        unless valid becomes such a list
+      full_validation   True: each validation dataset is one epoch of its corpus, and the size of
+                        valid (section 7) must be None.  Ignored unless multiple_validation_sets
+                        gives several datasets
 
     Building and reading
       mid_level_dataset_surplus
-                        extra samples to build of each corpus in a blend with weights or phases, as
-                        a fraction of its share (section 7)
+                        how many samples more than its share to build of each corpus in a blend
+                        with weights or phases, as a fraction of the share (section 7)
       num_dataset_builder_threads
                         how many corpora to build in parallel (section 7)
-      path_to_cache     folder for the cached index arrays (section 15).  None: a folder beside each
-                        corpus, <prefix>/cache/<class>_indices (for a URL, beside the local copy of
-                        its .idx); the arrays of a blend are then not cached
+      path_to_cache     folder for the cached index arrays (section 15).  None: each corpus is
+                        cached in <prefix>/cache/<class>_indices or, if it is a URL, beside the
+                        local copy of its .idx.  Blends are then not cached
       mmap_bin_files    False: read the .bin with os.pread instead of mapping it (section 1)
 
     Computed, not arguments
@@ -1008,8 +1017,9 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
       inter_document_masking
                              True: return document boundaries instead of a mask, and restart
                              positions at each boundary.  Documents that start at 0 and 3, with
-                             S = 4, give max_seqlen 3 and cu_seqlens 0 3 4 4 4: the starts, then S,
-                             repeated up to S + 1 entries.  Keyword only.  Not in upstream 0.16.1
+                             S = 4, give cu_seqlens 0 3 4 4 4 and max_seqlen 3.  cu_seqlens lists
+                             the starts and is filled with S to S + 1 entries.  Keyword only.  Not
+                             in upstream 0.16.1
 
     Samples
       drop_last_partial_validation_sequence
@@ -1061,7 +1071,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
 
 # ==============================================================================
-# 4. Three orders
+# 4. Index arrays
 # ==============================================================================
 # Question: in what order are samples read, and where does each one start?
 #
@@ -1075,9 +1085,9 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 #     of the stream.
 #
 # The drawing shows the cut (2) for the toy corpus, with its documents in file order.  Document
-# document_index[d] is the d-th of the stream, counted from 0, and a row (d, offset) points to the
-# token at this offset in it.  Here the rows are (0, 0) (1, 0) (2, 1) (2, 5).  The last row says
-# where sample 3 would start.
+# document_index[d] is the d-th of the stream, counted from 0.  A sample with the row (d, offset)
+# starts offset tokens after the start of this document.  Here the rows are (0, 0) (1, 0) (2, 1)
+# (2, 5).  The last row says where sample 3 would start.
 #
 #   token     0 1 2 3 4 5 6 7 8 9 ...      sample 0 = a a a a b    inputs a a a a   labels a a a b
 #   stream    a a a a b b b c c c c c c    sample 1 = b b b c c    inputs b b b c   labels b b c c
@@ -1089,10 +1099,11 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 #
 # The shuffles (1) and (3) can be done in two ways.
 #
-# Upstream shuffles all epochs together, except that the last one is shuffled separately, and comes
-# last, if few of its samples are needed: plan_epochs() has the rule.  (Otherwise the run would read
-# too many samples of the last epoch, and miss as many of the earlier ones.)  If a longer run has
-# more epochs, or its last one is no longer separate, all samples may change, from the first one on.
+# Upstream shuffles all epochs together, with one exception: if the run needs only a small part of
+# the last epoch (plan_epochs() has the rule), that epoch is shuffled separately and comes last.
+# Otherwise the run would read too many samples of the last epoch, and miss as many of the earlier
+# ones.  If a longer run has more epochs, or its last one is no longer separate, all samples may
+# change, from the first one on.
 #
 # With stable_order, each epoch is shuffled separately and has its own seed.  So additional epochs
 # leave the order of the earlier ones unchanged:
@@ -1255,8 +1266,8 @@ def build_sample_idx(
                       as in count_samples()
 
     Return int32 (N+1, 2), or int64 if E*D is 2**31 or more.  Row j is (d, offset): sample j starts
-    at the token with this offset in the d-th document of the stream.  Row N is the position x
-    tokens before the end of the last sample: where the next sample would start.
+    offset tokens after the start of the d-th document of the stream.  Row N is where sample N would
+    start: x tokens before the end of sample N - 1.
 
     Raises TypeError if an array has a wrong dtype, and IndexError if sizes lacks a document.
     Raises ValueError if an array is not 1-D, if S < 1, if a length is negative, or if the documents
@@ -1280,11 +1291,11 @@ def build_sample_idx(
     _check_array(document_index, "document_indices", np.int32)
     N = count_samples(tokens, S, drop_last_partial_sequence, x)
     rows = np.empty((N + 1, 2), _sample_index_dtype(len(document_index)))
-    end_of_last = min(N * S + x, tokens) if N else 0
+    end_of_last = min(N * S + x, tokens) if N else 0  # a short last sample ends with the stream
     _fill_rows(rows, sizes, document_index, S, x, end_of_last)
-    # Without the extra token, a short last sample ends where the stream ends.  If empty documents
-    # end the stream, _fill_rows() lets the last row point to the document before them, and upstream
-    # to the last of them.
+    # The stream may end with empty documents.  The row that _fill_rows() makes for the end of a
+    # short last sample points to the document before them.  Without the extra token, upstream's row
+    # points to the last of them.
     if x == 0 and N * S > tokens:
         rows[-1] = len(document_index) - 1, sizes[document_index[-1]]
     return rows
@@ -1439,7 +1450,7 @@ class MegatronDataset(abc.ABC, _Identified):
     dataset        the opened data, as build_low_level_dataset() returned them
     dataset_path   the path that they were opened from, or None
     indices        numbers of the documents in this split: ints (D,) or, as an argument, a range
-    num_samples    how many samples are requested.  None: as many as one epoch has
+    num_samples    how many samples are requested.  None or 0: as many as one epoch has
     index_split    Split
     config         BlendedMegatronDatasetConfig
 
@@ -1580,7 +1591,8 @@ class GPTDataset(MegatronDataset):
             indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
         )
         self._x = int(config.add_extra_token_to_sequence)
-        is_valid = index_split.name == "valid"  # by name: it may be a member of upstream's Split
+        # by name, because index_split may be a member of upstream's Split
+        is_valid = index_split.name == "valid"
         self._keeps_short = is_valid and not config.drop_last_partial_validation_sequence
         self._pad_token_id = _pad_id_of_config(config)
         self.eod_token_id = None  # only set if a field needs it
@@ -1624,8 +1636,8 @@ class GPTDataset(MegatronDataset):
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         """Return where the tokens of sample k are: [(sequence, offset, length), ...], in order.
 
-        The piece of an empty document has length 0.  Without the extra token, the first piece has
-        length 0, too, if the sample's row of sample_index points to the end of a document.
+        The piece of an empty document has length 0.  Without the extra token, a row of sample_index
+        may point to the end of a document.  The first piece of that sample then has length 0.
         """
         k = _as_index(k, len(self), f"samples of {_label_of_dataset(self)}")
         j = operator.index(self.shuffle_index[k])
@@ -1754,7 +1766,8 @@ class GPTDataset(MegatronDataset):
 
     def __setstate__(self, state):
         """Set the attributes, and load or build the arrays that the pickle left out."""
-        # GPTDataset's method, not a subclass's: only arrays that this one cached can be missing.
+        # Call GPTDataset's own method even for a subclass.  A pickle leaves out only arrays that
+        # this method cached.
         _restore_arrays(self, state, GPTDataset._build_document_sample_shuffle_indices)
 
     # ---- what the builder calls
@@ -1799,8 +1812,8 @@ def _pad_id_of_config(config):
     same = [name for name, token in special.items() if token == pad]
     if same and not config.allow_ambiguous_pad_tokens:
         _warn(
-            f"tokenizer: the pad id {pad} is also the id of {' and '.join(same)}; padding gets the "
-            "id -1, so that real tokens keep their loss, unless allow_ambiguous_pad_tokens is set"
+            f"tokenizer: the pad id {pad} is also the id of {' and '.join(same)}, so padding gets "
+            "-1; use another pad, or set allow_ambiguous_pad_tokens: this id then has no loss"
         )
         return -1
     return int(pad)
@@ -2054,6 +2067,8 @@ class BlendedDataset(_Identified):
       one phase, no 0 in it   the sum  normalized  None                build_blending_indices
       other phases            the sum  None        normalized weights  build_phase_indices
 
+    One phase without a weight of 0 is a plain blend, so it has the same cache files as in upstream.
+
     ds[i] is {"dataset_id": int64 (), **sample}.  Two attributes say which sample this is:
 
       dataset_index          int16 (size,)   the number of its dataset, which dataset_id repeats
@@ -2227,21 +2242,20 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 #
 #   the split has                          becomes                    samples requested per corpus
 #   no corpora, or an empty share          None
-#   blend_phases (train only)              a blend of all phases      sum of the n of each phase,
-#                                                                     plus surplus
-#   multiple_validation_sets (valid only)  one dataset per corpus     size
-#   one corpus, without a weight           the dataset of the corpus  size
-#   one corpus, in blend_per_split         the dataset of the corpus  size
-#   no weights                             a blend of size samples,   one epoch
-#                                          or of all, if fewer
-#   weights, but no size                   ValueError
+#   blend_phases (train only); size at     a blend of all phases      sum of the n of each phase,
+#     most the samples of all phases                                   plus surplus
+#   multiple_validation_sets (valid only)  one dataset per corpus     size.  None, 0: one epoch
+#   one corpus, without a weight           the dataset of the corpus  size.  None, 0: one epoch
+#   one corpus, in blend_per_split         the dataset of the corpus  size.  None, 0: one epoch
+#   no weights                             a blend of size samples    one epoch
+#                                          or, if size is None or
+#                                          larger, of all; weights:
+#                                          the numbers of samples
+#   weights, but size is None              ValueError
 #   weights and a size                     a blend of sum(n) samples  n plus surplus
 #
-# Mock data (section 21) count as one corpus.  In the rows without weights and phases, a size of
-# None requests one epoch of each corpus.  All phases are built, and size may not exceed the sum of
-# their samples.  Without weights, the corpora are blended in proportion to their numbers of
-# samples.  If samples of a split are requested, but its corpora have none, the split is None, and a
-# warning says so.
+# Mock data (section 21) count as one corpus.  If samples of a split are requested, but its corpora
+# have none, the split is None, and a warning says so.
 #
 # In a job of several ranks, rank 0 builds first:
 #
@@ -2299,6 +2313,7 @@ def _entries_of_config(config, sizes):
             weights = normalize(weights)
             targets = _targets_of_corpora([(size, weights)])
             requested = [math.ceil(n * (1 + surplus)) for n in targets]
+            # True: a blend, with these weights and this size
             entries.append(_Entry(split, prefixes, bounds, requested, True, weights, sum(targets)))
     return entries
 
@@ -2317,7 +2332,9 @@ class BlendedMegatronDatasetBuilder:
 
     cls               a MegatronDataset class, such as GPTDataset
     sizes             number of samples of train, valid and test.  None: one epoch of each corpus
-                      or, with phases, all their samples.  With weights, None raises ValueError
+                      or, with phases, all their samples.  With weights, None raises ValueError.
+                      0: a blend is empty, but with phases it has all their samples; a dataset
+                      that is not in a blend has one epoch
     is_built_on_rank  function without arguments that returns whether this rank needs the datasets.
                       It is called only with torch.distributed.  If it returns False, build()
                       returns [None, None, None].  (Rank 0 builds in any case, to write the cache.)
@@ -2359,7 +2376,9 @@ class BlendedMegatronDatasetBuilder:
         if not _is_distributed():
             return self._build_splits()
         # _on_every_rank() calls a function and waits for the other ranks.  If the call fails on one
-        # rank, every rank raises an error (section 17).  _wait_for_ranks() only waits.
+        # rank, every rank raises an error (section 17).  _wait_for_ranks() only waits.  Each of the
+        # two is one exchange of errors: rank 0's call pairs with the other ranks' wait, and the
+        # reverse.  An error of rank 0 is therefore raised on the other ranks while they wait.
         is_built_here = _on_every_rank(self.is_built_on_rank)
         if _rank() == 0:
             datasets = _on_every_rank(self._build_splits)
@@ -2379,7 +2398,7 @@ class BlendedMegatronDatasetBuilder:
             build = functools.partial(self._build_part, entry)
             parts = self._map(build, corpora, entry.prefixes, entry.requested)
             size = self.sizes[entry.split.value]
-            if size != 0:
+            if size != 0:  # if 0, nothing is requested: no warning, and empty datasets are kept
                 _warn_of_short_corpora(entry.split, size, parts)
                 if not any(len(part) for part in parts):
                     continue
@@ -2459,11 +2478,11 @@ class BlendedMegatronDatasetBuilder:
 #
 #   round   micro_batch_size * data_parallel_size samples
 #   step    M rounds; M is the global batch size divided by the samples in a round.  If M is
-#           constant, step t reads rounds t*M .. t*M + M - 1
+#           constant, step t reads rounds t*M .. t*M + M - 1.  Samplers do not know steps
 #
 # The sampler "single" keeps the samples in order and deals each rank a block of them.  The sampler
-# "cyclic", here without data_sharding, shuffles them anew in each pass and deals them one by one.
-# With micro_batch_size 2, data_parallel_size 2 and 8 samples:
+# "cyclic" shuffles them anew in each pass; with data_sharding=False, which the drawing shows, it
+# deals them one by one.  With micro_batch_size 2, data_parallel_size 2 and 8 samples:
 #
 #   round                0              1
 #   single   sample      0  1  2  3     4  5  6  7
@@ -2664,8 +2683,8 @@ class MegatronPretrainingRandomSampler(_Sampler):
 # What happens to the samples at the end of a pass that do not fill a round:
 #
 #   single                    dropped; they are always the last samples of the dataset
-#   single, drop_last=False   read in a short, last round.  The ranks share these samples evenly,
-#   full_validation           and None, which asks for a padding sample, fills each micro-batch
+#   single, drop_last=False   read in a short last round, which the ranks share evenly.  None, which
+#   full_validation           asks for a padding sample, completes each short micro-batch
 #   cyclic, sharded           dropped before the shuffle; they are the last ones of the dataset
 #   cyclic, unsharded         dropped after the shuffle, so different ones in each pass.  Samples
 #                             that do not fill a micro-batch are dropped before the shuffle
@@ -2732,7 +2751,7 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 # the ranks with tp 0 read them, each with its own loader, and send them to the other tp ranks.
 #
 # An intermediate stage usually reads nothing: it gets its input from the stage before it.  As in
-# upstream, its tp 0 reads batches in two cases:
+# upstream, its ranks with tp 0 read batches in two cases:
 #
 #   packed   Attention keeps the documents of a row apart (inter_document_masking of section 3, or
 #            the conversations of section 21).  Then every stage needs cu_seqlens and max_seqlen.
@@ -2905,8 +2924,8 @@ def get_batch_on_this_tp_rank(
     micro_batch_size       B, the rows of a batch
     sequence_length        S, the tokens of a row
     create_attention_mask  True: the first and the last stage get the dense mask, too.  False: a
-                           mask in the batch is left out.  Pass config.has_dense_mask, which is
-                           True by default
+                           mask in the batch is left out.  Pass config.has_dense_mask.  (That is
+                           True by default.  Here it is False: a mask has S * S bytes for each row)
     mtp                    True: this stage predicts several tokens ahead (multi-token prediction).
                            It gets tokens, position_ids, labels and loss_mask, whichever stage it is
     packed                 True: the batches have cu_seqlens and max_seqlen.  Every stage gets them
@@ -2945,7 +2964,7 @@ def get_batch_on_this_tp_rank(
 
 
 def _layout_of_stage(groups, shape, create_attention_mask, mtp, packed):
-    """Return the layout of this rank's stage: {key: (shape, dtype)}, the widest items first."""
+    """Return {key: (shape, dtype)} of what this rank's stage needs, the widest items first."""
     first = groups.is_first_stage
     last = groups.is_last_stage
     B, S = shape
@@ -3032,11 +3051,13 @@ def get_batch_on_this_cp_rank(
 
     Rank r gets chunks r and 2 * cp_size - 1 - r, in this order.
 
-    batch      a dict.  Tensors are cut along their axis of S tokens.  This is dim 2 in
-               attention_mask (the queries; all keys stay) and dim 1 in all other tensors.  With
-               cu_seqlens, each document is cut separately.  Values without this axis are passed on
-               as they are, such as None, dataset_id, cu_seqlens and max_seqlen.  So cu_seqlens
-               still describes the full row
+    batch      a dict.  With cu_seqlens, each document is cut separately
+
+                 attention_mask                         cut along dim 2, the queries; all keys stay
+                 other tensors with S tokens in dim 1   cut along dim 1
+                 all other values, and cu_seqlens       passed on as they are; cu_seqlens still
+                                                        describes the full row
+
     use_per_sequence_balancing
                True: cut the full row, even with cu_seqlens.  (In this name, which is upstream's,
                "sequence" means a row.)
@@ -3115,7 +3136,7 @@ def _positions_in_documents(cu_seqlens, S, cp_rank, cp_size):
     bounds = _as_bounds(cu_seqlens, S)  # begins with 0 and ends with S
     _check_divisible_documents(bounds, cp_size)
     positions = torch.arange(S, device="cpu").repeat(len(bounds), 1)
-    # the index in bounds of the end of the document that each position is in
+    # bounds[ends] is where the document of each position ends
     ends = torch.searchsorted(bounds, positions, right=True)
     start = bounds.gather(1, ends - 1)
     length = bounds.gather(1, ends) - start

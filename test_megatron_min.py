@@ -1114,7 +1114,7 @@ def test_sequences_numbers_and_paths_of_any_kind(one, tmp_path):
 
 
 # ==============================================================================
-# 4. Three orders
+# 4. Index arrays
 # ==============================================================================
 
 
@@ -1457,7 +1457,7 @@ def test_pad_and_eod_ids(one, tmp_path):
             fields = {"tokenizer": tokenizer, "allow_ambiguous_pad_tokens": allowed}
             ds, messages = heard(gpt, one, without, **fields)
             assert ds._pad_token_id == wanted, case  # upstream's name, too
-            words = f"pad id {if_allowed} .* unless allow_ambiguous_pad_tokens is set"
+            words = f"pad id {if_allowed} .* or set allow_ambiguous_pad_tokens"
             warned = [re.search(words, message) is not None for message in messages]
             assert warned == ([] if wanted == if_allowed else [True]), case
     for flag in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
