@@ -3011,7 +3011,7 @@ def _share_batch(read, layout, groups, device):
     error = None
     if groups.rank("tp") == 0:
         # Section 17: errors are caught, except KeyboardInterrupt, SystemExit and GeneratorExit.
-        _, error = _call_catching(_read_into, views, read)
+        _, error = _try_call(_read_into, views, read)
         views["error_flag"].fill_(error is not None)
     # With gloo.  With NCCL, the flag would arrive on the GPU, and a receiver that reads it would
     # wait for all work that is queued there.
@@ -3165,9 +3165,9 @@ def _positions_in_documents(cu_seqlens, S, cp_rank, cp_size):
 # The sampler runs ahead of the training loop, so the saved position counts only the batches that
 # the loop has received.  A resumed job prepares the unused batches again.
 #
-# A state holds three things: this position; whether the pass has ended; and a history, a JSON text
-# of the values that decided the samples so far.  Saving a state reads no sample.  After 24 samples
-# of a blend, the history is:
+# A state holds the position, whether the pass has ended, and a history.  The history is a JSON
+# text.  It records everything that determined the samples so far.  Saving a state reads no sample.
+# After 24 samples of a blend, the history is:
 #
 #   {"sampler": {"kind of the sampler": "single"},    "cyclic" adds its seed and more
 #    "data": {"class": "BlendedDataset",
@@ -3208,10 +3208,10 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
 
     len() is the number of batches in a full pass, also after a resume.
 
-    The first iterator starts at the consumed_samples of the sampler, and the first iterator after
-    load_state_dict() starts where the state says.  All further iterators start at sample 0; a
-    warning is issued if the resumed iterator was left before its end.  (With a cyclic sampler, they
-    start after the last batch that the loop received.)
+    The first iterator starts at the sampler's consumed_samples.  After load_state_dict(), the next
+    iterator starts at the saved position.  Later ones start at sample 0.  If the resumed iterator
+    was not exhausted, a warning says so.  (With a cyclic sampler, later iterators start after the
+    last batch that the loop received.)
 
     If several iterators are in use, the state describes the newest.  With persistent_workers, the
     older iterators raise RuntimeError.
@@ -3245,7 +3245,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         self._current_iterator = None  # an object that identifies the newest iterator
         self._is_loaded = False  # True: no iterator has begun since load_state_dict()
         self._resumed_end = 0  # the sample at which the resumed pass ends, or 0 if none was resumed
-        self._memo = {}  # results that are not computed twice
+        self._memo = {}  # cached results
         # Fetch the fingerprints now, so that state_dict() need not access storage.
         _provenance_of(dataset, None, self._memo)
 
@@ -3259,7 +3259,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         end = self._end_of_pass(begin)
         if begin != self.consumed_samples < self._resumed_end:
             _warn(
-                f"the resumed iterator was left at sample {self.consumed_samples}, and the new one "
+                f"the resumed iterator stopped at sample {self.consumed_samples}, and the new one "
                 f"starts at sample {begin}; to read the rest, call load_state_dict() again"
             )
         self._resumed_end = end if self._is_loaded and not self.is_end_of_pass else 0
@@ -3549,11 +3549,11 @@ def _rows_of_datasets(blend, indices):
     return rows_of_datasets
 
 
-# -- The history: what decides the samples -----------------------------------------------------
+# -- The history: what determines the samples -----------------------------------------------------
 
 
 def _provenance_of(dataset, n, memo):
-    """Return what decides the first n samples of a dataset: {setting: value}.
+    """Return what determines the first n samples of a dataset: {setting: value}.
 
     n      None: all samples of the dataset
     memo   a dict with results of earlier calls, {id(dataset): result}
@@ -3579,7 +3579,7 @@ def _provenance_of(dataset, n, memo):
 
 
 def _provenance_of_parts(concat, n, memo):
-    """Return what decides the first n samples of a ConcatDataset, for each dataset that gave any.
+    """Return what determines the first n samples of a ConcatDataset, for each dataset in them.
 
     A dataset may grow if no later dataset gave a sample, and datasets may be added at the end.
     """
@@ -3595,7 +3595,7 @@ def _provenance_of_parts(concat, n, memo):
 
 
 def _provenance_of_blend(blend, n, memo):
-    """Return what decides the first n samples of a blend.
+    """Return what determines the first n samples of a blend.
 
     memo keeps the checksum and the counts of the last call, and a call with a larger n continues
     from them: reading 10^9 entries takes seconds.
@@ -3622,7 +3622,7 @@ def _provenance_of_blend(blend, n, memo):
 
 
 def _settings_of(dataset):
-    """Return what decides the samples of a dataset that is neither a blend nor a Subset.
+    """Return what determines the samples of a dataset that is neither a blend nor a Subset.
 
     unique_identifiers has the values of the build; the config may have been changed since then.
     """
@@ -3648,7 +3648,7 @@ def _settings_of(dataset):
 
 
 def _settings_of_orders(dataset):
-    """Return what decides which tokens are in the samples of a GPTDataset, and their order."""
+    """Return what determines which tokens are in the samples of a GPTDataset, and their order."""
     identifiers = dataset.unique_identifiers
     settings = {"sequence_length": identifiers["sequence_length"]}
     for name in ("add_extra_token_to_sequence", "drop_last_partial_validation_sequence"):
@@ -3762,9 +3762,9 @@ def _iter_differences(was, now, suffix):
 #   their gradients in the buffer        | head     | w3  w2   | w1  embed |
 #   sent together                        | bucket 0 | bucket 1 | bucket 2  |
 #
-# Backward adds each gradient to p.grad, which is the same view.  In bfloat16, however, 256 + 1 is
-# 256.  With grad_reduce_in_fp32, p.main_grad is therefore float32, and backward makes a new p.grad
-# for each micro-batch, which is added to p.main_grad and dropped.
+# Backward adds each gradient to p.grad, which is the same view.  Small gradients can get lost in a
+# bfloat16 sum: there, 256 + 1 is 256.  With grad_reduce_in_fp32, p.main_grad is then float32;
+# backward creates a new p.grad for each micro-batch, which is added to p.main_grad and dropped.
 #
 # This is a step with overlap_grad_reduce.  Time runs to the right, and each bar is a bucket that is
 # being sent.  Without overlap_grad_reduce, finish_grad_sync() sends all buckets and then waits.
@@ -3807,9 +3807,7 @@ class DistributedDataParallel(torch.nn.Module):
     module                     the model.  Each parameter that requires a gradient gets main_grad, a
                                view of the buffer of its dtype and device, and its grad becomes the
                                same view.  (torch's optimizers read grad and may set it to None.
-                               Upstream's optimizers read main_grad, which stays a view.)  Convert
-                               (with module.to(), for example), replace, freeze or unfreeze
-                               parameters before wrapping the model
+                               Upstream's optimizers read main_grad, which stays a view.)
     group                      the process group to average over, usually the group "dp-cp" of
                                section 9: cp ranks have the same weights and different tokens.
                                None: all ranks, which is right only without tp and pp
@@ -3817,8 +3815,8 @@ class DistributedDataParallel(torch.nn.Module):
                                may be smaller)
     overlap_grad_reduce        True: send each bucket during backward.  False: send all buckets in
                                finish_grad_sync()
-    use_distributed_optimizer  True: reduce-scatter, so that only this rank's slice of each bucket,
-                               in grad_shards, becomes the average.  False: all-reduce
+    use_distributed_optimizer  True: reduce-scatter: only this rank's slice of each bucket, in
+                               grad_shards, becomes the average.  False: all-reduce
     average_in_collective      True: the collective divides by the number of ranks, if the backend
                                is NCCL.  Otherwise the gradients are divided before they are sent
     check_for_nan_in_grad      True: if a gradient is nan or inf, finish_grad_sync() raises
@@ -3829,6 +3827,9 @@ class DistributedDataParallel(torch.nn.Module):
 
     grad_buffers   list of tensors: one buffer for each dtype and device
     grad_shards    list of tensors: this rank's slice of each bucket
+
+    Make all changes to parameters (conversion, such as module.to(), replacement, freezing and
+    unfreezing) before wrapping the model.
 
     In each step, call zero_grad_buffer(), then run forward and backward of each micro-batch, and
     then call finish_grad_sync() and the optimizer.  Run all micro-batches but the last under
@@ -3898,7 +3899,7 @@ class DistributedDataParallel(torch.nn.Module):
                 params_of.setdefault((dtype, param.device), []).append(param)
                 # A parameter keeps its hooks.  The reference to self is weak, so that an unused
                 # wrapper is freed, and gets no more gradients if the module is wrapped again.
-                hook = functools.partial(_call_on_gradient, weakref.ref(self))
+                hook = functools.partial(_gradient_hook, weakref.ref(self))
                 param.register_post_accumulate_grad_hook(hook)
         for (dtype, device), params in params_of.items():
             self._add_buffer(params, dtype, device)
@@ -4003,8 +4004,8 @@ class DistributedDataParallel(torch.nn.Module):
     def finish_grad_sync(self) -> None:
         """Send the remaining buckets, and wait for all buckets.
 
-        Every rank of the group must call this method.  It sends nothing if, since the last call, no
-        gradient has arrived and zero_grad_buffer() has not been called.
+        Every rank of the group must call this method.  If neither a gradient has arrived nor
+        zero_grad_buffer() has been called since the last call, nothing is sent.
 
         Raises ValueError if a parameter was replaced, frozen or unfrozen after the model was
         wrapped.  With check_for_nan_in_grad, also raises ValueError, on every rank of the group, if
@@ -4028,9 +4029,9 @@ class DistributedDataParallel(torch.nn.Module):
                 param.grad = param.main_grad.to(param.dtype)
 
     def _report_not_finite(self):
-        """Raise ValueError if this rank has sent nan or inf, and forget the parameters with it.
+        """Raise ValueError if this rank has sent nan or inf, and clear the list of such parameters.
 
-        The message names the first five of them.
+        The message names the first five parameters.
         """
         names = self._not_finite
         self._not_finite = []
@@ -4078,8 +4079,8 @@ class DistributedDataParallel(torch.nn.Module):
     def broadcast_params(self) -> None:
         """Copy all parameters, frozen ones included, from the first rank of the group to all ranks.
 
-        Call this once if the modules of the ranks may differ.  (torch's DistributedDataParallel
-        does it when it is made.)
+        Call this once if the parameters may differ between ranks.  (torch's own
+        DistributedDataParallel does so in its constructor.)
         """
         if self.size == 1:
             return
@@ -4092,7 +4093,7 @@ class DistributedDataParallel(torch.nn.Module):
         self._make_buffers()
 
 
-def _call_on_gradient(wrapper, param):
+def _gradient_hook(wrapper, param):
     """Pass a new gradient to the DistributedDataParallel that wrapper refers to, if it exists."""
     ddp = wrapper()
     if ddp is not None:
@@ -4107,13 +4108,15 @@ def finalize_model_grads(
     """Finish the gradients of a step.
 
     model       list of the parts of the model on this rank
-    num_tokens  how many tokens of this rank count, if the loss is a sum over tokens: an int on
-                every rank, or a tensor on every rank.  The average over R ranks, multiplied by
-                R / (tokens of all ranks), is the gradient of the mean loss per token.  With several
-                pipeline stages, the trainer must send the number from the last stage, which has
-                the loss mask, to all stages.  None: the gradients stay the average over the ranks
+    num_tokens  number of tokens that count on this rank, if the loss is a sum over tokens: an int
+                on every rank, or a tensor on every rank.  The gradients then become those of the
+                mean loss per token.  None: they stay the average over ranks
     groups      num_tokens is added over the dp-cp ranks of these ParallelGroups.  None: over the
                 group of each part
+
+    With num_tokens, the average over R ranks is multiplied by R / (tokens of all ranks).  With
+    several pipeline stages, the trainer must send num_tokens from the last stage, which has the
+    loss mask, to all stages.
 
     >>> model = DistributedDataParallel(torch.nn.Embedding(257, 1))    # one weight for each token
     >>> model(torch.tensor([97, 97, 97, 98])).sum().backward()         # a a a b
@@ -4370,7 +4373,7 @@ def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
         for item in iterable:
             empty_passes = 0
             yield item
-    raise ValueError("cyclic_iter: two passes were empty; are there enough samples for one round?")
+    raise ValueError("cyclic_iter: two passes gave nothing; does the dataset have a full round?")
 
 
 class RerunDataIterator(collections.abc.Iterator):
@@ -4474,9 +4477,9 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 #                          eods are needed, and it has none             arrays are built    warning
 #   index arrays           they do not match the corpus                 each access         (c)
 #
-#   a sampler              a size below 1; a start that is impossible   made, state loaded  (e)
+#   a sampler              a size below 1; an impossible start          made, state loaded  (e)
 #   sizes of the axes      product does not divide the number of ranks  groups are made     (e)
-#   a batch                shapes; wrong packed; a mask left out        when it is read     (e)
+#   a batch                shapes; packed; a mask that is dropped       when it is read     (e)
 #   rows, documents        lengths that cannot be cut for the ranks     when they are cut   (e)
 #   a loader               no rank, in a job of several processes       when it is made     (e)
 #                          it has no batch                              when it is made     warning
@@ -4534,8 +4537,8 @@ def _naming_place(place):
 def _naming_failure(name, failure, kind=ValueError):
     """Put a name and a failure, such as "cannot be written", in front of the message of an error.
 
-    An OSError stays an OSError, and keeps its errno if it has one.  MemoryError and exceptions such
-    as KeyboardInterrupt are raised unchanged, because they may have any cause.  Any other error
+    An OSError stays an OSError, and keeps its errno if it has one.  MemoryError, and exceptions
+    such as KeyboardInterrupt, are raised unchanged: their cause may lie elsewhere.  Any other error
     becomes kind("name: failure: message").
     """
     try:
@@ -4643,8 +4646,8 @@ def _check_unchanged(path, stamp, done):
 def _parse_idx_header(path, content, multimodal):
     """Return the dtype code, n and m from the header of an .idx file.
 
-    content is the complete file.  Raises DatasetFormatError if a field of the header is wrong, or
-    if the file does not have the size that follows from it.
+    content is the complete file.  Raises DatasetFormatError if a field of the header is
+    invalid, or if the size of the file does not follow from the header.
     """
     size = len(content)
     _check_field(path, "file size", size >= _HEADER.size, f"at least {_HEADER.size} bytes", size)
@@ -4661,7 +4664,7 @@ def _parse_idx_header(path, content, multimodal):
 
 
 def _check_ends_of_pair(pair):
-    """Raise DatasetFormatError if an end of document_indices or the end of the .bin is wrong."""
+    """Raise DatasetFormatError unless document_indices and the .bin end as they should."""
     n = len(pair)
     bin_size = pair._stamps["bin"]["size"]
     item = pair._token_bytes
@@ -4773,8 +4776,8 @@ def _as_tokens(ids, dtype, values):
     misfits = (tokens != ids).nonzero()[0]
     if len(misfits):
         i = misfits[0]
-        advice = "choose a larger dtype, or correct the tokenizer's vocab_size, which decides it"
-        raise ValueError(f"token id {ids[i]} at {i} does not fit {dtype}; {advice}")
+        advice = "choose a larger dtype, or correct the tokenizer's vocab_size, which determines it"
+        raise ValueError(f"token id {ids[i]} (index {i}) does not fit {dtype}; {advice}")
     return tokens
 
 
@@ -4811,7 +4814,7 @@ def _check_weights(weights, names):
 
 
 def _check_config(config):
-    """Raise ValueError if a field that names the data is wrong, or if two contradict each other."""
+    """Raise ValueError if a field that names the data is invalid, or if two fields conflict."""
     _check_no_secrets([config.blend, config.blend_per_split])
     blends = [config.blend]
     if config.blend_per_split is not None:
@@ -4836,7 +4839,7 @@ def _check_config(config):
 def _check_blend(blend):
     """Raise ValueError unless a blend is (prefixes, weights or None).
 
-    Messages name only the type of a wrong value, because it could hold a URL with a password.
+    Messages show only the type of an invalid value: it could contain a URL with a password.
     """
     form = "blend: expected ([prefix, ...], [weight, ...] or None), got"
     if not isinstance(blend, collections.abc.Sequence) or len(blend) != 2:
@@ -4903,7 +4906,7 @@ def _check_sizes(config, sizes):
     if config.blend_phases is not None and train is not None:
         total = sum(operator.index(samples) for samples, _ in config.blend_phases)
         if train > total:
-            raise ValueError(f"blend_phases has {total} samples, train needs {train}; add a phase")
+            raise ValueError(f"train needs {train} samples, blend_phases has {total}; add a phase")
 
 
 def _check_size_of_sets(config, prefixes, size):
@@ -4915,10 +4918,10 @@ def _check_size_of_sets(config, prefixes, size):
 def _warn_of_few_samples(split, total, size):
     """Warn if more samples of a split are requested than the total that it has."""
     if size is not None and size > total:
-        advice = "give weights, so that its corpora are read more than once, or request fewer"
+        has = f"only {total:,}; give weights, to read its corpora repeatedly, or request fewer"
         if total == 0:
-            advice = "give it corpora, or a larger share of the split"
-        _warn(f"{size:,} samples are requested from {split.name}, which has {total:,}; {advice}")
+            has = "none; add corpora to it, or give it a larger share in split"
+        _warn(f"{size:,} samples are requested from {split.name}, which has {has}")
 
 
 def _check_has_size(split, size):
@@ -4939,8 +4942,7 @@ def _warn_of_short_corpora(split, size, parts):
             tokens = int(part.dataset.sequence_lengths[part.indices].sum(dtype=np.int64))
             needed = part._x + (1 if part._keeps_short else part.config.sequence_length)
             if 0 < tokens < needed:
-                has = f"{_label_of_dataset(part)} has {tokens} tokens"
-                short.append(f"{has}, and {needed} are needed")
+                short.append(f"{_label_of_dataset(part)} has {tokens} of {needed} needed tokens")
     if short:
         advice = "add documents, enlarge the share of the split, or reduce sequence_length"
         number = f"{len(short)} of {len(parts)} corpora cannot fill one sample"
@@ -4957,7 +4959,8 @@ def _check_corpora(opened, cls, tokenizer):
     for prefix, corpus in opened.items():
         n = cls.numel_low_level_dataset(corpus)
         if n >= 2**31:
-            raise ValueError(f"{prefix} has {n} sequences, expected at most {2**31 - 1}; divide it")
+            advice = "split the corpus into several pairs and blend them"
+            raise ValueError(f"{prefix}: {n} sequences, expected at most {2**31 - 1}; {advice}")
     _check_tokenizers(opened, tokenizer)  # section 20
 
 
@@ -4990,7 +4993,7 @@ def _check_same_builds(datasets):
 
 
 def _provenance_of_build(datasets):
-    """Return what decides the samples of all datasets (section 10), as JSON, or None for None."""
+    """Return what determines the samples of all datasets (section 10) as JSON; None for None."""
     if datasets is None:
         return None
     provenance = {}
@@ -5033,18 +5036,18 @@ def _check_has_tokens(tokens_per_epoch, num_samples):
 
 def _check_document_index(document_index, sizes):
     """Raise IndexError unless each document is an index of sizes."""
-    wrong = np.flatnonzero((document_index < 0) | (document_index >= len(sizes)))
+    n = len(sizes)
+    wrong = np.flatnonzero((document_index < 0) | (document_index >= n))
     if len(wrong):
         d = wrong[0]
-        limit = f"there are only {len(sizes)} sequences, counted from 0"
-        raise IndexError(f"document_indices[{d}] is {document_index[d]}, but {limit}")
+        raise IndexError(f"document_indices[{d}] is {document_index[d]}; there are {n} sequences")
 
 
 def _check_lengths(lengths, num_tokens):
     """Raise ValueError if a length is negative, or if the sum is below num_tokens."""
     if lengths.min(initial=0) < 0:
         d = lengths.argmin()
-        raise ValueError(f"sizes: document {d} of the stream has the negative length {lengths[d]}")
+        raise ValueError(f"sizes: document {d} of the stream has a negative length, {lengths[d]}")
     total = lengths.sum(dtype=np.int64)
     if num_tokens > total:
         raise ValueError(f"the samples need {num_tokens} tokens, but the documents have {total}")
@@ -5071,7 +5074,7 @@ def _check_blending(dataset_index, dataset_sample_index, shares, num_datasets):
     _check_array(dataset_sample_index, "dataset_sample_index", np.int64)
     _as_whole(num_datasets, "num_datasets", 1, 2**15 - 2)
     if len(shares) != num_datasets:
-        raise ValueError(f"num_datasets is {num_datasets}, but {len(shares)} have a weight or size")
+        raise ValueError(f"num_datasets is {num_datasets}, but got {len(shares)} weights or sizes")
     if not np.all((shares >= 0) & (shares < np.inf)):
         raise ValueError(f"weights: expected finite numbers >= 0, got {shares!s:.60}")
 
@@ -5128,7 +5131,7 @@ def _check_row_fits(dataset, row):
 
 
 def _check_start(sampler, consumed_samples):
-    """Raise ValueError if a size of a sampler is wrong, or if it cannot start at consumed_samples.
+    """Raise ValueError if a size of a sampler is invalid, or it cannot start at consumed_samples.
 
     "cyclic" needs samples for at least one full round, and starts after any number of full rounds.
     The other samplers start anywhere in the pass, or at its end.
@@ -5143,15 +5146,15 @@ def _check_start(sampler, consumed_samples):
     if is_cyclic and total < sampler.samples_per_round:
         raise ValueError(f"total_samples: expected at least {size}, got {total}")
     if is_cyclic and consumed_samples % sampler.samples_per_round:
-        got = f"got {consumed_samples}; resume with two values whose product divides it"
+        got = f"got {consumed_samples}; choose sizes whose product divides it"
         raise ValueError(f"consumed_samples: expected a multiple of {size}, {got}")
 
 
 def _check_parallel_sizes(world_size, tensor, context, pipeline):
-    """Raise ValueError if the axes do not divide the ranks, or the ranks do not know each other."""
+    """Raise ValueError unless the sizes fit world_size, and torch.distributed is initialized."""
     if world_size > 1 and not _is_distributed():
-        reason = "torch.distributed is not initialized; call init_process_group() first"
-        raise ValueError(f"WORLD_SIZE is {world_size}, but {reason} (or all ranks read the same)")
+        why = "torch.distributed is not initialized, so all processes would read the same data"
+        raise ValueError(f"WORLD_SIZE is {world_size}, but {why}; call init_process_group() first")
     if min(tensor, context, pipeline) < 1 or world_size % (tensor * context * pipeline):
         axes = f"tensor {tensor} x context {context} x pipeline {pipeline}"
         raise ValueError(f"{axes}: the product must divide {world_size}, the number of ranks")
@@ -5167,13 +5170,13 @@ def _check_batch(batch, layout, create_attention_mask):
     """Raise ValueError unless a batch has the tensors of a layout, {key: (shape, dtype)}.
 
     Floating-point tensors are rejected if integers are expected.  A packed batch is accepted only
-    for a packed layout, and vice versa.  Also raises ValueError if get_batch() would leave out a
-    mask that keeps documents apart.
+    for a packed layout, and vice versa.  Also raises ValueError if get_batch() would drop a mask
+    that keeps documents apart.
     """
     packed = "cu_seqlens" in layout
     if packed != (batch.get("cu_seqlens") is not None):
-        advice = "batches with cu_seqlens (inter_document_masking, SFTDataset) need packed=True"
-        raise ValueError(f"packed={packed} does not fit this batch; {advice}, other batches False")
+        has = "has no cu_seqlens" if packed else "has cu_seqlens"
+        raise ValueError(f"packed={packed}, but this batch {has}; pass packed={not packed}")
     mask = batch.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and not create_attention_mask:
         tokens = mask.shape[-1]
@@ -5181,8 +5184,8 @@ def _check_batch(batch, layout, create_attention_mask):
             hidden_from_last = mask[:, 0, -1]
             # the last token may not attend to the first, though it may to itself
             if (hidden_from_last[:, 0] & ~hidden_from_last[:, -1]).any():
-                advice = "pass create_attention_mask=True, or batches without this mask"
-                raise ValueError(f"the attention_mask keeps documents apart; {advice}")
+                loss = "would be dropped; pass create_attention_mask=True, or batches without it"
+                raise ValueError(f"the attention_mask keeps documents apart, but {loss}")
     for key, (shape, dtype) in layout.items():
         given = batch.get(key)
         if getattr(given, "shape", None) != shape:
@@ -5282,10 +5285,10 @@ def _check_iterator(loader, iterator):
 def _check_data_of_loader(dataset, rank, size):
     """Raise ValueError for several datasets, or if several processes give no rank or no size."""
     if isinstance(dataset, (list, tuple)) and isinstance(dataset[0], torch.utils.data.Dataset):
-        raise ValueError(f"dataset: expected one, got {len(dataset)}; make a loader for each")
+        raise ValueError(f"dataset: got {len(dataset)} datasets; build one loader for each")
     if _num_processes() > 1 and (rank is None or size is None):
         needs = f"{_num_processes()} processes need data_parallel_rank and data_parallel_size"
-        raise ValueError(f"{needs}; give 0 and 1 if all are to read the same samples")
+        raise ValueError(f"{needs}; if all should read the same samples, pass 0 and 1")
 
 
 def _check_gradient_in_time(ddp, param):
@@ -5314,14 +5317,14 @@ def _check_parameters(ddp):
     for name, param in ddp.module.named_parameters():
         if param.requires_grad != (param in ddp._slices):
             change = "replaced or unfrozen" if param.requires_grad else "frozen"
-            raise ValueError(f"{name} was {change} after the wrapping; change it first, then wrap")
+            raise ValueError(f"{name} was {change} after the wrapping; change it before wrapping")
 
 
 def _check_loss_is_mean(model):
     """Raise ValueError if torch averages the gradients of this model over ranks.
 
-    The loss is a sum over tokens.  Each rank would divide the average over ranks by the number of
-    its own tokens only.
+    Called when the loss is a sum over tokens.  Torch would average these sums over the ranks, and
+    each rank would then divide by its own token count instead of the total.
     """
     if _num_processes() == 1:
         return
@@ -5377,7 +5380,7 @@ def _md5(data):
 
 def _import_extra(module, user):
     """Import a module of an optional package.  An ImportError names user, which needs it."""
-    with _naming_failure(user, f"pip install {module.partition('.')[0]}", ImportError):
+    with _naming_failure(user, f"needs pip install {module.partition('.')[0]}", ImportError):
         return importlib.import_module(module)
 
 
@@ -5387,7 +5390,7 @@ def _is_remote(path):
 
 
 def _absolute_path(path):
-    """Return an absolute path, valid even if the working directory changes, or a URL as it is.
+    """Return a path as an absolute path, and a URL unchanged.
 
     The path is not normalized: if link is a symbolic link, only the system knows what link/.. is.
     """
@@ -5538,31 +5541,31 @@ def _remove_path(path, pid):
                 os.unlink(path)
 
 
-def _commit_pair(tokens, index):
+def _commit_pair(tokens, idx_file):
     """Rename a .bin and its .idx, two objects of _NewFile, in the steps drawn above."""
     tokens.finish()
-    index.finish()
-    for file in (tokens, index):
+    idx_file.finish()
+    for file in (tokens, idx_file):
         os.stat(file.temporary)  # raises if somebody removed it, while the old pair is still there
-    has_old = _exists(index.path)
+    has_old = _exists(idx_file.path)
     try:
         tokens._remove.detach()  # from now on, discard() only closes the file
-        index._remove.detach()
-        pathlib.Path(f"{index.path.removesuffix('.idx')}.record.json").unlink(missing_ok=True)
-        pathlib.Path(index.path).unlink(missing_ok=True)
+        idx_file._remove.detach()
+        pathlib.Path(f"{idx_file.path.removesuffix('.idx')}.record.json").unlink(missing_ok=True)
+        pathlib.Path(idx_file.path).unlink(missing_ok=True)
         os.replace(tokens.temporary, tokens.path)
-        os.replace(index.temporary, index.path)
-        for folder in {os.path.dirname(tokens.path), os.path.dirname(index.path)}:
+        os.replace(idx_file.temporary, idx_file.path)
+        for folder in {os.path.dirname(tokens.path), os.path.dirname(idx_file.path)}:
             _sync_folder(folder)
     except BaseException:
         # On a network disk, a step that reports failure may still have taken effect.
         is_first = _exists(tokens.temporary)
-        if is_first and has_old == _exists(index.path):
-            _remove_path(index.temporary, os.getpid())
+        if is_first and has_old == _exists(idx_file.path):
+            _remove_path(idx_file.temporary, os.getpid())
             _remove_path(tokens.temporary, os.getpid())
             raise
         names = [tokens.temporary if is_first else tokens.path]
-        names.append(index.temporary if _exists(index.temporary) else index.path)
+        names.append(idx_file.temporary if _exists(idx_file.temporary) else idx_file.path)
         advice = "the new pair is complete in these two files; rename any .tmp, the .bin first"
         with _naming_failure(" and ".join(names), advice):
             raise
@@ -5617,7 +5620,7 @@ def _sync_folder(folder):
 #                                                -shuffle_index.npy
 #   <hash>-GPTDataset-train-manifest.json        written last.  Its keys:
 #       format      version of this layout
-#       made_from   everything else that decides the arrays, such as the documents of the split
+#       made_from   everything else that determines the arrays, such as the documents of the split
 #       pair        identity of the pair, or null for a blend and for a user's own reader
 #       facts       the epoch plan, or how many samples a blend takes from each dataset
 #       files       dtype, shape, size and CRC-32 of each array; above 1 MiB, also the modification
@@ -5629,7 +5632,7 @@ def _sync_folder(folder):
 #   no manifest, or one in another format      builds and saves.  (Upstream wrote the cache, or an
 #                                              earlier job was interrupted.)
 #   an array over 1 MiB with a different time  builds and saves.  (Another job wrote it, or it was
-#                                              copied without its time.)
+#                                              copied without its modification time.)
 #   a damaged file, or one for other data      builds and saves, and warns why
 #   a folder that it cannot write to           builds, keeps the arrays in memory, and warns
 #
@@ -5804,7 +5807,7 @@ def _read_idx(pair):
     """Return the bytes of the .idx, as an array; on object storage, they are copied first."""
     path = pair._idx_path
     if _is_remote(path):
-        path = _fetch_index(path, pair._stamps["idx"], pair.object_storage_config)
+        path = _fetch_idx(path, pair._stamps["idx"], pair.object_storage_config)
     return _read_or_map_file(path)[0]
 
 
@@ -6029,7 +6032,7 @@ class ObjectStorageConfig:
 
 
 def _map_tokens(path, dtype):
-    """Map a file of tokens into memory, read-only.  An error names the way out."""
+    """Map a file of tokens into memory, read-only.  An error says how to read it without a map."""
     if os.path.getsize(path) == 0:  # an empty file cannot be mapped
         return np.zeros(0, dtype)
     advice = "to read it, pass mmap=False, or mmap_bin_files=False in a config"
@@ -6129,10 +6132,10 @@ class _RemoteFile:
             elif len(content) == end - begin:
                 contents[begin, end] = content
             else:
-                error = OSError(f"got {len(content)} bytes for the range {begin} to {end}")
+                error = OSError(f"asked for {end - begin} bytes at {begin}, got {len(content)}")
                 if len(content) > end - begin:
-                    advice = "copy the object to a storage that supports them"
-                    raise io.UnsupportedOperation(f"{error}: range requests are ignored; {advice}")
+                    advice = "copy the object to storage that supports range requests"
+                    raise io.UnsupportedOperation(f"the server ignores ranges ({error}); {advice}")
         if error is not None:
             raise error
 
@@ -6211,7 +6214,7 @@ def _keep_file_systems():
         _file_systems.update(zip(map(id, cached), cached, strict=True))
 
 
-def _fetch_index(url, stamp, config):
+def _fetch_idx(url, stamp, config):
     """Return the path of a local copy of an .idx file.  Make the copy if it is missing."""
     name = _md5(f"{url} {stamp['size']} {stamp['changed']}")
     copied = os.path.join(config.path_to_idx_cache, f"{name}.idx")
@@ -6237,19 +6240,19 @@ _PASSWORD = re.compile(
 def _check_no_secrets(names, is_input=False):
     """Check that URLs hold no secrets.  names may be a nested list.
 
-    Raises ValueError for a URL with a password.  Unless the URL is an input, this error is also
-    raised for a query, which may be a signature, and for a chain of fsspec, in which a cache would
-    hide changes of the object.  No message repeats the URL.
+    Raises ValueError for a URL with a password.  For URLs of pairs, it also rejects a query (which
+    may hold a signature) and an fsspec chain such as simplecache::s3://... (whose cache would hide
+    changes to the object).  No message repeats the URL.
     """
     if isinstance(names, (str, bytes, os.PathLike)):
         url = os.fsdecode(names)
         if _PASSWORD.search(url) or (not is_input and re.search(r"://.*\?", url)):
             raise ValueError(
-                f"{'input' if is_input else 'path'}: a URL may contain a secret (a password, or "
-                'what follows "?"); pass secrets to fsspec in variables, e.g. FSSPEC_S3_SECRET'
+                f"{'input' if is_input else 'path'}: the URL may contain a secret (a password, or "
+                'what follows "?"); pass it to fsspec in a variable, such as FSSPEC_S3_SECRET'
             )
         if not is_input and re.search(r"::[^/]*://", url):
-            raise ValueError('the URL of a pair is a chain ("::"); pass the URL of the object')
+            raise ValueError('the URL of a pair is an fsspec chain ("a::b"); pass the last URL')
     elif isinstance(names, collections.abc.Sequence):
         for name in names:
             _check_no_secrets(name, is_input)
@@ -6276,7 +6279,7 @@ def _check_no_secrets(names, is_input=False):
 # other processes, and reports which process ended.
 
 
-def _call_catching(step, *arguments):
+def _try_call(step, *arguments):
     """Call a function.  Return its result and None, or None and the error that it raised.
 
     KeyboardInterrupt, SystemExit and GeneratorExit are not caught.  Every other BaseException is
@@ -6313,7 +6316,7 @@ def _on_every_rank(step, group=None):
     world = _world_size(group)
     if world == 1:
         return None if step is None else step()
-    result, error = (None, None) if step is None else _call_catching(step)
+    result, error = (None, None) if step is None else _try_call(step)
     mine = world if error is None else _rank(group)
     first_failed = torch.tensor(mine, device=_device_of_group(group))
     torch.distributed.all_reduce(first_failed, torch.distributed.ReduceOp.MIN, group=group)
@@ -6466,8 +6469,8 @@ _NO_EOD = -(2**63)  # no token has this id
 #   0         b b b c    b b c c    1 1 1 1     0 1 2 3
 #   2         a a a a    a a a b    1 1 1 1     0 1 2 3
 #
-# It is used for a GPTDataset whose pair is memory-mapped, and for a blend of these datasets that
-# share the config of the blend.  A subclass may redefine its samples, so C is never used for it.
+# It is used for a GPTDataset with a memory-mapped pair, and for a blend of such datasets if all
+# share the blend's config.  A subclass may redefine its samples, so C is never used for it.
 
 
 @functools.wraps(_make_batch)
@@ -6581,7 +6584,7 @@ if IMPLEMENTATION == "c":
 # ==============================================================================
 # Question: which tokenizers can a command use?
 #
-# build_tokenizer() makes a tokenizer from its name, which a command takes as --tokenizer:
+# build_tokenizer() makes a tokenizer from its name, the value of --tokenizer in a command:
 #
 #   bytes            ByteTokenizer(), see section 2
 #   null:50000       NullTokenizer(50000), for texts of decimal ids
@@ -6932,8 +6935,8 @@ def preprocess(
       - the tokenizer raises an exception on it, or returns ids that cannot be stored
 
     The ValueError for a bad line names the file, the line and the reason.  If every line is bad, it
-    is raised even with "skip".  MemoryError and OSError are not caused by a line: they always end
-    the job.  Raises OSError if an input cannot be read, or if its size or modification time
+    is raised even with "skip".  MemoryError and OSError are not caused by a line, so they always
+    end the job.  Raises OSError if an input cannot be read, or if its size or modification time
     changes after the job has begun.
 
     Until the first pair is renamed to its final name, an error leaves all files as they were,
@@ -7001,10 +7004,10 @@ def _check_preprocess_arguments(input, output_prefix, texts, json_keys, workers,
         raise ValueError("output_prefix is missing; it is the first part of the name of each pair")
     if (input is None) == (texts is None):
         got = "neither" if texts is None else "both"
-        raise ValueError(f"expected either input, which is for paths, or texts, got {got}")
+        raise ValueError(f"pass either input (paths) or texts; got {got}")
     is_table = hasattr(texts, "columns") or hasattr(texts, "to_pylist")  # the latter: a column
     if is_table or isinstance(texts, (str, bytes, collections.abc.Mapping)):
-        got = f"expected an iterable of texts or dicts, got one {type(texts).__name__}"
+        got = f"expected an iterable of strings or dicts, got a {type(texts).__name__}"
         raise ValueError(f"texts: {got}; convert a table with .to_pylist() or .to_dict('records')")
 
 
@@ -7174,7 +7177,7 @@ def _inputs_of_shard(inputs, index, count):
     sizes = [each.file_size for each in inputs]
     if None in sizes:
         name = inputs[sizes.index(None)].name
-        raise ValueError(f"{name}: shards need its size, which is unknown; write it to a file")
+        raise ValueError(f"{name}: its size is unknown, but shards need it; save it to a file")
     total = sum(sizes)
     starts = itertools.accumulate(sizes[:-1], initial=0)
     shards = [min(start * count // max(total, 1), count - 1) for start in starts]  # total may be 0
@@ -7311,7 +7314,7 @@ class _Encoder:
 
         A bad line has its own entry, with a str that says what is wrong instead of the result.
         """
-        result, error = _call_catching(self.encode, lines)
+        result, error = _try_call(self.encode, lines)
         if error is None:
             return [(len(lines), result)]
         if isinstance(error, (MemoryError, OSError)):  # not caused by a line
@@ -7395,8 +7398,8 @@ def _iter_encoded_blocks(encoder, blocks, workers):
                 process.join()
                 code = process.exitcode  # if negative, the number of a signal
                 name = f", {signal.strsignal(-code)}" if code < 0 else ""
-                end = f"a worker ended (exit code {code}{name})"
-                raise ChildProcessError(f"{end}; workers=1 may show an error message") from None
+                end = f"a worker process ended (exit code {code}{name})"
+                raise ChildProcessError(f"{end}; run with workers=1 to see an error") from None
             if isinstance(result, Exception):
                 raise result
             if previous_block is not None:
@@ -7424,7 +7427,7 @@ def _run_worker(pipe, encoder):
         while True:
             pipe.send(result)
             lines = pipe.recv()
-            result, error = _call_catching(encoder.encode_block, lines)
+            result, error = _try_call(encoder.encode_block, lines)
             if error is not None:  # not a bad line.  The error itself may not be picklable
                 result = ChildProcessError(_message_of(error))
 
@@ -7527,7 +7530,7 @@ def _make_record(path_prefix, tokenizer, inputs, fields):
 
 
 def _write_record(path_prefix, tokenizer, inputs, fields=()):
-    """Write the record of a pair whose files are complete; fields as for _make_record()."""
+    """Write the record of a pair whose two files are complete.  fields: see _make_record()."""
     record = _make_record(path_prefix, tokenizer, inputs, fields)
     with _NewFile(f"{os.fsdecode(path_prefix)}.record.json", synced=False) as file:
         file.write(json.dumps(record, indent=1).encode())
@@ -7587,7 +7590,7 @@ def _common_eod(records):
     examples = {each["append_eod"]: name for name, each in records.items() if "append_eod" in each}
     if len(examples) > 1:
         made = (f"{name} {_LABELS_OF_EOD[value]}" for value, name in examples.items())
-        _warn(f"append_eod differs ({', '.join(made)}); unless intended, preprocess one again")
+        _warn(f"only some pairs have eods ({', '.join(made)}); if in error, preprocess one again")
         return {"append_eod": None}
     return {"append_eod": next(iter(examples))} if len(examples) > 0 else {}
 
@@ -7602,7 +7605,7 @@ def _check_tokenizers(opened, tokenizer):
     advice = "give the config the tokenizer of this corpus, or preprocess the corpus again"
     records = {name: _record_of(c) for name, c in opened.items() if isinstance(c, IndexedDataset)}
     for prefix, record in records.items():
-        _, difference = _call_catching(_common_tokenizer, config_record | {prefix: record}, advice)
+        _, difference = _try_call(_common_tokenizer, config_record | {prefix: record}, advice)
         if difference is not None:
             _warn(str(difference))
     _common_tokenizer(records)
@@ -7915,8 +7918,8 @@ def _check_message(message):
             raise ValueError(f"the {key} of a message must be a string, got {value!r:.60}")
     for key, value in message.items():
         if key not in ("role", "content") and value not in (None, "", [], {}):
-            advice = "remove this key, or use a tokenizer with a method tokenize_conversation()"
-            raise ValueError(f"the template would drop {key!r}, which is {value!r:.60}; {advice}")
+            advice = "remove it, or use a tokenizer with a method tokenize_conversation()"
+            raise ValueError(f"the message key {key!r} would be lost ({value!r:.60}); {advice}")
 
 
 def _pack_conversations(encoded, sequence_length, pad_id, granularity):
@@ -8340,7 +8343,7 @@ def _make_parser(program):
     add("--output-prefix", help="write PREFIX_KEY_document.bin and .idx for each KEY", **output)
     add("--append-eod", help="end each document with the end-of-document token", **switch)
     add("--json-keys", metavar="KEY", help="keys to tokenize (default: text)", **several)
-    add("--split-sentences", help="store each sentence as a sequence (needs nltk)", **switch)
+    add("--split-sentences", help="store each sentence as its own sequence (needs nltk)", **switch)
     add("--workers", type=_parse_workers, default=1, help="number of processes (default: 1)")
     text = "process only shard i of n (from 0); merge joins the shards"
     add("--shard", type=_parse_shard, default=(0, 1), metavar="i/n", help=text)
@@ -8351,9 +8354,9 @@ def _make_parser(program):
     add = commands["merge"].add_argument
     add("--input", required=True, help="pairs to join, in this order", **several, **pair)
     add("--output-prefix", help="prefix of the new pair", **output)
-    add("--multimodal", help="keep the modes of multimodal pairs", **switch)
+    add("--multimodal", help="keep the modes (one number for each sequence)", **switch)
 
-    text = "path or URL of a pair, with or without .bin or .idx at its end"
+    text = "path or URL of a pair, with or without the ending .bin or .idx"
     commands["inspect"].add_argument("prefix", help=text, **pair)
     commands["verify"].add_argument("prefix", nargs="+", help=text, **pair)
     for name in ("preprocess", "inspect"):
@@ -8416,7 +8419,7 @@ def _run_inspect(args):
     records = {"this command": {"tokenizer": _identifiers_of(tokenizer)}}
     records[args.prefix] = _record_of(dataset)
     advice = "name the tokenizer of the pair with --tokenizer"
-    _, difference = _call_catching(_common_tokenizer, records, advice)
+    _, difference = _try_call(_common_tokenizer, records, advice)
     are_ids = all(isinstance(token, int) and 0 <= token < tokenizer.vocab_size for token in tokens)
     if difference is None and are_ids:
         _print_line(f"as text: {tokenizer.detokenize(tokens)!r}")
@@ -8459,8 +8462,9 @@ def _run_demo(args):
         resumed = build_pretraining_data_loader(train, 0, micro_batch_size=8)
         resumed.load_state_dict(loader.state_dict())
         pairs = zip(batches, resumed, strict=True)
-        equal = [torch.equal(batch["tokens"], again["tokens"]) for batch, again in pairs]
-        _print_line(f"4. Resumed: {len(equal)} batches, as in an uninterrupted run: {all(equal)}")
+        same = [torch.equal(batch["tokens"], again["tokens"]) for batch, again in pairs]
+        end = f"identical to an uninterrupted run: {all(same)}"
+        _print_line(f"4. Resumed: {len(same)} batches, {end}")
     _print_line('Next, your own text: in corpus.jsonl, a line {"text": "..."} for each document')
     _print_line(
         f"{args.program} preprocess --input corpus.jsonl --output-prefix corpus --append-eod"

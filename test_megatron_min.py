@@ -1230,8 +1230,8 @@ def test_wrong_stream_raises(mm):
         ({"sizes": np.array([4, 3, 6])}, TypeError, "sizes"),
         ({"sizes": int32(8, -1, 6)}, ValueError, "sizes: document 1 .* -1"),
         ({"document_indices": np.ones((3, 1), np.int32)}, ValueError, "document_indices"),
-        ({"document_indices": int32(0, 3, 2)}, IndexError, r"document_indices\[1\] is 3, .* 3 seq"),
-        ({"document_indices": int32(0, -1, 2)}, IndexError, r"document_indices\[1\] is -1, "),
+        ({"document_indices": int32(0, 3, 2)}, IndexError, r"document_indices\[1\] is 3; .* 3 seq"),
+        ({"document_indices": int32(0, -1, 2)}, IndexError, r"document_indices\[1\] is -1; "),
         ({"tokens_per_epoch": 14, "sequence_length": 13}, ValueError, "14 tokens, .* have 13"),
         ({"sequence_length": 0}, ValueError, "sequence_length"),
     ):
@@ -1880,12 +1880,12 @@ def test_corpora_that_are_shorter_than_a_sample(one, tmp_path):
     """One warning for each split of which samples are wanted; a split without a sample is None."""
     docs = {"twenty": [[1] * 20], "three": [[1] * 3], "empty": [[]], "enough": [[1] * 70] * 100}
     twenty, three, empty, enough = (mk(one, tmp_path / name, docs[name]) for name in docs)
-    both = [f"train: 2 of 2 .*{three} has 3 tokens, and 65 are needed.*sequence_length"]
+    both = [f"train: 2 of 2 .*{three} has 3 of 65 needed tokens.*sequence_length"]
     halves = {"split": "50,50,0"}
     of_21 = {"add_extra_token_to_sequence": False, "sequence_length": 21}
     for corpora, sizes, fields, built, warned in (
-        ([twenty], [None, 0, 0], {}, [], [f"train: 1 of 1 .*{twenty} has 20 tokens, and 65 "]),
-        ([twenty], [None, 0, 0], of_21, [], [" 21 are needed"]),
+        ([twenty], [None, 0, 0], {}, [], [f"train: 1 of 1 .*{twenty} has 20 of 65 "]),
+        ([twenty], [None, 0, 0], of_21, [], [" of 21 needed"]),
         ([twenty], [5, 0, 0], {}, [0], []),  # in several epochs
         ([twenty] * 3, [0, 0, 0], {}, [], []),
         ([three, twenty], [None, 0, 0], {}, [], both),
@@ -1981,7 +1981,7 @@ def test_what_a_builder_refuses(one, corpora):
             "test: the size .*None; give",
         ),  # valid: two datasets, test: a blend
         ([0, 5, 9], sets | {"full_validation": True}, "must be None"),
-        ([20, 0, 0], {"blend": two, "blend_phases": [(16, [1, 1])]}, "16 samples, .* 20; add"),
+        ([20, 0, 0], {"blend": two, "blend_phases": [(16, [1, 1])]}, "20 samples, .* 16; add"),
         ([9, 0, 0], {}, "no blend is given"),
         ([100.9, 0, 0], {"blend": two}, r"sizes: .*100\.9"),
         (["5", 0, 0], {"blend": two}, "sizes: .*'5'"),
@@ -2371,8 +2371,8 @@ def test_a_batch_that_does_not_fit_is_refused(one, tmp_path):
             {},
             "labels.*expected torch.int64, got torch.float",
         ),
-        (plain, PACKED, "packed=True does not fit"),
-        (packed, {}, "packed=False does not fit"),
+        (plain, PACKED, "packed=True, but .* has no cu_seqlens; pass packed=False"),
+        (packed, {}, "packed=False, but .* has cu_seqlens; pass packed=True"),
         (apart, {}, "keeps documents apart.*create_attention_mask=True, or batches without"),
     ):
         with pytest.raises(ValueError, match=word):
@@ -2704,7 +2704,7 @@ def test_dataloader_type_selects_the_sampler(one, monkeypatch):
     assert (list(loader), loader.num_workers) == ([4, 4], 0)
     for data, fields, words in (
         (Numbers(9), {"dataloader_type": "odd"}, "dataloader_type"),
-        ([Numbers(9)] * 2, {}, "got 2; make a loader for each"),
+        ([Numbers(9)] * 2, {}, "got 2 datasets; build one loader for each"),
     ):
         with pytest.raises(ValueError, match=words):
             loader_of(one, data, **fields)
@@ -2812,7 +2812,9 @@ def test_which_iterator_goes_on_where_a_state_was_taken(one, kind):
     if kind in SHUFFLED:  # the next one goes on there
         assert heard(next, iter(loader))[1] == []
     else:
-        with pytest.warns(UserWarning, match="left at sample 12, .* at sample 0;.*load_state_dict"):
+        with pytest.warns(
+            UserWarning, match="stopped at sample 12, .* at sample 0;.*load_state_dict"
+        ):
             next(iter(loader))
     assert heard(next, iter(loader))[1] == []  # it did not go on from a state
 
@@ -3399,7 +3401,7 @@ def test_a_gradient_that_would_be_in_no_average_is_refused(one):
         (frozen, "weight was frozen"),
     ):
         for method in (ddp.zero_grad_buffer, ddp.finish_grad_sync, ddp.finish_grad_sync):
-            with pytest.raises(ValueError, match=f"^{words} after .*, then wrap$"):
+            with pytest.raises(ValueError, match=f"^{words} after .*before wrapping$"):
                 method()
     with pytest.raises(RuntimeError):
         converted.double().zero_grad_buffer()
@@ -4841,7 +4843,7 @@ def test_ranges_are_exact_and_only_what_failed_is_asked_for_again(one, web, some
         assert len(ranges) == len(wanted) + (fault is not None)
     web.requests.clear()
     web.faults = iter(["whole"])
-    with pytest.raises(OSError, match=r"pair\.bin: .*range requests are ignored; copy"):
+    with pytest.raises(OSError, match=r"pair\.bin: .*ignores ranges .*; copy"):
         ds.get(1, 2, 2)
     assert len(web.requests) == 1
 
@@ -4917,7 +4919,7 @@ def test_a_url_that_may_hold_a_secret_is_refused_at_every_door(
     in_bytes = os.fsencode(password)
     calls += [(config, [one, ([in_bytes], None)]), (one.IndexedDataset, [in_bytes])]
     for function, arguments in calls:
-        with pytest.raises(ValueError, match="may contain a secret|is a chain") as caught:
+        with pytest.raises(ValueError, match="may contain a secret|is an fsspec chain") as caught:
             function(*arguments)
         assert type(caught.value) is ValueError, arguments
         assert SECRET not in str(caught.value), arguments
@@ -5678,7 +5680,7 @@ def test_a_package_that_is_missing_is_named(one, tmp_path, hf, monkeypatch):
         "pyarrow.parquet": functools.partial(chat, one, jsonl(tmp_path / "a.parquet", [])),
     }.items():
         monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
-        with pytest.raises(ImportError, match=rf": pip install {module.partition('.')[0]}:"):
+        with pytest.raises(ImportError, match=rf"needs pip install {module.partition('.')[0]}:"):
             use()
 
 
@@ -6030,7 +6032,9 @@ def test_pairs_with_and_without_eod(one, tmp_path, capsys, monkeypatch):
         cfg = config(one, (prefixes, None), tokenizer=one.ByteTokenizer(), sequence_length=2)
         _, messages = heard(build, one, [1, 0, 0], cfg)
         assert len(messages) == err.count("warning: ") == (found is None)
-        words = rf"append_eod differs .{prefixes[-2]} .* {prefixes[-1]} .*preprocess one again"
+        words = (
+            rf"only some pairs have eods .{prefixes[-2]} .* {prefixes[-1]} .*preprocess one again"
+        )
         assert all(re.search(words, message) for message in [*messages, *err.splitlines()])
         for end in ("bin", "idx", "record.json"):
             os.replace(f"m.{end}", f"mixed_text_document.{end}")
@@ -6295,8 +6299,8 @@ REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the err
     "an id that does not fit": (b'{"text": "70000"}', {"tokenizer": Tok()}, "line 1: .*70000"),
     "no file of a pattern": (GOOD, {"input": ["a.jsonl", "*.none"]}, r"\*\.none"),
     "no object of a pattern": (GOOD, {"input": "memory://none*.jsonl"}, "matches no file"),
-    "two kinds of input": (GOOD, {"texts": ["a"]}, "either input, .* or texts, got both"),
-    "neither of them": (GOOD, {"input": None}, "either input, .* or texts, got neither"),
+    "two kinds of input": (GOOD, {"texts": ["a"]}, "either input .* or texts; got both"),
+    "neither of them": (GOOD, {"input": None}, "either input .* or texts; got neither"),
     "no input": (GOOD, {"input": []}, "at least one input"),
     "no such input": (GOOD, {"input": "none.jsonl"}, "none.jsonl: no such file"),
     "no folder": (GOOD, {"output_prefix": "none/o"}, "No such file or directory: .none/o"),
@@ -6307,11 +6311,11 @@ REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the err
         {"on_error": "skip"},
         r"every line .*jsonl, line 1: .* 3: ",
     ),
-    "one text": (GOOD, {"input": None, "texts": b"abc"}, "an iterable of texts or dicts"),
-    "splits": (GOOD, {"input": None, "texts": {"train": []}}, "an iterable of texts or dicts"),
-    "a table": (GOOD, {"input": None, "texts": TABLE}, r"texts or dicts, .*\.to_pylist\(\)"),
-    "a column": (GOOD, {"input": None, "texts": COLUMN}, r"texts or dicts, .*\.to_pylist\(\)"),
-    "a shard of a pipe": (GOOD, {"input": "-", "shard": (0, 2)}, "-: .*size.*write it to a file"),
+    "one text": (GOOD, {"input": None, "texts": b"abc"}, "an iterable of strings or dicts"),
+    "splits": (GOOD, {"input": None, "texts": {"train": []}}, "an iterable of strings or dicts"),
+    "a table": (GOOD, {"input": None, "texts": TABLE}, r"strings or dicts, .*\.to_pylist\(\)"),
+    "a column": (GOOD, {"input": None, "texts": COLUMN}, r"strings or dicts, .*\.to_pylist\(\)"),
+    "a shard of a pipe": (GOOD, {"input": "-", "shard": (0, 2)}, "-: .*size.*save it to a file"),
     "workers": (GOOD, {"workers": 0}, "workers: .*, got 0"),
     "workers that may not be started": (GOOD, {"workers": 2}, "use workers=1"),
     "shard": (GOOD, {"shard": (2, 2)}, r"shard: expected .* got \(2, 2\)"),
@@ -6487,7 +6491,9 @@ def test_signals_in_workers(one, tmp_path, monkeypatch):
 
     before = set(multiprocessing.active_children())
     for text, reason in (("9", "-9, Killed"), ("11", "-11, Segmentation fault"), ("3", "3")):
-        with pytest.raises(ChildProcessError, match=rf"\(exit code {reason}\); workers=1 "):
+        with pytest.raises(
+            ChildProcessError, match=rf"\(exit code {reason}\); run with workers=1 "
+        ):
             run("2", "2", text, "2")
         assert set(multiprocessing.active_children()) <= before
     with pytest.raises(ValueError, match="texts, line 2: ") as kept:
@@ -6496,7 +6502,7 @@ def test_signals_in_workers(one, tmp_path, monkeypatch):
     del kept
     with monkeypatch.context() as patches:
         patches.setattr(sys, "platform", "darwin")  # where a worker unpickles its tokenizer
-        with pytest.raises(ChildProcessError, match=r"\(exit code 1\); workers=1 "):
+        with pytest.raises(ChildProcessError, match=r"\(exit code 1\); run with workers=1 "):
             one.preprocess(None, tmp_path / "o", Missing(), texts=["1"], workers=2)
     assert os.listdir(tmp_path) == []
     made = run(*["2"] * 4)["text"]  # the number of SIGINT
@@ -6737,7 +6743,7 @@ def test_a_row_that_is_of_no_use_is_named(one, tmp_path):
         '{"messages": []}': "empty",
         '{"messages": [{"from": "human", "value": "a"}]}': "expected .messages., a list.*'human'",
         '{"messages": [{"role": "user", "content": null}]}': "content .* a string, got None",
-        '{"messages": [{"role": "user", "content": "1", "weight": 0}]}': "weight.* is 0; remove",
+        '{"messages": [{"role": "user", "content": "1", "weight": 0}]}': "weight.* .0.; remove",
     }
     path = tmp_path / "chat.jsonl"
     path.write_text("\n\n".join([*lines, *bad, lines[0]]))  # with blank lines
@@ -7062,7 +7068,7 @@ def test_the_demo_of_the_file_as_a_program(tmp_path, capsys, monkeypatch):
     assert re.findall(r"^[0-9N].*?[.,]", out, re.MULTILINE) == ["1.", "2.", "3.", "4.", "Next,"]
     assert (
         "600 samples of 256 tokens" in out
-        and "70 batches, as in an uninterrupted run: True\n" in out
+        and "70 batches, identical to an uninterrupted run: True\n" in out
     )
     python = os.path.basename(sys.executable)
     assert out.splitlines()[-1].startswith(f"{python} {HERE}/megatron_min.py preprocess --input ")
