@@ -516,11 +516,14 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         lengths and modes have an entry for each sequence.  If modes is None, all modes are 0.
         """
         lengths, modes = _as_lengths_and_modes(self, content, lengths, modes)  # as arrays
-        with self._bin.removed_on_error():  # section 14
+        try:
             self._bin.write(content)
             self.sequence_lengths.extend(lengths)
             if self.multimodal:
                 self.sequence_modes.extend(modes)
+        except BaseException:
+            self._bin.discard()  # it may have tokens without lengths now
+            raise
 
     def add_document(
         self, tensor: typing.Any, lengths: typing.Iterable[int], modes: typing.Any = None
@@ -555,13 +558,16 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         _check_appended(self, other)
         before = len(self.sequence_lengths)
         at_a_time = (16 << 20) // self._token_dtype.itemsize  # 16 MiB of tokens
-        with self._bin.removed_on_error():
+        try:
             for first in range(0, other.num_tokens, at_a_time):
                 self._bin.write(other._tokens.read(first, min(at_a_time, other.num_tokens - first)))
             self.sequence_lengths.frombytes(other.sequence_lengths.tobytes())
             self.document_indices.frombytes((other.document_indices[1:] + before).tobytes())
             if self.multimodal:
                 self.sequence_modes.frombytes(other.sequence_modes.tobytes())
+        except BaseException:
+            self._bin.discard()  # it may have a part of the pair
+            raise
 
     def finalize(self, idx_path: str | os.PathLike) -> None:
         """Write the .idx file and give both files their names.
@@ -1977,12 +1983,14 @@ def _fill_blend(dataset_index, dataset_sample_index, shares, limits, size):
 
     Section 18 replaces this function with a faster one.
     """
-    taken = np.zeros(len(shares))  # how many samples each dataset has given, as floats
+    # how many samples each dataset has given; infinity, so that its lag is least, if none is left
+    taken = np.where(limits > 0, 0.0, np.inf)
     for i in range(size):
-        d = np.argmax(np.where(taken < limits, shares * max(i, 1) - taken, -np.inf))
+        d = np.argmax(shares * max(i, 1) - taken)
+        k = taken[d]
         dataset_index[i] = d
-        dataset_sample_index[i] = taken[d]
-        taken[d] += 1
+        dataset_sample_index[i] = k
+        taken[d] = k + 1 if k + 1 < limits[d] else np.inf
 
 
 def build_phase_indices(
@@ -5496,15 +5504,6 @@ class _NewFile(contextlib.AbstractContextManager):
             self.discard()  # the file may have a part of the content
             with _naming_failure(self.temporary, "cannot be written"):  # 1 us, so only for errors
                 raise
-
-    @contextlib.contextmanager
-    def removed_on_error(self) -> typing.Iterator[None]:
-        """Remove the file if the with block raises, because it may have a part of the content."""
-        try:
-            yield
-        except BaseException:
-            self.discard()
-            raise
 
     def finish(self) -> None:
         """Close the complete file, which keeps its temporary name.  A second call does nothing."""
