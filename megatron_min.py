@@ -1375,7 +1375,7 @@ def build_stable_orders(
     random_seed   an int from 0 to 2**32 - 1
 
     Return document_index, int32 (E*D,), and shuffle_index, uint32 or int64 (N,).  Raises ValueError
-    if the number of a document does not fit int32.
+    unless the numbers are integers from 0 to 2**31 - 1.
 
     >>> for sample_edges in [0, 3], [0, 3, 6], [0, 3, 6, 9]:          # 1, 2 and 3 epochs
     ...     document_index, shuffle_index = build_stable_orders([0, 1, 2], sample_edges, 1234)
@@ -2251,7 +2251,7 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 #   the split has                          becomes                    samples requested per corpus
 #   no corpora, or an empty share          None
 #   blend_phases (train only); size at     a blend of all phases      sum of the n of each phase,
-#     most the samples of all phases                                   plus surplus
+#     most the samples of all phases                                    plus surplus
 #   multiple_validation_sets (valid only)  one dataset per corpus     size.  None, 0: one epoch
 #   one corpus, without a weight           the dataset of the corpus  size.  None, 0: one epoch
 #   one corpus, in blend_per_split         the dataset of the corpus  size.  None, 0: one epoch
@@ -6430,9 +6430,8 @@ def _random_state(seed: int) -> np.random.RandomState:
     return _generators.random_state
 
 
-_MIN_ITEMS_FOR_C = (
-    4096  # with fewer items, copying numpy's state to C takes longer than the shuffle
-)
+# With fewer items, copying numpy's state to C takes longer than the shuffle.
+_MIN_ITEMS_FOR_C = 4096
 
 
 @functools.wraps(shuffle)
@@ -8254,6 +8253,7 @@ def _exit_at_signals():
     received = []
 
     def exit_at_signal(number, frame):
+        """End the command as an exception does."""
         received.append(number)
         sys.exit(128 + number)  # the code by which a shell reports a signal
 
