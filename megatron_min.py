@@ -2,23 +2,26 @@
 # SPDX-License-Identifier: MIT
 # megatron_min.  Copyright (c) 2026 The megatron_min authors, MIT licence.  This notice stays with
 # copies of the file.
-"""Megatron-LM's GPT data path in one file: from text to training batches that can be resumed.
+"""Megatron-LM's GPT data path in one file: from text to training batches, in resumable runs.
 
 This module writes and reads the files that Megatron-LM trains on, and makes training batches from
 them.  The reference is the package megatron-core 0.16.1, called "upstream" here.  Wherever upstream
-works as intended, the files, index arrays, caches, samples and batches of both are the same bytes.
+works as intended, both make the same files, index arrays, caches, samples and batches, bit for bit.
 
 Part I is the textbook.  Each section asks one question and answers it twice: first with a drawing
 or a table, then in code.  The code defines what happens to good input.  Most bad input is rejected
-by one-line calls of helper functions.  _check_...() raises an error, and sometimes warns.
-_as_...() and _parse_...() convert a value, or raise an error.  _warn_...() only warns.  A block
-"with _naming_place(place)" puts the place in front of the messages of its errors.  Section 13
-defines most of these functions.  Where code uses another name that is defined later, a comment
-usually gives the section.  The module needs only numpy and torch.  The optional accelerator,
-_helpers.c, gives identical results.
+by one-line calls to helper functions.  _check_...() raises an error for bad input; some of these
+functions also warn.  _as_...() and _parse_...() convert a value, or raise an error.  _warn_...()
+only warns.  If an error is raised in a block "with _naming_place(place)", its message begins with
+the place.  Section 13 defines most of these functions.  operator.index(n), which is Python's, makes
+an int of any integer type, such as numpy's, and rejects floats.  If code uses any other name that
+is defined further down, a comment usually gives its section.
+
+The module needs only numpy and torch.  The optional accelerator, _helpers.c, gives identical
+results.
 
 Words       token           an integer that stands for a piece of text
-            document        one text; see the box below for its second meaning
+            document        one text, or one sequence: see the box below
             eod             the token that marks the end of a document
             corpus          a collection of documents
             pair            the two files that hold one corpus, .bin and .idx
@@ -39,20 +42,15 @@ Words       token           an integer that stands for a piece of text
             rank            one process of a job, usually with one GPU.  The processes that read the
                             same samples form one data-parallel rank, which section 8 calls "rank"
             micro-batch     the samples that one data-parallel rank reads at once
-            padding sample  a sample without loss, which completes a short micro-batch
+            padding sample  fills up a micro-batch that has too few samples; it has no loss
             round           one micro-batch on every data-parallel rank
             step            one update of the model; it reads one or more rounds
             global batch    the samples of one step
 
   +-- "document" --------------------------------------------------------------------------------+
-  | In sections 1 and 2, and in the tools of part IV, a document is a text.  document_indices,   |
-  | an array of the .idx file, says which sequences make up a text.  Training does not use it.   |
-  |                                                                                              |
-  | From section 3 on, a document is a sequence of the .idx file.  Upstream does the same,       |
-  | because a text is nearly always one sequence.  document_index, an array of section 4, is     |
-  | the order in which sequences are read.  It has nothing to do with document_indices.          |
-  | Beware: build_sample_idx() takes document_index in an argument that is named                 |
-  | document_indices, as upstream does.                                                          |
+  | In sections 1 and 2, and in the tools of part IV, a document is a text.  From section 3 on,  |
+  | a document is a sequence of the .idx file.  Upstream does the same, because a text is nearly |
+  | always one sequence.                                                                         |
   +----------------------------------------------------------------------------------------------+
 
 Notation    S  input tokens of a sample (sequence_length)    D  sequences in a split
@@ -62,21 +60,22 @@ Notation    S  input tokens of a sample (sequence_length)    D  sequences in a s
             j  number of a sample in the stream              k  number of a sample in its dataset
             d  number of a document in the stream (sections 4 and 5), or of a dataset in the blend
                (section 6)
+            i  number of a sequence in a pair (sections 1 and 5), or of a sample in the blend
 Examples    most use toy_corpus(), which has the documents aaaa, bbb and cccccc, and S = 4
 
 Contents
 Part I, the path of a token
   1. The file pair              where on disk are the tokens of sequence i?
   2. Text to tokens             how do lines of JSON become a pair?
-  3. Split, blend, config       how is each corpus split, and in which shares are corpora blended?
+  3. Split, blend, config       how is each corpus split, and in what proportions are corpora mixed?
   4. Index arrays               in what order are samples read, and where does each one start?
   5. GPTDataset                 what are the tokens, labels and masks of sample k?
   6. BlendedDataset             which sample of which dataset is sample i of the blend?
   7. The builder                which datasets does a config describe, and which rank builds first?
-  8. Samplers                   which samples does rank r read at step t, and how does a run resume?
+  8. Samplers                   which samples does a rank read, and how does a run resume?
   9. Parallel batches           which part of each batch does a rank get, and from where?
 Part II, the training loop
-  10. The loader and its state  how are batches prepared ahead, and what does a checkpoint save?
+  10. The loader and its state  how are batches prepared in advance, and what is in a checkpoint?
   11. Gradients                 how do all data-parallel ranks get the same gradients?
   12. Around the loop           how many samples does a run need, and how can a step be repeated?
 Part III, the workshop
@@ -289,7 +288,7 @@ class _MappedTokens:
     """
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
-        self.tokens = _map_tokens(path, dtype)  # np.memmap(path, dtype, "r"): section 16
+        self.tokens = _map_tokens(path, dtype)  # section 16: np.memmap(path, dtype, "r")
 
     def read(self, first: int, count: int) -> np.ndarray:
         """Return count tokens, starting at token number first of the file."""
@@ -306,8 +305,8 @@ class IndexedDataset(torch.utils.data.Dataset):
     path_prefix            path of the pair without .bin or .idx, or its URL on object storage, such
                            as s3://bucket/corpus (section 16)
     multimodal             True: return modes, too; the .idx must hold them
-    mmap                   True: map the .bin; each access returns a view of the mapping.  False,
-                           and always on object storage: each access reads a new array
+    mmap                   True: map the .bin; each access returns a view of the mapping.  False:
+                           each access reads a new array.  On object storage this is always so
     object_storage_config  an ObjectStorageConfig, or None for its defaults
     check                  True: check every entry of the .idx at the start, as verify() does
 
@@ -346,15 +345,15 @@ class IndexedDataset(torch.utils.data.Dataset):
         self._open()
 
     def _open(self):
-        """Read the .idx and open the .bin, also when a pickle is loaded (see section 15)."""
-        self._memo = {}  # results that are not computed twice: verified, fingerprint, record
+        """Read the .idx and open the .bin.  (Loading a pickle calls this, too: section 15.)"""
+        self._memo = {}  # cached results: verified, fingerprint, record
         self._stamps = {"idx": _stamp_of_pair_file(self._idx_path)}  # size and time (section 15)
         self._set_arrays(_read_idx(self))
         self._stamps["bin"] = _stamp_of_pair_file(self._bin_path)
         self.num_tokens = self._stamps["bin"]["size"] // self._token_bytes
         _check_ends_of_pair(self)
         self._tokens = _open_tokens(self)  # a _MappedTokens, unless mmap is False
-        # what a pickle leaves out, because _open() sets it again: section 15
+        # A pickle leaves these attributes out, because _open() sets them again (section 15).
         self._arrays_in_files = {name: getattr(self, name) for name in _REOPENED_ATTRIBUTES}
         if self.check:
             self.verify()
@@ -456,14 +455,14 @@ class IndexedDataset(torch.utils.data.Dataset):
     def fingerprint(self) -> dict:
         """Return the sizes and checksums of the files as a flat dict for JSON.
 
-        Every copy of the pair has the same fingerprint.  An edit in the middle of the .bin that
-        keeps its size goes unnoticed.  The first call reads all sequence lengths and both ends of
-        the .bin.
+        Every copy of the pair has the same fingerprint.  If an edit in the middle of the .bin keeps
+        its size, the fingerprint stays the same, too.  The first call reads all sequence lengths
+        and both ends of the .bin.
         """
         return _fingerprint_of_pair(self)
 
     def __getstate__(self):
-        """Return what a pickle holds: attributes that are not in the files, and an identity."""
+        """Return the attributes that are not in the files, and what identifies the files."""
         return _picklable_state(self) | {"_identity": _identity_of_pair(self)}
 
     def __setstate__(self, state):
@@ -483,10 +482,9 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     the .bin; if the block raises, the new files are removed.  Without a with block, call finalize()
     yourself; a builder that is deleted before this call removes its file.
 
-    Raises ValueError for wrong input, and TypeError for a length or mode that is not an integer.
-    Wrong input is not written.  After a failed write, for example on a full disk, the builder
-    accepts no more input, and finalize() raises ValueError.  The same holds if add_index() fails
-    while it is copying.
+    Raises ValueError for invalid input, and TypeError for a length or mode that is not an integer.
+    Invalid input is not written.  After a failed write, for example on a full disk, the builder
+    accepts no more input, and finalize() raises ValueError.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     prefix = os.path.join(folder, "pair")
@@ -551,8 +549,9 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     def add_index(self, path_prefix: str | os.PathLike) -> None:
         """Append all sequences and documents of a pair.
 
-        Raises ValueError if the pair has a different dtype, if its modes would be lost, or if it is
-        the pair that is being written.
+        Raises ValueError if the pair has a different dtype, if it has modes but this builder is not
+        multimodal, or if it is the pair that is being written.  After an error during the copy, the
+        builder accepts no more input.
         """
         other = IndexedDataset(path_prefix, multimodal=self.multimodal, check=True)
         _check_appended(self, other)
@@ -570,7 +569,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
             raise
 
     def finalize(self, idx_path: str | os.PathLike) -> None:
-        """Write the .idx file and give both files their names.
+        """Write the .idx file and give both files their final names.
 
         Raises ValueError if sequences were added after the last end_document().  Raises OSError if
         the disk fails; section 14 says which files exist then.  While it runs, this method needs 16
@@ -591,7 +590,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
             index.write(lengths)
             index.write(sequence_pointers)
             index.write(self.document_indices)
-            index.write(self.sequence_modes)
+            index.write(self.sequence_modes)  # empty unless multimodal
             _commit_pair(self._bin, index)
             self._is_final = True
         finally:
@@ -602,7 +601,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
             if kind is None and not self._is_final:
                 self.finalize(get_idx_path(self._bin.path.removesuffix(".bin")))
         finally:
-            self._bin.discard()
+            self._bin.discard()  # removes the file unless finalize() has given it its final name
 
 
 def _encode_tokens(values, dtype):
@@ -616,9 +615,10 @@ def _encode_tokens(values, dtype):
     ids = np.asarray(values).ravel()
     if dtype.kind == "f":
         return ids.astype(dtype).tobytes()
-    if ids.dtype.kind == "U":  # decimal strings, which upstream's tests pass
-        ids = np.array([int(text) for text in ids])
-    return _as_tokens(ids, dtype, values).tobytes()  # values: for the message of an error
+    ids = _as_integers(ids, values)
+    tokens = ids.astype(dtype)
+    _check_ids_fit(ids, tokens)  # tokens equals ids, unless an id has wrapped
+    return tokens.tobytes()
 
 
 def toy_corpus(folder: str | os.PathLike | None = None) -> str:
@@ -632,7 +632,7 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
     """
     if folder is None:
         folder = tempfile.mkdtemp()
-        # with the pid, because a forked process must not remove the folder when it ends
+        # The pid is passed so that a forked process does not remove the folder when it ends.
         atexit.register(_remove_path, folder, os.getpid())  # section 14
     prefix = os.path.join(os.fsdecode(folder), "toy")
     with IndexedDatasetBuilder(get_bin_path(prefix), np.uint8) as builder:
@@ -664,20 +664,20 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #
 # A tokenizer is any object with these attributes; there is no class to inherit from:
 #
-#   vocab_size           the highest id plus one; DType.optimal_dtype() chooses the dtype by it
+#   vocab_size           the highest id plus one; DType.optimal_dtype() chooses the dtype from it
 #   eod                  the id that ends a document
 #   tokenize(text)       takes a str, returns ids in a list, array or tensor
 #   detokenize(ids)      takes ids in a list, array, tensor or iterator, returns a str
 #   unique_identifiers   a dict that identifies the tokenizer; json must be able to write it.  The
 #                        names of cache files depend on it (section 15), and records hold it
 #
-# encode_jsonl() needs vocab_size and tokenize(), and a config needs unique_identifiers.  eod is
-# needed for append_eod and for the three settings above.  These attributes are optional:
+# encode_jsonl() needs vocab_size and tokenize(), and GPTDatasetConfig needs unique_identifiers.
+# eod is needed for append_eod and for the three settings above.  These attributes are optional:
 #
 #   pad                  the id that pads a short sample
 #   eos, special_tokens_dict
-#                        other special ids: one id, and {name: id}.  A pad that equals one of them
-#                        is ambiguous (section 5)
+#                        other special ids: one id, and {name: id}.  A pad that equals eod or one of
+#                        them is ambiguous (section 5)
 #   tokenize_batch       takes a list of str, returns the ids of each one.  It only saves time
 
 
@@ -702,7 +702,7 @@ class ByteTokenizer:
         return list(text.encode("utf-8"))
 
     def tokenize_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the UTF-8 bytes of each text, as an array: it needs 1/8 of a list's memory."""
+        """Return the UTF-8 bytes of each text as an array, which is 8 times smaller than a list."""
         return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
@@ -782,9 +782,9 @@ def encode_jsonl(
 # ==============================================================================
 # 3. Split, blend, config
 # ==============================================================================
-# Question: how is each corpus split, and in which shares are corpora blended?
+# Question: how is each corpus split, and in what proportions are corpora mixed?
 #
-# The setting split cuts every corpus into parts that have no sequence in common.  These parts are
+# The setting "split" cuts every corpus into parts that have no sequence in common.  These parts are
 # called splits, too.  A blend combines corpora, each with a weight:
 #
 #   split "98,1,1"    wiki, 100 documents    code, 1000 documents
@@ -861,13 +861,10 @@ def convert_split_vector_to_split_matrix(
 def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, int]:
     """Turn fractions of a corpus into (first, end), a half-open range of its sequences.
 
-    Both are rounded as round() does: halves go to the even number.  Bounds are sums in float64, so
-    a half on paper may not be one: 0.7 + 0.2 is 0.8999999999999999.
+    Both are rounded as round() does: a half, such as 48.5, goes to the even number.
 
-    >>> split_range((0.98, 0.99), 100), split_range((0.98, 0.99), 1000)
-    ((98, 99), (980, 990))
-    >>> split_range((0.0, 0.5), 95), split_range((0.0, 0.5), 97)         # 47.5 and 48.5
-    ((0, 48), (0, 48))
+    >>> split_range((0.98, 0.99), 100), split_range((0.98, 0.99), 1000), split_range((0, 0.5), 97)
+    ((98, 99), (980, 990), (0, 48))
     """
     begin, end = bounds
     n = operator.index(num_sequences)
@@ -877,7 +874,7 @@ def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, i
 def get_blend_from_list(
     blend: typing.Sequence[str] | None,
 ) -> tuple[list[str], list[float] | None] | None:
-    """Parse a list of prefixes, or of weights and prefixes in turn: return (prefixes, weights).
+    """Parse a list of prefixes, or of alternating weights and prefixes: return (prefixes, weights).
 
     If the list has only prefixes, weights is None.  Decimal numbers are weights, so write ./2023
     for a folder 2023.  Raises ValueError for any other list.  For None, return None.
@@ -915,7 +912,8 @@ class BlendedMegatronDatasetConfig:
       blend_per_split   a separate list of whole corpora for each of train, valid and test
       neither           mock data (see MockGPTDataset in section 21)
 
-    The fields under Data answer the question of section 3.  The others are for later sections.
+    On a first reading, read only the fields under Data.  They answer the question of this section.
+    The sections that use the other fields explain them.
 
     Data
       blend             (prefixes, weights).  weights is a list of numbers, or None: then the weight
@@ -932,22 +930,22 @@ class BlendedMegatronDatasetConfig:
       random_seed       seed of the shuffles of section 4.  (The sampler "cyclic" has its own seed.)
       tokenizer         an object as described in section 2; section 5 uses its eod and pad
       allow_ambiguous_pad_tokens
-                        True: no loss for labels that equal the pad id, even if another special
-                        token, such as eod, has the same id (section 5)
+                        True: treat all tokens that equal the pad id as padding, even if another
+                        special token, such as eod, has the same id (section 5)
 
     Validation
       multiple_validation_sets
                         True: if valid has several corpora, build a list with one dataset for each
                         corpus, not a blend, so that each has its own loss (section 7).  Needs
                         blend_per_split
-      full_validation   True: each validation dataset is one epoch of its corpus, and the size of
-                        valid (section 7) must be None.  Ignored unless multiple_validation_sets
+      full_validation   True: the size of valid (section 7) must be None, so that each validation
+                        dataset is one epoch of its corpus.  Ignored unless multiple_validation_sets
                         gives several datasets
 
     Building and reading
       mid_level_dataset_surplus
-                        how many samples more than its share to build of each corpus in a blend
-                        with weights or phases, as a fraction of the share (section 7)
+                        extra samples to build of each corpus in a blend with weights or phases, as
+                        a fraction of its share (section 7)
       num_dataset_builder_threads
                         how many corpora to build in parallel (section 7)
       path_to_cache     folder for the cached index arrays (section 15).  None: each corpus is
@@ -963,7 +961,7 @@ class BlendedMegatronDatasetConfig:
     Names and defaults are upstream's, except blend_phases.  fast_cache_load and
     defer_npy_index_mmap are accepted and ignored.
 
-    Raises ValueError for a wrong field, and for fields that contradict each other.
+    Raises ValueError for an invalid field, and for fields that contradict each other.
 
     >>> config = BlendedMegatronDatasetConfig(1234, 4, blend=(["p1", "p2"], [30, 70]), split="3,1")
     >>> config.split_matrix, config.mock
@@ -993,8 +991,8 @@ class BlendedMegatronDatasetConfig:
         if self.blend_per_split is not None and not any(self.blend_per_split):
             self.blend_per_split = None  # three times None means the same as None
         _check_config(self)
-        # As ints: the names of cache files depend on the JSON text of both (section 15), and json
-        # writes a numpy integer differently.
+        # Both become ints, because the names of cache files depend on their JSON text (section 15),
+        # and json writes a numpy integer differently.
         self.random_seed = _as_whole(self.random_seed, "random_seed", 0, 2**32 - 1)
         self.sequence_length = _as_whole(self.sequence_length, "sequence_length", 1, 2**32 - 1)
         if self.blend_per_split is not None:
@@ -1006,76 +1004,6 @@ class BlendedMegatronDatasetConfig:
         self.split_matrix = convert_split_vector_to_split_matrix(shares)
 
 
-@dataclasses.dataclass
-class GPTDatasetConfig(BlendedMegatronDatasetConfig):
-    """Settings of GPTDataset, in addition to those in BlendedMegatronDatasetConfig.
-
-    The tokenizer is required and must have unique_identifiers.
-
-    Documents that end with eod (the tokenizer must have eod, too)
-      reset_position_ids     True: positions restart after every eod token.  (None means False.)
-      reset_attention_mask   True: no token attends across an eod token.  Needs the dense mask
-      eod_mask_loss          True: no loss where the input token is eod
-
-    Attention
-      create_attention_mask  True: return the dense (1, S, S) mask, which says for each token which
-                             tokens it may not attend to
-      inter_document_masking
-                             True: return document boundaries instead of a mask, and restart
-                             positions at each boundary.  Documents that start at 0 and 3, with
-                             S = 4, give cu_seqlens 0 3 4 4 4 and max_seqlen 3.  cu_seqlens lists
-                             the starts and is filled with S to S + 1 entries.  Keyword only.  Not
-                             in upstream 0.16.1
-
-    Samples
-      drop_last_partial_validation_sequence
-                             False: keep the last, short sample of valid, and pad it
-      add_extra_token_to_sequence
-                             True: x = 1, so the last input token has a label, too
-      stable_order           True: shuffle each epoch separately, so that a longer dataset begins
-                             with the samples of a shorter one.  Section 4 names one exception.
-                             Keyword only.  Not in upstream
-
-    Other
-      object_storage_cache_path
-                             local folder for copies of .idx files (section 16)
-      context_parallel_size  used only by SFTDataset (section 21)
-
-    data_parallel_size, sequence_parallel_size and sequences_per_dataset are accepted and ignored.
-    token_dtype_code is always None.  hybrid_context_parallel must be False.
-
-    Raises ValueError for a wrong tokenizer, and for fields that contradict each other.
-
-    >>> GPTDatasetConfig(1234, 4, tokenizer=ByteTokenizer()).has_dense_mask  # for mock data
-    True
-    """
-
-    reset_position_ids: bool | None = None
-    reset_attention_mask: bool | None = None
-    eod_mask_loss: bool | None = None
-    create_attention_mask: bool = True
-    drop_last_partial_validation_sequence: bool = True
-    add_extra_token_to_sequence: bool = True
-    object_storage_cache_path: str | None = None
-    data_parallel_size: int = 1
-    sequence_parallel_size: int = 0
-    hybrid_context_parallel: bool = False
-    sequences_per_dataset: dict | None = None
-    token_dtype_code: int | None = dataclasses.field(init=False, default=None)
-    context_parallel_size: int | None = None
-    inter_document_masking: bool = dataclasses.field(default=False, kw_only=True)
-    stable_order: bool = dataclasses.field(default=False, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_config_of_samples(self)
-
-    @property
-    def has_dense_mask(self) -> bool:
-        """Return whether a sample holds a (1, S, S) attention mask."""
-        return bool(self.create_attention_mask and not self.inter_document_masking)
-
-
 # ==============================================================================
 # 4. Index arrays
 # ==============================================================================
@@ -1083,21 +1011,21 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 #
 # Three index arrays hold the answer:
 #
-# (1) document_index has the documents of the split, once for each epoch, and shuffled.
+# (1) document_index holds the documents of the split, repeated for each epoch and shuffled.
 #     Concatenated in this order, they are the stream.
 # (2) sample_index cuts the stream into samples of S + x tokens, which start S tokens apart.  Row j
 #     says where sample j starts.
 # (3) shuffle_index shuffles the samples, too.  Sample k of the dataset is sample shuffle_index[k]
 #     of the stream.
 #
-# The drawing shows the cut (2) for the toy corpus, with its documents in file order.  Document
-# document_index[d] is the d-th of the stream, counted from 0.  A sample with the row (d, offset)
-# starts offset tokens after the start of this document.  Here the rows are (0, 0) (1, 0) (2, 1)
-# (2, 5).  The last row says where sample 3 would start.
+# The drawing shows step (2) for the toy corpus, with its documents in file order.  d counts the
+# documents of the stream from 0.  A sample with the row (d, offset) starts offset tokens after the
+# start of document d.  Here the rows are (0, 0) (1, 0) (2, 1) (2, 5).  The last row says where
+# sample 3 would start.
 #
-#   token     0 1 2 3 4 5 6 7 8 9 ...      sample 0 = a a a a b    inputs a a a a   labels a a a b
+#   d         0       1     2              sample 0 = a a a a b    inputs a a a a   labels a a a b
 #   stream    a a a a b b b c c c c c c    sample 1 = b b b c c    inputs b b b c   labels b b c c
-#                                          sample 2 = c c c c c    inputs c c c c   labels c c c c
+#   offset    0 1 2 3 0 1 2 0 1 2 3 4 5    sample 2 = c c c c c    inputs c c c c   labels c c c c
 #
 # With S = 4 and x = 1, a sample has five tokens: four inputs, and an extra token, so that the last
 # input has a label, too.  The next sample begins with this extra token, so no token is a label
@@ -1105,11 +1033,12 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 #
 # The shuffles (1) and (3) can be done in two ways.
 #
-# Upstream shuffles all epochs together, with one exception: if the run needs only a small part of
-# the last epoch (plan_epochs() has the rule), that epoch is shuffled separately and comes last.
-# Otherwise the run would read too many samples of the last epoch, and miss as many of the earlier
-# ones.  If a longer run has more epochs, or its last one is no longer separate, all samples may
-# change, from the first one on.
+# Upstream shuffles all epochs together, with one exception: if fewer than about 80 % of the last
+# epoch are requested (plan_epochs() has the rule), that epoch is shuffled separately and comes
+# last.  Otherwise the run would read too many samples of the last epoch, and miss as many of the
+# earlier ones.  The result of a shuffle depends on the number of shuffled items.  So if a longer
+# run has more epochs, or its last epoch is no longer separate, all samples may change, from the
+# first one on.
 #
 # With stable_order, each epoch is shuffled separately and has its own seed.  So additional epochs
 # leave the order of the earlier ones unchanged:
@@ -1122,8 +1051,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 # (With this seed, the shuffle of one epoch happens to leave the three documents in order.)
 #
 # The samples (3) are shuffled together or separately in the same way.  A sample that begins in one
-# epoch and ends in the next is a sample of the epoch in which it ends.  A short last sample, if it
-# is kept, is shuffled together with the last epoch.  A longer dataset may then have a different
+# epoch and ends in the next belongs to the epoch in which it ends.  A short last sample, if it is
+# kept, is shuffled together with the last epoch.  A longer dataset may then have a different
 # order in this epoch, even with stable_order.
 
 
@@ -1167,7 +1096,7 @@ def plan_epochs(
     drop_last_partial_sequence: bool = True,
     add_extra_token_to_sequence: bool = True,
 ) -> EpochPlan:
-    """Plan how many epochs give the requested samples, in O(1).
+    """Return how many epochs give the requested samples, and what follows from it, in O(1).
 
     tokens_per_epoch   T
     num_samples        how many samples are requested.  None or 0: as many as one epoch has
@@ -1175,7 +1104,7 @@ def plan_epochs(
 
     The number of epochs E is the smallest integer >= 1 with E*T >= num_samples*S + x.
 
-    If the run needs fewer than int(0.80 * n) samples of the last epoch, this epoch is shuffled
+    If fewer than int(0.80 * n) samples of the last epoch are needed, this epoch is shuffled
     separately.  Here n is the number of full samples in one epoch; the factor is upstream's.
 
     Raises ValueError if samples are requested and T is 0.
@@ -1231,7 +1160,7 @@ def build_document_index(
     documents             ints (D,): numbers of the split's documents
     num_epochs            E
     random_state          the generator that shuffles
-    separate_final_epoch  True: shuffle the last epoch separately, and after the earlier ones
+    separate_final_epoch  True: shuffle the last epoch separately, and keep it last
 
     Return int32 (E*D,).  Raises ValueError unless the numbers are integers from 0 to 2**31 - 1.
 
@@ -1264,7 +1193,8 @@ def build_sample_idx(
     Sample j is the tokens [j*S, j*S + S + x) of the stream.
 
     sizes             int32: the sequence_lengths of the .idx file
-    document_indices  int32 (E*D,): the document_index, under upstream's name
+    document_indices  int32 (E*D,): the document_index.  The argument has upstream's name; the array
+                      document_indices of an .idx file is something else
     sequence_length   S, at least 1
     num_epochs        E
     tokens_per_epoch  T
@@ -1275,7 +1205,7 @@ def build_sample_idx(
     offset tokens after the start of the d-th document of the stream.  Row N is where sample N would
     start: x tokens before the end of sample N - 1.
 
-    Raises TypeError if an array has a wrong dtype, and IndexError if sizes lacks a document.
+    Raises TypeError if an array has a wrong dtype, and IndexError if a document is not in sizes.
     Raises ValueError if an array is not 1-D, if S < 1, if a length is negative, or if the documents
     have fewer tokens than the samples need.
 
@@ -1299,9 +1229,8 @@ def build_sample_idx(
     rows = np.empty((N + 1, 2), _sample_index_dtype(len(document_index)))
     end_of_last = min(N * S + x, tokens) if N else 0  # a short last sample ends with the stream
     _fill_rows(rows, sizes, document_index, S, x, end_of_last)
-    # The stream may end with empty documents.  The row that _fill_rows() makes for the end of a
-    # short last sample points to the document before them.  Without the extra token, upstream's row
-    # points to the last of them.
+    # As in upstream, the last row is different in one case: the last sample is short, there is no
+    # extra token, and the stream ends with empty documents.  It then points to the last of these.
     if x == 0 and N * S > tokens:
         rows[-1] = len(document_index) - 1, sizes[document_index[-1]]
     return rows
@@ -1337,8 +1266,8 @@ def build_shuffle_index(
 ) -> np.ndarray:
     """Shuffle 0 .. N - 1 in two parts: the first num_samples numbers, and the rest.
 
-    num_samples   size of the first part: N, or, if the last epoch is shuffled separately, how many
-                  samples end before it begins
+    num_samples   size of the first part: N.  If the last epoch is shuffled separately: the number
+                  of samples that end before it begins
     total_size    N
     random_state  the generator that shuffles
 
@@ -1357,7 +1286,7 @@ def build_shuffle_index(
 
 
 def _shuffle_index_dtype(num_samples):
-    """Return upstream's dtype for the numbers 0 .. N - 1."""
+    """Return upstream's dtype, with upstream's limit, for the numbers 0 .. N - 1."""
     return np.uint32 if num_samples < 2**32 - 2 else np.int64
 
 
@@ -1423,21 +1352,91 @@ def build_stable_orders(
 #   field                     a document starts        effect
 #   reset_position_ids        after an eod token       positions count from 0 again
 #   reset_attention_mask      after an eod token       no attention to earlier documents
-#   eod_mask_loss             after an eod token       no loss where the input token is eod
+#   eod_mask_loss                                      no loss where the input token is eod
 #   inter_document_masking    where a sequence of      positions count from 0 again; cu_seqlens
 #                             the .idx file starts     lists the starts, instead of a mask
 #
-# ds[None] returns a padding sample: sample 0, but with a loss that does not count.  Padding samples
-# complete a micro-batch that has too few samples (section 8).
+# cu_seqlens always has S + 1 entries, so it is filled up with S.  Documents that start at 0 and 3,
+# with S = 4, give cu_seqlens 0 3 4 4 4; max_seqlen, the length of the longest document, is 3.
 #
-# The three index arrays depend on which sequences are in the split, and on their lengths.  Besides,
-# they depend only on the number of samples requested, S, x, the seed, stable_order, and whether a
-# short last sample is kept.  So they are built once and cached in files (section 15), which all
-# ranks and all later jobs read.
+# ds[None] returns a padding sample: sample 0 with a loss_mask of zeros.  Padding samples fill up a
+# micro-batch that has too few samples (section 8).
+#
+# The three index arrays depend on which sequences are in the split, and on their lengths.  Beyond
+# that, they depend only on the number of samples requested, S, x, the seed, stable_order, and
+# whether a short last sample is kept.  So they are built once and cached in files (section 15),
+# which all ranks and all later jobs read.
+
+
+@dataclasses.dataclass
+class GPTDatasetConfig(BlendedMegatronDatasetConfig):
+    """Settings of GPTDataset, in addition to those in BlendedMegatronDatasetConfig.
+
+    The tokenizer is required and must have unique_identifiers.
+
+    Documents that end with eod (the tokenizer must have eod, too)
+      reset_position_ids     True: positions restart after every eod token.  (None means False.)
+      reset_attention_mask   True: no token attends across an eod token.  Needs the dense mask
+      eod_mask_loss          True: no loss where the input token is eod
+
+    Attention
+      create_attention_mask  True: return the dense (1, S, S) mask, which says for each token which
+                             tokens it may not attend to
+      inter_document_masking
+                             True: return cu_seqlens and max_seqlen instead of a mask, and restart
+                             positions at each document.  Keyword only.  Not in upstream 0.16.1
+
+    Samples
+      drop_last_partial_validation_sequence
+                             False: keep the last, short sample of valid, and pad it
+      add_extra_token_to_sequence
+                             True: x = 1, so the last input token has a label, too
+      stable_order           True: shuffle each epoch separately, so that a longer dataset begins
+                             with the samples of a shorter one.  Section 4 names one exception.
+                             Keyword only.  Not in upstream
+
+    Other
+      object_storage_cache_path
+                             local folder for copies of .idx files (section 16)
+      context_parallel_size  used only by SFTDataset (section 21)
+
+    data_parallel_size, sequence_parallel_size and sequences_per_dataset are accepted and ignored.
+    token_dtype_code is always None.  hybrid_context_parallel must be False.
+
+    Raises ValueError for an unsuitable tokenizer, and for fields that contradict each other.
+
+    >>> GPTDatasetConfig(1234, 4, tokenizer=ByteTokenizer()).has_dense_mask
+    True
+    """
+
+    reset_position_ids: bool | None = None
+    reset_attention_mask: bool | None = None
+    eod_mask_loss: bool | None = None
+    create_attention_mask: bool = True
+    drop_last_partial_validation_sequence: bool = True
+    add_extra_token_to_sequence: bool = True
+    object_storage_cache_path: str | None = None
+    data_parallel_size: int = 1
+    sequence_parallel_size: int = 0
+    hybrid_context_parallel: bool = False
+    sequences_per_dataset: dict | None = None
+    token_dtype_code: int | None = dataclasses.field(init=False, default=None)
+    context_parallel_size: int | None = None
+    inter_document_masking: bool = dataclasses.field(default=False, kw_only=True)
+    stable_order: bool = dataclasses.field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_config_of_samples(self)
+
+    @property
+    def has_dense_mask(self) -> bool:
+        """Return whether a sample holds a (1, S, S) attention mask."""
+        return bool(self.create_attention_mask and not self.inter_document_masking)
 
 
 class _Identified(torch.utils.data.Dataset):
-    """Base class of datasets that are cached: it names their files (section 15)."""
+    """Base class of cached datasets.  unique_description names their files (section 15)."""
 
     @functools.cached_property
     def unique_description(self) -> str:
@@ -1478,12 +1477,12 @@ class MegatronDataset(abc.ABC, _Identified):
     ) -> None:
         self.dataset = dataset
         self.dataset_path = None if dataset_path is None else os.fsdecode(dataset_path)
-        # what indices holds, but as a range if possible, which needs no memory (section 15)
+        # the argument, kept as a range if possible, because a range needs no memory (section 15)
         self._documents = _as_range(indices)
         self.num_samples = _as_size(num_samples, "num_samples")
         self.index_split = index_split
         self.config = config
-        self.unique_identifiers = collections.OrderedDict()  # upstream's; it names the cache files
+        self.unique_identifiers = collections.OrderedDict()  # as in upstream; it names cache files
         self.unique_identifiers["class"] = type(self).__name__
         self.unique_identifiers["dataset_path"] = self.dataset_path
         self.unique_identifiers["num_samples"] = self.num_samples
@@ -1525,7 +1524,7 @@ class MegatronDataset(abc.ABC, _Identified):
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
-        """Return the fields of the config that name the cache files.  A subclass may add fields."""
+        """Return the config fields that name the cache files.  Subclasses may add fields."""
         return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
 
 
@@ -1597,8 +1596,7 @@ class GPTDataset(MegatronDataset):
             indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
         )
         self._x = int(config.add_extra_token_to_sequence)
-        # by name, because index_split may be a member of upstream's Split
-        is_valid = index_split.name == "valid"
+        is_valid = index_split.name == "valid"  # also for upstream's Split
         self._keeps_short = is_valid and not config.drop_last_partial_validation_sequence
         self._pad_token_id = _pad_id_of_config(config)
         self.eod_token_id = None  # only set if a field needs it
@@ -1620,12 +1618,12 @@ class GPTDataset(MegatronDataset):
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         k = 0 if idx is None else idx
-        # A subclass may return a third value, the lengths of the documents.
-        ids, _, *lengths = self._query_document_sample_shuffle_indices(k)
-        return self._make_sample(idx, ids, *lengths)
+        parts = self._query_document_sample_shuffle_indices(k)
+        lengths = parts[2] if len(parts) > 2 else None  # only a subclass returns a third value
+        return self._make_sample(idx, parts[0], lengths)
 
     def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
-        """Return the same samples as self[idx], read together.  torch's DataLoader calls this."""
+        """Return [self[idx] for idx in indices], but faster.  torch's DataLoader calls this."""
         return _read_gpt_samples(self, indices)  # section 10
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
@@ -1678,7 +1676,7 @@ class GPTDataset(MegatronDataset):
         config = self.config
         S = config.sequence_length
         pad = self._pad_token_id
-        # _query_...() has padded, as upstream's does.  Section 10 or a subclass may not have.
+        # _query_...() pads, as in upstream.  Section 10 and subclasses may pass fewer ids.
         ids = self._pad(ids)
         ids = np.asarray(ids).astype(np.int64, casting="same_kind", copy=False)  # rejects floats
         tokens = ids[:S].copy()
@@ -1693,7 +1691,7 @@ class GPTDataset(MegatronDataset):
         if idx is None:
             loss_mask[:] = 0
 
-        # positions at which documents start, according to the eods
+        # positions after an eod, where a document starts
         after_eod = [0]
         if self.eod_token_id is not None:
             eods = np.flatnonzero(tokens[:-1] == self.eod_token_id)
@@ -1724,8 +1722,7 @@ class GPTDataset(MegatronDataset):
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the index arrays, and set epoch_plan.  A subclass may override this method."""
         # Section 15 loads them from the cache, or calls _build_arrays() and saves them.
-        plan, arrays = _load_or_build_orders(self)
-        self.epoch_plan = EpochPlan(*plan)
+        self.epoch_plan, arrays = _load_or_build_orders(self)
         return arrays
 
     def _build_arrays(self):
@@ -1751,7 +1748,7 @@ class GPTDataset(MegatronDataset):
             )
         else:
             # one generator shuffles the documents first, and then the samples
-            random_state = _random_state(config.random_seed)  # np.random.RandomState, made faster
+            random_state = _random_state(config.random_seed)  # section 18: RandomState(random_seed)
             document_index = build_document_index(
                 self.indices, plan.num_epochs, random_state, plan.separate_final_epoch
             )
@@ -1804,8 +1801,8 @@ def _pad_id_of_config(config):
                                                      allow_ambiguous_pad_tokens is set
 
     The special tokens here are the entries of special_tokens_dict except "pad_token", or, if there
-    are none, eos and eod.  Padding has no loss.  If it shared an id with real tokens, these would
-    have no loss, either.
+    are none, eos and eod.  Tokens with the id of padding become 0 and have no loss, so they should
+    not be real tokens.
     """
     tokenizer = config.tokenizer
     pad = _attribute_of(tokenizer, "pad")  # None if the tokenizer has no pad (section 19)
@@ -1956,7 +1953,7 @@ def build_exhaustive_blending_indices(
 ) -> None:
     """Fill in a blend that takes exactly sizes[d] samples of each dataset d, evenly spread.
 
-    The rule is the one of build_blending_indices(), with the weights sizes[d] / sum(sizes).  A
+    The rule is that of build_blending_indices(), with the weights sizes[d] / sum(sizes).  A
     dataset that has given all its samples is no longer considered.
 
     dataset_index, dataset_sample_index
@@ -1983,7 +1980,7 @@ def _fill_blend(dataset_index, dataset_sample_index, shares, limits, size):
 
     Section 18 replaces this function with a faster one.
     """
-    # how many samples each dataset has given; infinity, so that its lag is least, if none is left
+    # samples that each dataset has given; inf if it has none left: its lag is then -inf
     taken = np.where(limits > 0, 0.0, np.inf)
     for i in range(size):
         d = np.argmax(shares * max(i, 1) - taken)
@@ -2000,8 +1997,8 @@ def build_phase_indices(
 ) -> None:
     """Fill in a blend of several phases.
 
-    In each phase the rule is the one of build_blending_indices(), and only datasets whose weight in
-    this phase is not 0 are considered.
+    Each phase follows the rule of build_blending_indices().  Only datasets whose weight in this
+    phase is not 0 are considered.
 
     dataset_index, dataset_sample_index
              int16 and int64 (size,), filled in as in build_blending_indices()
@@ -2030,22 +2027,6 @@ def build_phase_indices(
         sample += taken[which]
         taken += np.bincount(which, minlength=len(taken))
         begin += samples
-
-
-def _as_phases(phases, names):
-    """Return the phases of a blend as [(samples, normalized weights), ...].
-
-    Weights of 0 are left out of the sum, as in a plain blend, which drops their corpora.  numpy
-    might round a sum with zeros differently.
-    """
-    _check_phases(phases, names)
-    normalized = []
-    for samples, weights in phases:
-        shares = np.array(weights, np.float64)
-        is_used = shares > 0
-        shares[is_used] = normalize(shares[is_used])
-        normalized.append((int(samples), shares.tolist()))
-    return normalized
 
 
 def _drop_zero_weights(items, weights, names):
@@ -2084,7 +2065,7 @@ class BlendedDataset(_Identified):
 
     ds[None] is the padding sample of the dataset that sample 0 comes from.
 
-    Raises ValueError if a dataset has fewer samples than the blend takes of it.
+    Raises ValueError if a dataset has fewer samples than the blend takes from it.
 
     Upstream differs: it raises IndexError instead, and only during the run.
 
@@ -2114,7 +2095,7 @@ class BlendedDataset(_Identified):
         self._set_shares(weights, size, phases)
         self.split = self.datasets[0].index_split
 
-        self.unique_identifiers = collections.OrderedDict()  # upstream's; it names the cache files
+        self.unique_identifiers = collections.OrderedDict()  # as in upstream; it names cache files
         self.unique_identifiers["class"] = type(self).__name__
         self.unique_identifiers["datasets"] = [part.unique_identifiers for part in self.datasets]
         self.unique_identifiers["split"] = self.split.name
@@ -2159,7 +2140,7 @@ class BlendedDataset(_Identified):
         return sum(self.weights) if self.size is None else self.size
 
     def __repr__(self) -> str:
-        """Describe the blend, and on a line each its first 20 datasets."""
+        """Describe the blend and, one per line, its first 20 datasets."""
         lines = [f"{type(self).__name__}({self.split.name}, samples={len(self)})"]
         taken = self.samples_taken()
         for d, dataset in enumerate(self.datasets[:20]):
@@ -2173,8 +2154,8 @@ class BlendedDataset(_Identified):
 
     def _build_indices(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the two index arrays, and set _taken.  A subclass may override this method."""
-        # Section 15 loads them from the cache, or calls _build_arrays() and saves them.  They are
-        # made from nothing but what is in unique_description: no other settings, and no pair.
+        # Section 15 loads them from the cache, or calls _build_arrays() and saves them.  They
+        # depend only on unique_description: not on other settings (made_from), nor on a pair.
         self._taken, arrays = _load_or_build(self, self.split, made_from={}, pair=None)
         return arrays
 
@@ -2190,7 +2171,7 @@ class BlendedDataset(_Identified):
         return _count_datasets(arrays[0], len(self.datasets)), arrays
 
     def samples_taken(self) -> np.ndarray:
-        """Return how many samples the blend takes of each dataset, int64 (datasets,)."""
+        """Return how many samples the blend takes from each dataset, int64 (datasets,)."""
         if self._taken is None:  # a subclass has overridden _build_indices()
             self._taken = _count_datasets(self.dataset_index, len(self.datasets))
         return np.array(self._taken, np.int64)
@@ -2211,7 +2192,7 @@ class BlendedDataset(_Identified):
         return {"dataset_id": dataset_id, **self.datasets[d][k]}
 
     def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
-        """Return the same samples as self[idx], read together.  torch's DataLoader calls this."""
+        """Return [self[idx] for idx in indices], but faster.  torch's DataLoader calls this."""
         return _read_blend_samples(self, indices)  # section 10
 
     def _locate(self, idx):
@@ -2237,7 +2218,7 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 #
 # In a blend with weights, each corpus has a target of n samples and is built with a surplus:
 #
-#   size            the number of samples requested of the blend
+#   size            the number of samples requested from the blend
 #   w               the weight of the corpus, divided by the sum of all weights
 #   n               ceil(size * w)
 #   n plus surplus  ceil(n * (1 + surplus)), where surplus is mid_level_dataset_surplus
@@ -2246,21 +2227,23 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 # Hence the surplus.  If the rule takes more samples than a corpus has, the builder rebuilds this
 # corpus alone, larger.  (Upstream fails.)
 #
-# For each split, the first row that applies decides what the builder makes:
+# For each split, the first row that applies decides what the builder makes.  size is what the user
+# requests of the split.  Of a corpus, None or 0 requests one epoch.
 #
-#   the split has                          becomes                    samples requested per corpus
+#   the split has                          becomes                      requested of each corpus
 #   no corpora, or an empty share          None
-#   blend_phases (train only); size at     a blend of all phases      sum of the n of each phase,
-#     most the samples of all phases                                    plus surplus
-#   multiple_validation_sets (valid only)  one dataset per corpus     size.  None, 0: one epoch
-#   one corpus, without a weight           the dataset of the corpus  size.  None, 0: one epoch
-#   one corpus, in blend_per_split         the dataset of the corpus  size.  None, 0: one epoch
-#   no weights                             a blend of size samples    one epoch
-#                                          or, if size is None or
-#                                          larger, of all; weights:
-#                                          the numbers of samples
-#   weights, but size is None              ValueError
-#   weights and a size                     a blend of sum(n) samples  n plus surplus
+#   blend_phases (train only)              a blend of all phases        sum of the n of each phase,
+#                                                                       plus surplus
+#   multiple_validation_sets (valid only)  one dataset per corpus       size
+#   one corpus, without a weight           the dataset of the corpus    size
+#   one corpus, in blend_per_split         the dataset of the corpus    size
+#   no weights, and no size                a blend of all samples       one epoch
+#   no weights, and a size                 a blend of size samples or,  one epoch
+#                                          if there are fewer, of all
+#   weights, but no size                   ValueError
+#   weights, and a size                    a blend of sum(n) samples    n plus surplus
+#
+# In a blend without weights, the weights are the numbers of samples of the corpora.
 #
 # Mock data (section 21) count as one corpus.  If samples of a split are requested, but its corpora
 # have none, the split is None, and a warning says so.
@@ -2306,7 +2289,7 @@ def _entries_of_config(config, sizes):
         if split is Split.train and config.blend_phases is not None:
             phases = _as_phases(config.blend_phases, prefixes)
             requested = [math.ceil(n * (1 + surplus)) for n in _targets_of_corpora(phases)]
-            entries.append(_Entry(split, prefixes, bounds, requested, True, phases=phases))
+            entries.append(_Entry(split, prefixes, bounds, requested, is_blend=True, phases=phases))
         elif split is Split.valid and config.multiple_validation_sets:
             _check_size_of_sets(config, prefixes, size)
             entries.append(_Entry(split, prefixes, bounds, [size] * len(prefixes)))
@@ -2314,15 +2297,15 @@ def _entries_of_config(config, sizes):
             entries.append(_Entry(split, prefixes, bounds, [size]))
         elif weights is None:
             requested = [None] * len(prefixes)
-            entries.append(_Entry(split, prefixes, bounds, requested, True, size=size))
+            entries.append(_Entry(split, prefixes, bounds, requested, is_blend=True, size=size))
         else:
             _check_has_size(split, size)
             prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
             weights = normalize(weights)
             targets = _targets_of_corpora([(size, weights)])
             requested = [math.ceil(n * (1 + surplus)) for n in targets]
-            # True: a blend, with these weights and this size
-            entries.append(_Entry(split, prefixes, bounds, requested, True, weights, sum(targets)))
+            shares = {"weights": weights, "size": sum(targets)}
+            entries.append(_Entry(split, prefixes, bounds, requested, is_blend=True, **shares))
     return entries
 
 
@@ -2336,13 +2319,17 @@ def _targets_of_corpora(phases):
 
 
 class BlendedMegatronDatasetBuilder:
-    """Builder of the datasets train, valid and test that a config describes.
+    """Build the train, valid and test datasets that a config describes.
 
     cls               a MegatronDataset class, such as GPTDataset
-    sizes             number of samples of train, valid and test.  None: one epoch of each corpus
-                      or, with phases, all their samples.  With weights, None raises ValueError.
-                      0: a blend is empty, but with phases it has all their samples; a dataset
-                      that is not in a blend has one epoch
+    sizes             number of samples of train, valid and test:
+
+                        the split becomes       None                0
+                        a blend of phases       all their samples   all their samples
+                        a blend of weights      ValueError          an empty blend
+                        a blend, no weights     one epoch of each   an empty blend
+                        a dataset per corpus    one epoch           one epoch
+
     is_built_on_rank  function without arguments that returns whether this rank needs the datasets.
                       It is called only with torch.distributed.  If it returns False, build()
                       returns [None, None, None].  (Rank 0 builds in any case, to write the cache.)
@@ -2352,7 +2339,7 @@ class BlendedMegatronDatasetBuilder:
     Lightning, call it in setup(), which runs on every rank, and not in prepare_data().)
 
     In this example both corpora are the toy corpus, with 3 samples per epoch.  With the surplus, 2
-    samples are requested of corpus 0, and 4 of corpus 1, whose second epoch changes the order.
+    samples are requested from corpus 0, and 4 from corpus 1, whose second epoch changes the order.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus(), toy_corpus()], [1, 3]), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
@@ -2383,16 +2370,19 @@ class BlendedMegatronDatasetBuilder:
         """
         if not _is_distributed():
             return self._build_splits()
-        # _on_every_rank() calls a function and waits for the other ranks.  If the call fails on one
-        # rank, every rank raises an error (section 17).  _wait_for_ranks() only waits.  Each of the
-        # two is one exchange of errors: rank 0's call pairs with the other ranks' wait, and the
-        # reverse.  An error of rank 0 is therefore raised on the other ranks while they wait.
+        # _on_every_rank() calls a function, if it is given one, and then waits until every rank has
+        # come so far.  If a call failed, every rank raises an error.  _wait_for_ranks() only waits.
+        # (Both are in section 17.)
+        #
+        #   rank 0             other ranks
+        #   _build_splits()    _wait_for_ranks()                      until rank 0 has built
+        #   _wait_for_ranks()  _build_splits(), if they need datasets  until they have built
         is_built_here = _on_every_rank(self.is_built_on_rank)
         if _rank() == 0:
             datasets = _on_every_rank(self._build_splits)
-            _wait_for_ranks()  # until the other ranks have built
+            _wait_for_ranks()
         else:
-            _wait_for_ranks()  # until rank 0 has built
+            _wait_for_ranks()
             datasets = _on_every_rank(self._build_splits if is_built_here else None)
         _check_same_builds(datasets)  # section 13
         return datasets if is_built_here else [None] * len(Split)
@@ -2437,16 +2427,15 @@ class BlendedMegatronDatasetBuilder:
         if threads == 1:
             return [function(*row) for row in zip(*columns, strict=True)]
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-            # If a call raises, the calls that have not begun are cancelled.
             return list(pool.map(function, *columns))
 
-    def _build_part(self, entry, corpus, prefix, size):
+    def _build_part(self, entry, corpus, prefix, num_samples):
         """Build the dataset of one corpus, from the documents that belong to the split."""
         first, end = split_range(entry.bounds, self.cls.numel_low_level_dataset(corpus))
         documents = range(first, end)
-        if self.cls is not GPTDataset:  # written for upstream, which passes an array
+        if self.cls is not GPTDataset:  # a class written for upstream expects an array
             documents = np.arange(first, end, dtype=np.int32)
-        return self.cls(corpus, prefix, documents, size, entry.split, self.config)
+        return self.cls(corpus, prefix, documents, num_samples, entry.split, self.config)
 
     def _make_blend(self, entry, corpora, parts):
         """Return the blend of parts, the datasets of the corpora."""
@@ -2467,7 +2456,7 @@ class BlendedMegatronDatasetBuilder:
         try:
             return BlendedDataset(parts, weights, size, self.config, phases=entry.phases)
         except _BlendTooLarge as error:
-            needed = error.needed  # {part that is too short: samples that the blend takes of it}
+            needed = error.needed  # {part that is too short: samples that the blend takes from it}
         # Rebuild only these corpora.  If a corpus is built with more samples, its order of samples
         # may change, and the corpora that are large enough must keep upstream's order.
         for i, part in enumerate(parts):
@@ -2479,7 +2468,7 @@ class BlendedMegatronDatasetBuilder:
 # ==============================================================================
 # 8. Samplers
 # ==============================================================================
-# Question: which samples does rank r read at step t, and how does a run resume?
+# Question: which samples does a rank read, and how does a run resume?
 #
 # Each data-parallel rank, in this section called rank, has a sampler.  It yields one list of sample
 # numbers for each micro-batch of its rank; batches_of() reads these samples and stacks them.
@@ -2489,15 +2478,19 @@ class BlendedMegatronDatasetBuilder:
 #           constant, step t reads rounds t*M .. t*M + M - 1.  Samplers do not know steps
 #
 # The sampler "single" keeps the samples in order and deals each rank a block of them.  The sampler
-# "cyclic" shuffles them anew in each pass; with data_sharding=False, which the drawing shows, it
-# deals them one by one.  With micro_batch_size 2, data_parallel_size 2 and 8 samples:
+# "cyclic" shuffles them anew in each pass.  By default, each rank owns a part of the samples and
+# shuffles only this part.  With data_sharding=False, all samples are shuffled together and dealt to
+# the ranks one by one.  With micro_batch_size 2, data_parallel_size 2 and 8 samples:
 #
-#   round                0              1
-#   single   sample      0  1  2  3     4  5  6  7
-#            to rank     0  0  1  1     0  0  1  1
+#   round                            0              1
+#   single               sample      0  1  2  3     4  5  6  7
+#                        to rank     0  0  1  1     0  0  1  1
 #
-#   cyclic   sample      4  0  7  3     2  5  1  6
-#            to rank     0  1  0  1     0  1  0  1
+#   cyclic               sample      0  1  4  5     3  2  7  6     rank 0 owns samples 0 .. 3
+#                        to rank     0  0  1  1     0  0  1  1
+#
+#   cyclic,              sample      4  0  7  3     2  5  1  6
+#   data_sharding=False  to rank     0  1  0  1     0  1  0  1
 #
 # To resume, a sampler needs one number: consumed_samples, the samples that all ranks together have
 # used.  Padding (None) does not count.  "single" counts from the start of the pass, "cyclic" from
@@ -2509,8 +2502,9 @@ class _Sampler:
     """Base class of the samplers.
 
     kind                  name of the sampler in a saved state
-    consumed_samples      the argument; iterating does not change it
-    next_start            where the next iteration starts, counted like consumed_samples
+    consumed_samples      as passed to the constructor; iterating does not change it
+    next_start            where the next iteration starts, counted like consumed_samples.  "single"
+                          sets it to 0 when an iteration begins; "cyclic" advances it with each list
     samples_per_round     micro_batch_size * data_parallel_size
     active_total_samples  number of samples in full rounds
 
@@ -2617,8 +2611,8 @@ class MegatronPretrainingRandomSampler(_Sampler):
 
     dataset        ignored; upstream has this argument
     data_sharding  True (section 10's default): each rank owns a part of the samples and shuffles
-                   only that part: of 8 samples on 2 ranks, rank 1 owns 4 .. 7.  False: the samples
-                   are shuffled together and dealt to the ranks one by one
+                   only this part.  With 8 samples and 2 ranks, rank 1 owns samples 4 .. 7.  False:
+                   the samples are shuffled together and dealt to the ranks one by one
     seed           0 to 2**63 - 1; pass p is shuffled with seed + p.  0 gives upstream's order
 
     All ranks yield the same number of lists.  An iteration ends with its pass; the next iteration
@@ -2672,7 +2666,8 @@ class MegatronPretrainingRandomSampler(_Sampler):
         """Return the samples that this rank reads in a pass, in order."""
         rank = self.data_parallel_rank
         ranks = self.data_parallel_size
-        generator = torch.Generator().manual_seed(self.seed + pass_number)
+        # on the CPU, even if torch's default device is a GPU
+        generator = torch.Generator("cpu").manual_seed(self.seed + pass_number)
         if self.data_sharding:
             own_samples = self.samples_shuffled() // ranks
             return rank * own_samples + torch.randperm(
@@ -2701,7 +2696,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
 # "cyclic", sharded, never read samples 8, 9 and 10.  "cyclic", unsharded, shuffles samples 0 .. 9,
 # and then drops two.
 #
-# A job that resumes may change some settings, and still continues at the same sample:
+# A resumed job may change some settings and still continue at the same sample:
 #
 #   sampler                   may change                   if
 #   single, full_validation   ranks, micro_batch_size      always
@@ -2709,7 +2704,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
 #   cyclic, sharded           micro_batch_size             (a) and (b)
 #
 #   (a) consumed_samples is a multiple of the new number of samples in a round
-#   (b) the pass, the samples consumed in it, and the number of shuffled samples stay the same
+#   (b) divmod(consumed_samples, active_total_samples) and samples_shuffled() stay the same
 
 
 def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
@@ -2722,7 +2717,8 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
     >>> builder = BlendedMegatronDatasetBuilder(GPTDataset, [3, 0, 0], lambda: True, config)
     >>> train, _, _ = builder.build()
-    >>> sampler = MegatronPretrainingSampler(len(train), 0, 2, 0, 1)
+    >>> sampler = MegatronPretrainingSampler(len(train), consumed_samples=0, micro_batch_size=2,
+    ...                                      data_parallel_rank=0, data_parallel_size=1)
     >>> for batch in batches_of(train, sampler):
     ...     print({key: tuple(tensor.shape) for key, tensor in batch.items()})
     {'tokens': (2, 4), 'labels': (2, 4), 'loss_mask': (2, 4), 'position_ids': (2, 4)}
@@ -2932,8 +2928,8 @@ def get_batch_on_this_tp_rank(
     micro_batch_size       B, the rows of a batch
     sequence_length        S, the tokens of a row
     create_attention_mask  True: the first and the last stage get the dense mask, too.  False: a
-                           mask in the batch is left out.  Pass config.has_dense_mask.  (That is
-                           True by default.  Here it is False: a mask has S * S bytes for each row)
+                           mask in the batch is left out.  Pass config.has_dense_mask.  (The default
+                           here differs from the config's, because a mask has S * S bytes a row)
     mtp                    True: this stage predicts several tokens ahead (multi-token prediction).
                            It gets tokens, position_ids, labels and loss_mask, whichever stage it is
     packed                 True: the batches have cu_seqlens and max_seqlen.  Every stage gets them
@@ -2952,7 +2948,7 @@ def get_batch_on_this_tp_rank(
     If the read fails, every rank of the tp group raises an error: StopIteration at the end of the
     data, ValueError for a batch that does not match the arguments (section 13).
 
-    Upstream differs: it broadcasts each tensor separately, and not all of them in one buffer.
+    Upstream differs: it broadcasts each tensor separately.
     """
     batch = dict.fromkeys(_BATCH_KEYS)
     shape = (operator.index(micro_batch_size), operator.index(sequence_length))
@@ -2972,7 +2968,7 @@ def get_batch_on_this_tp_rank(
 
 
 def _layout_of_stage(groups, shape, create_attention_mask, mtp, packed):
-    """Return {key: (shape, dtype)} of what this rank's stage needs, the widest items first."""
+    """Return {key: (shape, dtype)} of what this rank's stage needs, in order of item size."""
     first = groups.is_first_stage
     last = groups.is_last_stage
     B, S = shape
@@ -3005,7 +3001,7 @@ def _read_batch(data_iterator, layout, create_attention_mask):
 #          | flag   | tokens, 2 x 4 int64     | position_ids, 2 x 4     |
 #
 # The receivers know this layout in advance: it follows from their stage and from the arguments of
-# get_batch().  The flag says whether the read failed, 0 or 1.  If it is 1, a second broadcast
+# get_batch().  The flag is 1 if the read failed, otherwise 0.  If it is 1, a second broadcast
 # carries the error message, and every rank of the group raises the error.
 
 
@@ -3013,16 +3009,16 @@ def _share_batch(read, layout, groups, device):
     """Call read() on tp rank 0, send the batch to its tp group, and return it on every rank."""
     sent = {"error_flag": ((), torch.int64)} | layout
     size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sent.values())
-    # from pinned memory, the CPU need not wait for the copy to the GPU
+    # The CPU need not wait for a copy from pinned memory to the GPU.
     buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     views = _views_of_buffer(buffer, sent)
     error = None
     if groups.rank("tp") == 0:
-        # Section 17: errors are caught, except KeyboardInterrupt, SystemExit and GeneratorExit.
+        # It catches errors, except KeyboardInterrupt, SystemExit and GeneratorExit (section 17).
         _, error = _try_call(_read_into, views, read)
         views["error_flag"].fill_(error is not None)
-    # With gloo.  With NCCL, the flag would arrive on the GPU, and a receiver that reads it would
-    # wait for all work that is queued there.
+    # This group uses gloo.  With NCCL, the flag would arrive on the GPU, and a receiver that reads
+    # it would wait for all work that is queued there.
     torch.distributed.broadcast(buffer, group=groups.batch_group, group_src=0)
     if views["error_flag"]:
         _raise_on_every_rank(0, error, groups.batch_group)  # in a second broadcast (section 17)
@@ -3072,11 +3068,11 @@ def get_batch_on_this_cp_rank(
 
     Return a new dict, whose rows have S / cp_size tokens.  The batch is not changed.
 
-    Raises ValueError if cp_rank is not in 0 .. cp_size - 1 and, with cp_size above 1, also if the
-    length of the row, or of a document that is cut, is not a multiple of 2 * cp_size.  SFTDataset
-    pads its documents (context_parallel_size).  GPTDataset does not: with inter_document_masking,
-    set use_per_sequence_balancing.  The shapes and the keys of the batch are checked, too
-    (section 13).
+    Raises ValueError if cp_rank is not in 0 .. cp_size - 1.  If cp_size is above 1, the length of
+    what is cut (the row, or each document) must be a multiple of 2 * cp_size, or ValueError is
+    raised.  SFTDataset pads its documents to such a length if context_parallel_size is set.
+    GPTDataset does not; with inter_document_masking, set use_per_sequence_balancing.  The shapes
+    and the keys of the batch are checked, too (section 13).
 
     Upstream differs: it changes the batch.
 
@@ -3108,7 +3104,7 @@ def get_batch_on_this_cp_rank(
             continue
         dim = 2 if key == "attention_mask" else 1
         _check_axis_to_cut(key, value, dim, S)
-        if value.shape[dim : dim + 1] != (S,):  # no axis of S tokens
+        if value.dim() <= dim or value.shape[dim] != S:  # it has no axis of S tokens
             continue
         if documents_are_cut:
             _check_rows_to_cut(key, value, positions)
@@ -3160,7 +3156,7 @@ def _positions_in_documents(cu_seqlens, S, cp_rank, cp_size):
 # ==============================================================================
 # 10. The loader and its state
 # ==============================================================================
-# Question: how are batches prepared ahead, and what does a checkpoint save?
+# Question: how are batches prepared in advance, and what is in a checkpoint?
 #
 #   sampler         0 1 2 3 4 ...    yields the sample indices of batch 0, batch 1, ...
 #   threads             2 3          prepare the next batches
@@ -4772,21 +4768,26 @@ def _check_finished(builder):
         raise ValueError(f"{path}: call end_document(): sequence {last_end} is in no document yet")
 
 
-def _as_tokens(ids, dtype, values):
-    """Return the ids as an array of an integer dtype.
+def _as_integers(ids, values):
+    """Return an array of token ids as integers.  Raises ValueError unless they are integers.
 
-    Raises ValueError if an id is not an integer, or would become a different number.  The message
-    shows values, the ids as the user gave them.
+    Decimal strings, which upstream's tests pass, are converted.  The message of the error shows
+    values, the ids as the user gave them.
     """
+    if ids.dtype.kind == "U":
+        ids = np.array([int(text) for text in ids])
     if len(ids) and ids.dtype.kind not in "biu":  # bool, signed, unsigned
         raise ValueError(f"token ids must be integers of at most 64 bits, got {values!s:.60}")
-    tokens = ids.astype(dtype)
+    return ids
+
+
+def _check_ids_fit(ids, tokens):
+    """Raise ValueError for the first id that its conversion to the dtype of tokens has changed."""
     misfits = (tokens != ids).nonzero()[0]
     if len(misfits):
         i = misfits[0]
         advice = "choose a larger dtype, or correct the tokenizer's vocab_size, which determines it"
-        raise ValueError(f"token id {ids[i]} (index {i}) does not fit {dtype}; {advice}")
-    return tokens
+        raise ValueError(f"token id {ids[i]} (index {i}) does not fit {tokens.dtype}; {advice}")
 
 
 def _as_sentences(text):
@@ -4890,6 +4891,22 @@ def _check_phases(phases, names, field="phases"):
                 raise ValueError(f"expected (samples, weights), got {phase!r:.60}")
             _as_whole(phase[0], "samples", 1)
             _check_weights(phase[1], names)
+
+
+def _as_phases(phases, names):
+    """Return the phases of a blend as [(samples, normalized weights), ...].
+
+    Weights of 0 are left out of the sum, as in a plain blend, which drops their corpora.  numpy
+    might round a sum with zeros differently.
+    """
+    _check_phases(phases, names)
+    normalized = []
+    for samples, weights in phases:
+        shares = np.array(weights, np.float64)
+        is_used = shares > 0
+        shares[is_used] = normalize(shares[is_used])
+        normalized.append((int(samples), shares.tolist()))
+    return normalized
 
 
 class _BlendTooLarge(ValueError):
@@ -5944,7 +5961,8 @@ def _load_or_build_orders(dataset):
     made_from = {"documents": _digest_of_documents(dataset)} | _identifiers_of_orders(dataset)
     made_from |= _lengths_in_use(dataset.dataset, "lengths_crc32")
     pair = dataset.dataset if isinstance(dataset.dataset, IndexedDataset) else None
-    return _load_or_build(dataset, dataset.index_split, made_from, pair)
+    plan, arrays = _load_or_build(dataset, dataset.index_split, made_from, pair)
+    return EpochPlan(*plan), arrays  # a plan from the cache is a list
 
 
 def _folder_of_cache(dataset):
