@@ -1436,7 +1436,7 @@ def build_stable_orders(
 # ranks and all later jobs read.
 
 
-class _Identified(torch.utils.data.Dataset):
+class _CachedDataset(torch.utils.data.Dataset):
     """Base class of datasets that are cached: it names their files (section 15)."""
 
     @functools.cached_property
@@ -1450,7 +1450,7 @@ class _Identified(torch.utils.data.Dataset):
         return _md5(self.unique_description)
 
 
-class MegatronDataset(abc.ABC, _Identified):
+class MegatronDataset(abc.ABC, _CachedDataset):
     """Base class of the datasets that the builder (section 7) can build.
 
     dataset        the opened data, as build_low_level_dataset() returned them
@@ -2057,7 +2057,7 @@ def _drop_zero_weights(items, weights, names):
     return [items[d] for d in used], [weights[d] for d in used]
 
 
-class BlendedDataset(_Identified):
+class BlendedDataset(_CachedDataset):
     """A blend of datasets, in which each gives its share of the samples.
 
     datasets   MegatronDatasets of one split, at most 32,766
@@ -5546,7 +5546,7 @@ def _commit_pair(tokens, idx_file):
     idx_file.finish()
     for file in (tokens, idx_file):
         os.stat(file.temporary)  # raises if somebody removed it, while the old pair is still there
-    has_old = _exists(idx_file.path)
+    had_old_idx = _exists(idx_file.path)
     try:
         tokens._remove.detach()  # from now on, discard() only closes the file
         idx_file._remove.detach()
@@ -5558,12 +5558,12 @@ def _commit_pair(tokens, idx_file):
             _sync_folder(folder)
     except BaseException:
         # On a network disk, a step that reports failure may still have taken effect.
-        is_first = _exists(tokens.temporary)
-        if is_first and has_old == _exists(idx_file.path):
+        bin_is_temporary = _exists(tokens.temporary)
+        if bin_is_temporary and had_old_idx == _exists(idx_file.path):
             _remove_path(idx_file.temporary, os.getpid())
             _remove_path(tokens.temporary, os.getpid())
             raise
-        names = [tokens.temporary if is_first else tokens.path]
+        names = [tokens.temporary if bin_is_temporary else tokens.path]
         names.append(idx_file.temporary if _exists(idx_file.temporary) else idx_file.path)
         advice = "the new pair is complete in these two files; rename any .tmp, the .bin first"
         with _naming_failure(" and ".join(names), advice):
@@ -5696,7 +5696,7 @@ def _read_arrays(stem, made_from, pair):
         raise DatasetFormatError("manifest.json is damaged (its CRC-32 differs)")
     _check_equal(manifest["made_from"], made_from, "it was made from different data")
     if pair is not None:
-        _accept_identity(pair, manifest["pair"], "the corpus has changed")
+        _check_identity(pair, manifest["pair"], "the corpus has changed")
     in_files = {}
     for name, entry in manifest["files"].items():
         content, mtime_ns = _read_or_map_file(f"{stem}-{name}.npy")
@@ -5843,7 +5843,7 @@ def _identity_of_pair(pair):
     return {"stamps": pair._stamps, "fingerprint": pair.fingerprint()}
 
 
-def _accept_identity(pair, identity, problem):
+def _check_identity(pair, identity, problem):
     """Raise DatasetFormatError unless a pair has the fingerprint in a saved identity.
 
     If the stamps are the same, and both have a time, the saved fingerprint becomes the pair's.
@@ -5912,7 +5912,7 @@ def _restore_pair(pair, state):
     identity = state.pop("_identity")
     vars(pair).update(state)
     pair._open()
-    _accept_identity(pair, identity, f"{pair.path_prefix} {_REPLACED_AFTER_PICKLE}")
+    _check_identity(pair, identity, f"{pair.path_prefix} {_REPLACED_AFTER_PICKLE}")
     vars(pair).update(state)  # arrays that a user has set replace the arrays of the files
 
 
@@ -6503,8 +6503,8 @@ def _make_columns(dataset, indices):
         return None
     columns |= _empty_columns(dataset.config, len(indices))
     for part, rows, ks in rows_of_parts:
-        is_served = type(part) is GPTDataset and part.config is dataset.config
-        if not is_served or not _fill_columns(part, columns, rows, ks):
+        c_can_read = type(part) is GPTDataset and part.config is dataset.config
+        if not c_can_read or not _fill_columns(part, columns, rows, ks):
             return None
     for row, idx in enumerate(indices):
         if idx is None:  # the padding sample has no loss
@@ -7759,8 +7759,8 @@ class SFTDataset(MegatronDataset):
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         cp = config.context_parallel_size or 1
-        self._granularity = 2 * cp if cp > 1 else 1
-        _check_config_of_sft(config, self._granularity)
+        self._pad_multiple = 2 * cp if cp > 1 else 1
+        _check_config_of_sft(config, self._pad_multiple)
         if num_samples:
             with _naming_place(f"{_label_of_dataset(self)}, {index_split.name}"):
                 _check_has_tokens(len(self.indices), num_samples)
@@ -7800,7 +7800,7 @@ class SFTDataset(MegatronDataset):
         row = int(self.indices[k % len(self.indices)])
         S = self.config.sequence_length
         tokens, targets, is_padding, ends = _pack_conversations(
-            self._iter_encoded(row), S, self._pad_token_id, self._granularity
+            self._iter_encoded(row), S, self._pad_token_id, self._pad_multiple
         )
         labels = targets[1:].copy()
         has_loss = labels != _IGNORED
@@ -7845,13 +7845,13 @@ class SFTDataset(MegatronDataset):
                 yield np.stack([np.asarray(tokens, np.int64), np.asarray(targets, np.int64)])
 
 
-def _check_config_of_sft(config, granularity):
+def _check_config_of_sft(config, pad_multiple):
     """Raise ValueError for a config, or a tokenizer in it, that SFTDataset cannot use."""
     for name in ("create_attention_mask", "reset_attention_mask", "reset_position_ids"):
         if getattr(config, name):
             raise ValueError(f"{name} must be False for SFTDataset, which returns cu_seqlens")
-    if config.sequence_length % granularity:
-        expected = f"a multiple of {granularity} (2 * context_parallel_size)"
+    if config.sequence_length % pad_multiple:
+        expected = f"a multiple of {pad_multiple} (2 * context_parallel_size)"
         raise ValueError(f"sequence_length: expected {expected}, got {config.sequence_length}")
     _check_tokenizer(config.tokenizer, ["tokenize", "eod"])
     if _attribute_of(config.tokenizer, "tokenize_conversation") is None:
@@ -7920,11 +7920,11 @@ def _check_message(message):
             raise ValueError(f"the message key {key!r} would be lost ({value!r:.60}); {advice}")
 
 
-def _pack_conversations(encoded, sequence_length, pad_id, granularity):
+def _pack_conversations(encoded, sequence_length, pad_id, pad_multiple):
     """Concatenate conversations, and cut or pad them to the S + 1 positions of a sample.
 
     encoded has the tokens and targets of each conversation, int64 (2, n).  Each conversation that
-    ends before S is padded to a multiple of granularity.  The last position holds padding, as in
+    ends before S is padded to a multiple of pad_multiple.  The last position holds padding, as in
     upstream.
 
     Return tokens and targets, int64 (S+1,), is_padding, bool (S+1,), and a list of the positions at
@@ -7940,7 +7940,7 @@ def _pack_conversations(encoded, sequence_length, pad_id, granularity):
         end = begin + kept.shape[1]
         columns[:, begin:end] = kept
         is_padding[begin:end] = False
-        ends.append(_ceil_div(end, granularity) * granularity)
+        ends.append(_ceil_div(end, pad_multiple) * pad_multiple)
         if ends[-1] >= S:
             break
     ends[-1] = S

@@ -725,13 +725,13 @@ def test_a_fingerprint_is_of_the_data_alone(one, tmp_path, monkeypatch):
         for kind in touched:
             os.utime(f"{prefix}.{kind}", (2**31, 2**31))
         crc32.reset_mock()
-        one._accept_identity(one.IndexedDataset(prefix), note, "")
+        one._check_identity(one.IndexedDataset(prefix), note, "")
         assert crc32.call_count == 2 * len(touched)
     for place, mmap in ((prefix, True), (prefix, False), (tmp_path / "copy" / "p", True)):
         assert one.IndexedDataset(place, mmap=mmap).fingerprint() == first
     patch(f"{prefix}.bin", 0, b"\7")  # the .idx stays
     with pytest.raises(one.DatasetFormatError, match=r"pair \(bin_ends_crc32 differs\)"):
-        one._accept_identity(one.IndexedDataset(prefix), note, "pair")
+        one._check_identity(one.IndexedDataset(prefix), note, "pair")
     others = [docs[:-1], [*docs[:900], [1] * 9, [1] * 11, *docs[902:]], [], [[]], [[1]], [[1, 2]]]
     for other in (*others, [[2] * 10, *docs[1:]], [*docs[:-1], [2] * 10]):
         assert one.IndexedDataset(mk(one, tmp_path / "q", other)).fingerprint() != first
