@@ -888,17 +888,10 @@ def get_blend_from_list(
         return None
     entries = [os.fsdecode(entry) if isinstance(entry, bytes) else str(entry) for entry in blend]
     entries = [entry.strip() for entry in entries]
-    # a decimal number; float() would also accept 2023_01, inf and nan
-    decimal = r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
-    is_number = [re.fullmatch(decimal, entry) is not None for entry in entries]
-    if len(entries) > 0 and not any(is_number):
+    is_weight = [_is_decimal(entry) for entry in entries]
+    if len(entries) > 0 and not any(is_weight):
         return entries, None
-    half = len(entries) // 2
-    if half == 0 or is_number != [True, False] * half:
-        raise ValueError(
-            "blend: expected only prefixes, or weight prefix weight prefix ...; numbers found: "
-            f"{sum(is_number)} of {len(entries)}.  (Write a prefix that is a number as ./2023)"
-        )
+    _check_alternating(is_weight)
     return entries[1::2], [float(weight) for weight in entries[0::2]]
 
 
@@ -1435,7 +1428,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
         return bool(self.create_attention_mask and not self.inter_document_masking)
 
 
-class _Identified(torch.utils.data.Dataset):
+class _CachedDataset(torch.utils.data.Dataset):
     """Base class of cached datasets.  unique_description names their files (section 15)."""
 
     @functools.cached_property
@@ -1449,7 +1442,7 @@ class _Identified(torch.utils.data.Dataset):
         return _md5(self.unique_description)
 
 
-class MegatronDataset(abc.ABC, _Identified):
+class MegatronDataset(abc.ABC, _CachedDataset):
     """Base class of the datasets that the builder (section 7) can build.
 
     dataset        the opened data, as build_low_level_dataset() returned them
@@ -1515,12 +1508,16 @@ class MegatronDataset(abc.ABC, _Identified):
         dataset_path: str | None, config: BlendedMegatronDatasetConfig
     ) -> typing.Any:
         """Open the data at dataset_path.  The builder calls this."""
-        raise NotImplementedError("the builder needs a class that has build_low_level_dataset()")
+        raise NotImplementedError(
+            "build_low_level_dataset() is missing; define it in the class passed to the builder"
+        )
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: typing.Any) -> int:
         """Return how many documents the opened data have.  The builder splits this number."""
-        raise NotImplementedError("the builder needs a class that has numel_low_level_dataset()")
+        raise NotImplementedError(
+            "numel_low_level_dataset() is missing; define it in the class passed to the builder"
+        )
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
@@ -1815,8 +1812,9 @@ def _pad_id_of_config(config):
     same = [name for name, token in special.items() if token == pad]
     if same and not config.allow_ambiguous_pad_tokens:
         _warn(
-            f"tokenizer: the pad id {pad} is also the id of {' and '.join(same)}, so padding gets "
-            "-1; use another pad, or set allow_ambiguous_pad_tokens: this id then has no loss"
+            f"tokenizer: the pad id {pad} is also the id of {' and '.join(same)}, so padding uses "
+            "-1 instead.  To silence this warning, give the tokenizer a pad id of its own, or set "
+            f"allow_ambiguous_pad_tokens (then no label with the id {pad} has a loss)"
         )
         return -1
     return int(pad)
@@ -2034,11 +2032,11 @@ def _drop_zero_weights(items, weights, names):
     used = [d for d, weight in enumerate(weights) if weight]
     dropped = [str(name) for d, name in enumerate(names) if not weights[d]]
     if dropped:
-        log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
+        log.warning("dropped from the blend because their weight is 0: %s", ", ".join(dropped))
     return [items[d] for d in used], [weights[d] for d in used]
 
 
-class BlendedDataset(_Identified):
+class BlendedDataset(_CachedDataset):
     """A blend of datasets, in which each gives its share of the samples.
 
     datasets   MegatronDatasets of one split, at most 32,766
@@ -2127,7 +2125,7 @@ class BlendedDataset(_Identified):
                 self.size = _as_size(size, "size")
                 self.weights = normalize(weights)
             else:
-                self.weights = _as_counts(weights).tolist()
+                self.weights = _as_counts(weights, "weights").tolist()
         else:
             phases = _as_phases(phases, names)
             self.size = sum(samples for samples, _ in phases)
@@ -3280,8 +3278,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             _check_iterator(self, this_iterator)
         if consumed < end:
             raise RuntimeError(
-                f"the batches ended at sample {consumed}, but the pass ends at sample {end}; the "
-                "dataset must not raise StopIteration"
+                f"the batches ended at sample {consumed}, but the pass ends at sample {end}; check "
+                "that neither the dataset nor collate_fn raises StopIteration"
             )
         if self._current_iterator is this_iterator:
             self.is_end_of_pass = int(self._end_of_pass(consumed) == consumed)
@@ -3337,7 +3335,10 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             yield batch
 
     def _make_batch(self, indices):
-        """Return a batch, in pinned memory if there is a GPU: copies from there are faster."""
+        """Return a batch.
+
+        With pin_memory and a GPU, it is in pinned memory, from which copies to the GPU are faster.
+        """
         batch = _make_batch(self.dataset, indices)
         if self.pin_memory and torch.cuda.is_available():
             batch = {key: values.pin_memory() for key, values in batch.items()}
@@ -3352,7 +3353,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         consumed_samples   how many samples all ranks together have used
         is_end_of_pass     1 if the newest iterator has read its pass to the end, otherwise 0.  With
                            a cyclic sampler always 0, because consumed_samples counts all passes
-        history            what decided the consumed samples, as JSON; "{}" if there are none
+        history            what determined the consumed samples, as JSON; "{}" if there are none
 
         The state is the same on all ranks that read data.  Save the state of one of these ranks:
         on a rank that receives its batches from a different rank, the loader stays at sample 0.
@@ -3396,7 +3397,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         self.batch_sampler.next_start = 0 if self.is_end_of_pass else consumed
 
     def _history_json(self, consumed_samples):
-        """Return what decided the consumed samples, as JSON, or "{}" if there are none."""
+        """Return what determined the consumed samples, as JSON, or "{}" if there are none."""
         if consumed_samples == 0:
             return "{}"
         sampler = self.batch_sampler
@@ -3488,7 +3489,7 @@ def _make_batch(dataset: typing.Any, indices: typing.Sequence[int | None]) -> di
 
 
 def _getitems(dataset: typing.Any, indices: typing.Sequence[int | None]) -> list[dict]:
-    """Return several samples of any dataset, by one call of __getitems__() if possible."""
+    """Return several samples of any dataset, with one call to __getitems__() if possible."""
     while type(dataset) in (torch.utils.data.Subset, _PaddedSubset):
         # None, the padding sample, is passed on as it is
         indices = [k if k is None else dataset.indices[k] for k in indices]
@@ -3583,9 +3584,10 @@ def _provenance_of(dataset, n, memo):
 
 
 def _provenance_of_parts(concat, n, memo):
-    """Return what determines the first n samples of a ConcatDataset, for each dataset in them.
+    """Return what determines the first n samples of a ConcatDataset.
 
-    A dataset may grow if no later dataset gave a sample, and datasets may be added at the end.
+    The result has an entry for each dataset that gives some of them.  A dataset may grow if no
+    later dataset gave a sample, and datasets may be added at the end.
     """
     firsts = []
     settings = {"first sample of each dataset": firsts}
@@ -3628,7 +3630,7 @@ def _provenance_of_blend(blend, n, memo):
 def _settings_of(dataset):
     """Return what determines the samples of a dataset that is neither a blend nor a Subset.
 
-    unique_identifiers has the values of the build; the config may have been changed since then.
+    unique_identifiers has the values as of the build; the config may have changed since then.
     """
     label = os.path.basename(_label_of_dataset(dataset))
     settings = {"class": type(dataset).__name__, _LABEL_KEY: label}
@@ -3676,18 +3678,18 @@ def _settings_of_orders(dataset):
     return settings
 
 
-# -- Two histories are compared ----------------------------------------------------------------
+# -- Comparing two histories ---------------------------------------------------------------------
 
 
 def _check_same_history(saved, current):
-    """Raise ValueError that names the first difference, unless two histories are equal."""
+    """Raise a ValueError that names the first difference between two histories, if they differ."""
     if _first_difference(saved, current) is not None:
         difference = _label_of_difference(saved, current, " in the state")
         raise ValueError(
-            f"cannot resume: {difference}.  To resume exactly, restore the data, settings and "
-            "release of the saved run.  To resume anyway, at the risk of repeating or skipping "
-            "samples, call load_state_dict(state, strict=False).  (A run that is to grow needs "
-            "stable_order=True in its first job.)"
+            f"cannot resume: {difference}.  To resume exactly, restore the data, the settings and "
+            "the version of megatron_min that the saved run used.  To resume anyway, at the risk "
+            "of repeating or skipping samples, call load_state_dict(state, strict=False).  (A run "
+            "that is to grow needs stable_order=True in its first job.)"
         )
 
 
@@ -3718,7 +3720,7 @@ def _label_of_difference(was, now, where=""):
 
 
 def _is_secondary(difference):
-    """Return whether a difference is usually the result of another difference: report it last."""
+    """Return whether a difference usually results from another one, and so is reported last."""
     name, was, now = difference
     return name.startswith(_EPOCH_KEYS) or was is None or now is None
 
@@ -3767,8 +3769,9 @@ def _iter_differences(was, now, suffix):
 #   sent together                        | bucket 0 | bucket 1 | bucket 2  |
 #
 # Backward adds each gradient to p.grad, which is the same view.  Small gradients can get lost in a
-# bfloat16 sum: there, 256 + 1 is 256.  With grad_reduce_in_fp32, p.main_grad is then float32;
-# backward creates a new p.grad for each micro-batch, which is added to p.main_grad and dropped.
+# bfloat16 sum, in which 256 + 1 is 256.  grad_reduce_in_fp32 avoids this, because p.main_grad is
+# then float32.  Backward creates a new p.grad for each micro-batch, which is added to p.main_grad
+# and dropped.
 #
 # This is a step with overlap_grad_reduce.  Time runs to the right, and each bar is a bucket that is
 # being sent.  Without overlap_grad_reduce, finish_grad_sync() sends all buckets and then waits.
@@ -3813,21 +3816,22 @@ class DistributedDataParallel(torch.nn.Module):
                                same view.  (torch's optimizers read grad and may set it to None.
                                Upstream's optimizers read main_grad, which stays a view.)
     group                      the process group to average over, usually the group "dp-cp" of
-                               section 9: cp ranks have the same weights and different tokens.
-                               None: all ranks, which is right only without tp and pp
+                               section 9, because cp ranks have the same weights and different
+                               tokens.  None: all ranks, which is right only without tp and pp
     bucket_size                minimum number of elements in a bucket (the last bucket of a buffer
                                may be smaller)
     overlap_grad_reduce        True: send each bucket during backward.  False: send all buckets in
                                finish_grad_sync()
-    use_distributed_optimizer  True: reduce-scatter: only this rank's slice of each bucket, in
-                               grad_shards, becomes the average.  False: all-reduce
+    use_distributed_optimizer  True: use reduce-scatter.  Only this rank's slice of each bucket (see
+                               grad_shards) becomes the average.  False: use all-reduce
     average_in_collective      True: the collective divides by the number of ranks, if the backend
                                is NCCL.  Otherwise the gradients are divided before they are sent
     check_for_nan_in_grad      True: if a gradient is nan or inf, finish_grad_sync() raises
                                ValueError on every rank, with the name of the parameter
     grad_reduce_in_fp32        True: add and average in float32, whatever the dtype of a parameter.
                                grad is None until finish_grad_sync() sets it to main_grad, converted
-                               to the dtype of the parameter.  Only zero_grad_buffer() begins a step
+                               to the dtype of the parameter.  Only zero_grad_buffer() clears
+                               main_grad and begins a step; setting grad to None does neither
 
     grad_buffers   list of tensors: one buffer for each dtype and device
     grad_shards    list of tensors: this rank's slice of each bucket
@@ -3947,7 +3951,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._sync_enabled = before
 
     def _on_gradient(self, param):
-        """Take a gradient that backward has just added, and send the buckets that are complete."""
+        """Handle a gradient that backward has just added, and send the complete buckets."""
         _check_gradient_in_time(self, param)
         self._put_into_buffer(param)
         self._grads_are_averaged = False
@@ -3976,7 +3980,7 @@ class DistributedDataParallel(torch.nn.Module):
     def _send_next_bucket(self):
         """Start the collective of the first bucket that has not been sent in this step."""
         bucket = self._buckets[self._num_sent]
-        shard = self.grad_shards[self._num_sent]  # a slice of the bucket: it is reduced in place
+        shard = self.grad_shards[self._num_sent]  # a slice of the bucket, so it is reduced in place
         self._num_sent += 1
         for param in bucket.params:
             self._put_into_buffer(param)
@@ -4022,18 +4026,18 @@ class DistributedDataParallel(torch.nn.Module):
             self._set_grads()
         if self.check_for_nan_in_grad:
             _on_every_rank(self._report_not_finite, self.group)  # section 17
-        # This check comes last: if it fails on one rank only, this rank has already sent everything
-        # that the other ranks wait for in this method.
+        # This check comes last, so that a rank on which it fails has already sent everything that
+        # the other ranks wait for in this method.
         _check_parameters(self)
 
     def _set_grads(self):
-        """With grad_reduce_in_fp32, set each param.grad to its average, if it is known."""
+        """With grad_reduce_in_fp32, set each param.grad to main_grad once the average is known."""
         if self.grad_reduce_in_fp32 and self._grads_are_averaged:
             for param in self._slices:
                 param.grad = param.main_grad.to(param.dtype)
 
     def _report_not_finite(self):
-        """Raise ValueError if this rank has sent nan or inf, and clear the list of such parameters.
+        """Raise ValueError if this rank has sent nan or inf, and clear the list of parameter names.
 
         The message names the first five parameters.
         """
@@ -4056,8 +4060,8 @@ class DistributedDataParallel(torch.nn.Module):
     def zero_grad_buffer(self) -> None:
         """Begin a step: set all gradients to 0, and each param.main_grad to its view of a buffer.
 
-        If no gradient arrives on a rank in this step, finish_grad_sync() sends zeros there, so the
-        other ranks do not wait for it.
+        If no gradient arrives on a rank in this step, finish_grad_sync() sends zeros from that
+        rank, so the other ranks do not wait for it.
 
         Raises ValueError if a parameter was replaced, frozen or unfrozen after the model was
         wrapped.
@@ -4092,7 +4096,7 @@ class DistributedDataParallel(torch.nn.Module):
             torch.distributed.broadcast(param.data, group=self.group, group_src=0)
 
     def __setstate__(self, state: dict) -> None:
-        """Make new buffers and hooks for a copy or an unpickled object: torch copies no hooks."""
+        """Make new buffers and hooks for a copy or an unpickled object.  torch copies no hooks."""
         super().__setstate__(state)
         self._make_buffers()
 
@@ -4112,11 +4116,11 @@ def finalize_model_grads(
     """Finish the gradients of a step.
 
     model       list of the parts of the model on this rank
-    num_tokens  number of tokens that count on this rank, if the loss is a sum over tokens: an int
-                on every rank, or a tensor on every rank.  The gradients then become those of the
-                mean loss per token.  None: they stay the average over ranks
-    groups      num_tokens is added over the dp-cp ranks of these ParallelGroups.  None: over the
-                group of each part
+    num_tokens  for a loss that is a sum over tokens: how many tokens count on this rank, as an int
+                on every rank or as a tensor on every rank.  The gradients then become the gradients
+                of the mean loss per token.  None: they stay the average over ranks
+    groups      the ParallelGroups over whose dp-cp ranks num_tokens is added.  None: it is added
+                over the group of each part
 
     With num_tokens, the average over R ranks is multiplied by R / (tokens of all ranks).  With
     several pipeline stages, the trainer must send num_tokens from the last stage, which has the
@@ -4270,7 +4274,7 @@ def get_train_valid_test_num_samples(
     """Return how many samples a run needs of train, valid and test.
 
     global_batch_size   samples in a step
-    eval_interval       the run evaluates valid after each eval_interval steps, and at the end
+    eval_interval       the run evaluates valid every eval_interval steps, and at the end
     eval_iters          global batches that each evaluation reads; test is evaluated once
     train_iters         steps of the run
     train_samples       samples of the run; needed if train_iters is None.  If the batch size grows,
@@ -4377,15 +4381,18 @@ def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
         for item in iterable:
             empty_passes = 0
             yield item
-    raise ValueError("cyclic_iter: two passes gave nothing; does the dataset have a full round?")
+    raise ValueError(
+        "cyclic_iter: two passes in a row yielded nothing; if the iterable is a loader, check that "
+        "its dataset fills a round (micro_batch_size * data_parallel_size samples)"
+    )
 
 
 class RerunDataIterator(collections.abc.Iterator):
     """An iterator that can yield its last micro-batches again, to run a step a second time.
 
-    rewind() returns to the last advance(), or to the beginning.  Call advance() after each step:
-    all micro-batches since the last advance() are kept in memory.  A dict is yielded as a shallow
-    copy, so a step may change its keys.
+    rewind() returns to the last advance(), or to the beginning.  Call advance() after each step,
+    because all micro-batches since the last advance() are kept in memory.  A dict is yielded as a
+    shallow copy, so a step may change its keys.
 
     >>> numbers = RerunDataIterator(range(9))
     >>> next(numbers), next(numbers), numbers.rewind(), next(numbers), next(numbers)
@@ -4406,7 +4413,7 @@ class RerunDataIterator(collections.abc.Iterator):
         return item.copy() if isinstance(item, dict) else item
 
     def rewind(self) -> None:
-        """Make the iterator yield again all micro-batches since the last advance()."""
+        """Make the iterator yield all micro-batches since the last advance() again."""
         self.replay_pos = 0
 
     def advance(self) -> None:
@@ -4423,7 +4430,10 @@ class RerunDataIterator(collections.abc.Iterator):
         }
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Continue where the state was saved.  The iterable must resume there by itself."""
+        """Continue where the state was saved.
+
+        The iterable must itself resume after the micro-batches that are in the state.
+        """
         self.saved_microbatches = list(state_dict["saved_microbatches"])
         self.replay_pos = len(self.saved_microbatches)
         if state_dict["replaying"]:
@@ -4463,7 +4473,8 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 #   input                  what may be wrong                            when it is checked  result
 #
 #   a pair                 a file is missing                            opening             (b)
-#                          header, size, last entries; a file changes   opening             (a)
+#                          header, file size or last entries            opening             (a)
+#                          a file changes while the pair is opened      opening             (a)
 #                          any entry of the .idx                        verify()            (a)
 #                          a sequence is not in the .bin                each access         (a)
 #   a position             it is not in the sequence or dataset         each access         (c)
@@ -4511,7 +4522,7 @@ class DatasetFormatError(ValueError):
 
 
 def _check_field(path, field, is_right, expected, found):
-    """Raise DatasetFormatError unless is_right: a field of a file has the expected value."""
+    """Raise DatasetFormatError if a field of a file has an unexpected value (is_right is false)."""
     if not is_right:
         advice = "copy the file again, or preprocess again"
         raise DatasetFormatError(f"{path}: {field}: expected {expected}, got {found}; {advice}")
@@ -4542,8 +4553,8 @@ def _naming_failure(name, failure, kind=ValueError):
     """Put a name and a failure, such as "cannot be written", in front of the message of an error.
 
     An OSError stays an OSError, and keeps its errno if it has one.  MemoryError, and exceptions
-    such as KeyboardInterrupt, are raised unchanged: their cause may lie elsewhere.  Any other error
-    becomes kind("name: failure: message").
+    such as KeyboardInterrupt, are raised unchanged, because their cause may lie elsewhere.  Any
+    other error becomes kind("name: failure: message").
     """
     try:
         yield
@@ -4604,11 +4615,11 @@ def _as_size(size, name):
     return None if size is None else _as_whole(size, name)
 
 
-def _as_counts(sizes):
+def _as_counts(values, name="sizes"):
     """Return numbers of samples as an int64 array.  Raises ValueError for a fraction."""
-    counts = np.array(sizes, np.int64)
-    if not np.array_equal(counts, sizes):
-        raise ValueError(f"numbers of samples must be whole numbers, got {sizes}")
+    counts = np.array(values, np.int64)
+    if not np.array_equal(counts, values):
+        raise ValueError(f"{name}: expected whole numbers of samples, got {values}")
     return counts
 
 
@@ -4619,8 +4630,8 @@ def _stamp_of_pair_file(path):
     """Return the stamp of the .bin or the .idx of a pair (section 15).
 
     Raises FileNotFoundError if the file is missing.  The message names the first five pairs in the
-    folder whose names begin with the prefix: for the output_prefix "wiki", preprocess() writes the
-    pair "wiki_text_document".
+    folder whose names begin with the prefix.  The user may have given the output_prefix "wiki" of
+    preprocess(), which writes the pair "wiki_text_document".
     """
     try:
         return _file_stamp(path)
@@ -4643,7 +4654,7 @@ def _without_ending(path):
 def _check_unchanged(path, stamp, done):
     """Raise DatasetFormatError unless a file still has this stamp.  done: "opened" or "copied"."""
     if _file_stamp(path) != stamp:
-        advice = "open the pair again when no job writes to it"
+        advice = "open the pair again once no job is writing to it"
         raise DatasetFormatError(f"{path}: the file changed while it was {done}; {advice}")
 
 
@@ -4651,7 +4662,7 @@ def _parse_idx_header(path, content, multimodal):
     """Return the dtype code, n and m from the header of an .idx file.
 
     content is the complete file.  Raises DatasetFormatError if a field of the header is
-    invalid, or if the size of the file does not follow from the header.
+    invalid, or if the file size does not match the header.
     """
     size = len(content)
     _check_field(path, "file size", size >= _HEADER.size, f"at least {_HEADER.size} bytes", size)
@@ -4668,7 +4679,10 @@ def _parse_idx_header(path, content, multimodal):
 
 
 def _check_ends_of_pair(pair):
-    """Raise DatasetFormatError unless document_indices and the .bin end as they should."""
+    """Raise DatasetFormatError unless the last sequence ends where the .bin ends, at a whole token.
+
+    Also raises it unless document_indices begins with 0 and ends with the number of sequences.
+    """
     n = len(pair)
     bin_size = pair._stamps["bin"]["size"]
     item = pair._token_bytes
@@ -4684,9 +4698,10 @@ def _check_ends_of_pair(pair):
 def _check_entries_of_idx(pair):
     """Check each entry of the .idx, as IndexedDataset.verify() says.
 
-    The arrays are checked in chunks that fit the CPU's cache: whole arrays would take four times as
-    long, and 32 GB for a billion sequences.  Each chunk is copied, because unaligned reads are
-    slow.  The arrays of the file are checked, even if a user has set different attributes.
+    The arrays are checked in chunks that fit the CPU's cache, because whole arrays would take four
+    times as long and, for a billion sequences, 32 GB of memory.  Each chunk is copied, because
+    unaligned reads are slow.  The arrays of the file are checked, even if a user has set different
+    attributes.
     """
     chunk = 1 << 15
     in_file = pair._arrays_in_files
@@ -4727,15 +4742,21 @@ def _check_span(pair, i, pointer, size, offset, length):
 
 
 def _as_lengths_and_modes(builder, content, lengths, modes):
-    """Return lengths and modes as arrays.  Raises ValueError unless they fit content and .idx."""
+    """Return lengths as an int32 array and modes as an int8 array, as the .idx stores them.
+
+    Raises ValueError if a value does not fit, or if a length is negative.  Also raises it if the
+    lengths do not sum to the tokens in content, or if there is not one mode for each length.
+    """
     path = builder._bin.path
     try:
         lengths = array.array("i", iter(lengths))  # array("i", bytes) would copy their memory
-        if builder.multimodal:
-            modes = array.array("b", bytes(len(lengths)) if modes is None else modes)
     except OverflowError:
-        given = f"lengths {lengths!s:.60}, modes {modes!s:.60}"
-        raise ValueError(f"{path}: a length does not fit int32, or a mode int8: {given}") from None
+        raise ValueError(f"{path}: lengths must fit int32, got {lengths!s:.60}") from None
+    if builder.multimodal:
+        try:
+            modes = array.array("b", bytes(len(lengths)) if modes is None else modes)
+        except OverflowError:
+            raise ValueError(f"{path}: modes must fit int8, got {modes!s:.60}") from None
     num_tokens = len(content) // builder._token_dtype.itemsize
     if min(lengths, default=0) < 0:
         raise ValueError(f"{path}: lengths must be at least 0, got {min(lengths)}")
@@ -4747,7 +4768,7 @@ def _as_lengths_and_modes(builder, content, lengths, modes):
 
 
 def _check_appended(builder, other):
-    """Raise ValueError if a pair cannot be appended, as add_index() of the builder says."""
+    """Raise ValueError if a pair cannot be appended, for one of the reasons in add_index()."""
     source = get_bin_path(other.path_prefix)
     if os.path.realpath(source) == os.path.realpath(builder._bin.path):
         raise ValueError(f"{source} is both input and output; choose a different output prefix")
@@ -4848,7 +4869,7 @@ def _check_config(config):
 def _check_blend(blend):
     """Raise ValueError unless a blend is (prefixes, weights or None).
 
-    Messages show only the type of an invalid value: it could contain a URL with a password.
+    Messages show only the type of an invalid value, because it could contain a URL with a password.
     """
     form = "blend: expected ([prefix, ...], [weight, ...] or None), got"
     if not isinstance(blend, collections.abc.Sequence) or len(blend) != 2:
@@ -4863,7 +4884,7 @@ def _check_blend(blend):
 
 
 def _check_has_prefix(dataset_path):
-    """Raise ValueError if a corpus is to be opened with a config of mock data, without a prefix."""
+    """Raise ValueError if dataset_path is None, as it is if the config describes mock data."""
     if dataset_path is None:
         raise ValueError("config: no blend is given; give one, or build MockGPTDataset")
 
@@ -4879,6 +4900,22 @@ def _check_config_of_samples(config):
     if config.reset_attention_mask and not config.has_dense_mask:
         needs = "create_attention_mask=True and inter_document_masking=False"
         raise ValueError(f"reset_attention_mask needs {needs}")
+
+
+def _is_decimal(text):
+    """Return whether a text is a decimal number.  (float() also accepts 2023_01, inf and nan.)"""
+    return re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) is not None
+
+
+def _check_alternating(is_weight):
+    """Raise ValueError unless the entries of a blend are weights and prefixes, in alternation."""
+    if len(is_weight) == 0 or is_weight != [True, False] * (len(is_weight) // 2):
+        positions = [i for i, each in enumerate(is_weight) if each]
+        raise ValueError(
+            "blend: expected only prefixes, or weight, prefix, weight, prefix, ..., got "
+            f"{len(is_weight)} entries, with numbers at the indices {positions!s:.60}; write a "
+            "prefix that is a number as ./2023"
+        )
 
 
 def _check_phases(phases, names, field="phases"):
@@ -4919,8 +4956,8 @@ class _BlendTooLarge(ValueError):
 def _error_of_large_blend(needed):
     """Return a _BlendTooLarge for {dataset: samples to take}."""
     part, count = next(iter(needed.items()))
-    taken = f"{count:,} samples of {_label_of_dataset(part)}, which has {len(part):,}"
-    error = _BlendTooLarge(f"the blend takes {taken}; use larger datasets, or other weights")
+    taken = f"{count:,} samples from {_label_of_dataset(part)}, which has {len(part):,}"
+    error = _BlendTooLarge(f"the blend takes {taken}; use larger datasets or different weights")
     error.needed = needed
     return error
 
@@ -4941,9 +4978,9 @@ def _check_size_of_sets(config, prefixes, size):
 
 
 def _warn_of_few_samples(split, total, size):
-    """Warn if more samples of a split are requested than the total that it has."""
+    """Warn if size, the samples requested from a split, is above total, the samples that it has."""
     if size is not None and size > total:
-        has = f"only {total:,}; give weights, to read its corpora repeatedly, or request fewer"
+        has = f"only {total:,}; request fewer, or give weights, so that corpora are read repeatedly"
         if total == 0:
             has = "none; add corpora to it, or give it a larger share in split"
         _warn(f"{size:,} samples are requested from {split.name}, which has {has}")
@@ -4959,7 +4996,8 @@ def _check_has_size(split, size):
 def _warn_of_short_corpora(split, size, parts):
     """Warn if corpora of a split are shorter than a sample, or if no corpus has a sample.
 
-    parts are the datasets of the corpora.  A corpus without tokens in this split is not short.
+    parts are the datasets of the corpora.  A corpus without tokens in this split does not count as
+    short.
     """
     short = []
     for part in parts:
@@ -4993,8 +5031,8 @@ def _check_same_builds(datasets):
     """Raise ValueError on every rank unless all ranks have built the same samples.
 
     datasets are the datasets of this rank, or None if it has built nothing.  The message names the
-    ranks that differ from rank 0, and the first difference.  If the ranks agree, a single
-    all_reduce is sent.
+    ranks that differ from rank 0, and the first difference.  If the ranks agree, two all_reduces of
+    a few bytes are enough; _on_every_rank() makes one of them.
     """
     text = _on_every_rank(functools.partial(_provenance_of_build, datasets))
     ends = torch.full((2,), 2**63 - 1, device=_device_of_group())
@@ -5052,11 +5090,11 @@ def _as_document_numbers(documents):
     return documents.astype(np.int32, copy=False)
 
 
-def _check_has_tokens(tokens_per_epoch, num_samples):
-    """Raise ValueError if samples are requested, but an epoch has no tokens."""
+def _check_has_tokens(tokens_per_epoch, num_samples, unit="tokens"):
+    """Raise ValueError if samples are requested, but an epoch has no tokens (or no rows)."""
     if tokens_per_epoch == 0:
-        advice = "choose a larger share of the split or a larger corpus, or request no samples"
-        raise ValueError(f"num_samples is {num_samples}, but there are no tokens; {advice}")
+        advice = "give the split a larger share, use a larger corpus, or request no samples"
+        raise ValueError(f"num_samples is {num_samples}, but there are no {unit}; {advice}")
 
 
 def _check_document_index(document_index, sizes):
@@ -5094,7 +5132,7 @@ def _check_phase_has_weight(samples, weights):
 
 
 def _check_blending(dataset_index, dataset_sample_index, shares, num_datasets):
-    """Check what the loops of section 6 are given; their docstrings name the errors."""
+    """Check the arguments of the functions of section 6, whose docstrings list the errors."""
     _check_array(dataset_index, "dataset_index", np.int16)
     _check_array(dataset_sample_index, "dataset_sample_index", np.int64)
     _as_whole(num_datasets, "num_datasets", 1, 2**15 - 2)
@@ -5121,7 +5159,7 @@ def _check_corpus(dataset):
     if last_tokens and dataset.eod_token_id not in last_tokens:
         _warn(
             f"{_label_of_dataset(dataset)}: none of the first {len(documents)} documents ends with "
-            "an eod, so reset_position_ids, reset_attention_mask and eod_mask_loss find none; "
+            "an eod, which reset_position_ids, reset_attention_mask and eod_mask_loss need; "
             "preprocess the corpus with append_eod=True (--append-eod)"
         )
 
@@ -5129,8 +5167,9 @@ def _check_corpus(dataset):
 def _check_rows_of_sample(dataset, k, j, rows):
     """Raise IndexError unless rows j and j + 1 of sample_index lead to sequences of the corpus.
 
-    Index arrays of different data may lead outside it, or to an index below 0, which numpy would
-    count from the end.  The offsets are checked later, when the sequences are read.
+    Index arrays that were built from different data may point outside the corpus, or hold an index
+    below 0, which numpy would count from the end.  The offsets are checked later, when the
+    sequences are read.
     """
     sequences = []
     if j >= 0 and len(rows) == 2:
@@ -5171,7 +5210,8 @@ def _check_start(sampler, consumed_samples):
     if is_cyclic and total < sampler.samples_per_round:
         raise ValueError(f"total_samples: expected at least {size}, got {total}")
     if is_cyclic and consumed_samples % sampler.samples_per_round:
-        got = f"got {consumed_samples}; choose sizes whose product divides it"
+        advice = f"choose the two sizes so that their product divides {consumed_samples}"
+        got = f"got {consumed_samples}; {advice}"
         raise ValueError(f"consumed_samples: expected a multiple of {size}, {got}")
 
 
@@ -5224,9 +5264,10 @@ def _check_batch(batch, layout, create_attention_mask):
 
 
 def _check_batch_to_cut(batch):
-    """Raise ValueError if one of the five keys holds no tensor, or if only other keys have values.
+    """Raise ValueError if a _BATCH_KEYS value is not a tensor, or if only other keys have values.
 
-    A batch whose values are all None, as in a pipeline stage that reads nothing, is accepted.
+    None counts as no value.  So a batch whose values are all None, as in a pipeline stage that
+    reads nothing, is accepted.
     """
     given = {key for key, value in batch.items() if value is not None}
     for key in _BATCH_KEYS:
@@ -5239,9 +5280,9 @@ def _check_batch_to_cut(batch):
 
 
 def _check_axis_to_cut(key, value, dim, length):
-    """Raise ValueError if one of the five keys has neither length nor 1 entries along dim.
+    """Raise ValueError if a tensor of _BATCH_KEYS has neither length nor 1 entries along dim.
 
-    An axis of 1 is accepted, for example of a mask that is the same for all queries.
+    A length of 1 is accepted, for example in a mask that is the same for all queries.
     """
     if key in _BATCH_KEYS and value.shape[dim : dim + 1] not in ((length,), (1,)):
         rows = f"expected {length} tokens along dim {dim}, got shape {tuple(value.shape)}"
@@ -5263,7 +5304,7 @@ def _check_divisible_row(length, cp_size):
 
 
 def _as_bounds(cu_seqlens, S):
-    """Return cu_seqlens as int64 on the CPU, with one more 0 in front and one more S at the end.
+    """Return cu_seqlens as int64 on the CPU, with an added 0 in front and an added S at the end.
 
     A cu_seqlens from elsewhere may lack them.  If it has them, this adds only empty documents.
     """
@@ -5308,7 +5349,7 @@ def _check_iterator(loader, iterator):
 
 
 def _check_data_of_loader(dataset, rank, size):
-    """Raise ValueError for several datasets, or if several processes give no rank or no size."""
+    """Raise ValueError for several datasets, or if several processes lack the rank or the size."""
     if isinstance(dataset, (list, tuple)) and isinstance(dataset[0], torch.utils.data.Dataset):
         raise ValueError(f"dataset: got {len(dataset)} datasets; build one loader for each")
     if _num_processes() > 1 and (rank is None or size is None):
@@ -5324,9 +5365,9 @@ def _check_gradient_in_time(ddp, param):
     """
     if ddp._bucket_of[param] < ddp._num_sent:
         raise RuntimeError(
-            f"a gradient of {ddp._names[param]} arrived after its bucket was sent; run every "
-            "backward of a step except the last under no_sync(), and use activation checkpoints "
-            "with use_reentrant=False, or set overlap_grad_reduce=False"
+            f"a gradient of {ddp._names[param]} arrived after its bucket was sent; set "
+            "overlap_grad_reduce=False, or run all backward passes of a step but the last under "
+            "no_sync() and use activation checkpoints with use_reentrant=False"
         )
     if ddp._grads_are_averaged and ddp.grad_reduce_in_fp32:
         event = f"a gradient of {ddp._names[param]} arrived after finish_grad_sync()"
@@ -5342,7 +5383,8 @@ def _check_parameters(ddp):
     for name, param in ddp.module.named_parameters():
         if param.requires_grad != (param in ddp._slices):
             change = "replaced or unfrozen" if param.requires_grad else "frozen"
-            raise ValueError(f"{name} was {change} after the wrapping; change it before wrapping")
+            advice = "make this change before wrapping the model"
+            raise ValueError(f"{name} was {change} after the model was wrapped; {advice}")
 
 
 def _check_loss_is_mean(model):
@@ -5360,8 +5402,9 @@ def _check_loss_is_mean(model):
             if kind.__name__ in averaging and kind.__module__.startswith("torch."):
                 raise ValueError(
                     f"torch's {kind.__name__} averages gradients over ranks, so a sum of losses "
-                    "would be divided by the tokens of this rank only; return a mean from "
-                    "loss_func, (loss, report), or use megatron_min.DistributedDataParallel"
+                    "would be divided by the tokens of this rank only; have loss_func return "
+                    "(mean loss, report), or wrap the model in megatron_min's "
+                    "DistributedDataParallel instead"
                 )
 
 
@@ -5405,7 +5448,9 @@ def _md5(data):
 
 def _import_extra(module, user):
     """Import a module of an optional package.  An ImportError names user, which needs it."""
-    with _naming_failure(user, f"needs pip install {module.partition('.')[0]}", ImportError):
+    package = module.partition(".")[0]
+    failure = f"needs the package {package} (pip install {package})"
+    with _naming_failure(user, failure, ImportError):
         return importlib.import_module(module)
 
 
@@ -5417,7 +5462,8 @@ def _is_remote(path):
 def _absolute_path(path):
     """Return a path as an absolute path, and a URL unchanged.
 
-    The path is not normalized: if link is a symbolic link, only the system knows what link/.. is.
+    The path is not normalized, because only the system knows what link/.. is if link is a symbolic
+    link.
     """
     path = os.fsdecode(path)
     return path if _is_remote(path) or os.path.isabs(path) else os.path.join(os.getcwd(), path)
@@ -5472,18 +5518,18 @@ def _num_processes():
 #   3      new          new                                                 the folder is synced
 #
 # If the job ends before step 1, the old pair stays.  (Without an old .idx, this holds until step
-# 2.)  If it ends later, by an error, a signal or a kill, the new pair is complete, but both files
-# or only the .idx may still have temporary names.  An OSError names the two files.  Rename them
-# yourself, the .bin first.
+# 2.)  If the job ends later, because of an error or any signal, the new pair is complete.  But both
+# files or only the .idx may still have temporary names.  An OSError names the two files.  Rename
+# them yourself, the .bin first.
 #
-# All other temporary files are removed, at the latest when the process ends.  After a kill, delete
+# All other temporary files are removed, at the latest when the process ends.  After SIGKILL, delete
 # these files yourself.
 
 
 class _NewFile(contextlib.AbstractContextManager):
     """A binary file that is renamed to its final name when complete, at the end of a with block.
 
-    path       its final name, made absolute: the working directory may change meanwhile
+    path       its final name, made absolute, because the working directory may change meanwhile
     synced     True: the content is on the disk before the file is renamed to its final name.
                False: the file can be made again, so it need not wait for the disk
     suffix     part of the temporary name.  "": a random suffix
@@ -5506,7 +5552,7 @@ class _NewFile(contextlib.AbstractContextManager):
         except BaseException:  # on a network disk, an open() that fails may have created the file
             self._remove()
             raise
-        weakref.finalize(self, self.file.raw.close)  # for a file that nobody closes
+        weakref.finalize(self, self.file.raw.close)  # in case nobody closes the file
 
     @property
     def is_open(self) -> bool:
@@ -5519,7 +5565,8 @@ class _NewFile(contextlib.AbstractContextManager):
             self.file.write(content)
         except BaseException:
             self.discard()  # the file may have a part of the content
-            with _naming_failure(self.temporary, "cannot be written"):  # 1 us, so only for errors
+            # Entering this block costs 1 us, so it is entered only after an error.
+            with _naming_failure(self.temporary, "cannot be written"):
                 raise
 
     def finish(self) -> None:
@@ -5535,7 +5582,7 @@ class _NewFile(contextlib.AbstractContextManager):
     def discard(self) -> None:
         """Close the file, and remove it unless it has already been renamed."""
         with contextlib.suppress(OSError):
-            self.file.raw.close()  # without writing what is still in the buffer
+            self.file.raw.close()  # discards what is still in the buffer
         self._remove()
 
     def __exit__(self, kind, error, traceback):
@@ -5563,7 +5610,7 @@ def _commit_pair(tokens, idx_file):
     idx_file.finish()
     for file in (tokens, idx_file):
         os.stat(file.temporary)  # raises if somebody removed it, while the old pair is still there
-    has_old = _exists(idx_file.path)
+    had_old_idx = _exists(idx_file.path)
     try:
         tokens._remove.detach()  # from now on, discard() only closes the file
         idx_file._remove.detach()
@@ -5575,20 +5622,21 @@ def _commit_pair(tokens, idx_file):
             _sync_folder(folder)
     except BaseException:
         # On a network disk, a step that reports failure may still have taken effect.
-        is_first = _exists(tokens.temporary)
-        if is_first and has_old == _exists(idx_file.path):
+        bin_is_temporary = _exists(tokens.temporary)
+        if bin_is_temporary and had_old_idx == _exists(idx_file.path):
             _remove_path(idx_file.temporary, os.getpid())
             _remove_path(tokens.temporary, os.getpid())
             raise
-        names = [tokens.temporary if is_first else tokens.path]
+        names = [tokens.temporary if bin_is_temporary else tokens.path]
         names.append(idx_file.temporary if _exists(idx_file.temporary) else idx_file.path)
-        advice = "the new pair is complete in these two files; rename any .tmp, the .bin first"
-        with _naming_failure(" and ".join(names), advice):
+        state = "the new pair is complete in these two files"
+        advice = f"remove .{idx_file.suffix}.tmp from each name that has it, the .bin first"
+        with _naming_failure(" and ".join(names), f"{state}; {advice}"):
             raise
 
 
 def _exists(path):
-    """Return whether a name exists.  Raises OSError if the file system cannot tell."""
+    """Return whether a name exists.  Raises OSError if this cannot be determined."""
     with contextlib.suppress(FileNotFoundError):
         os.lstat(path)
         return True
@@ -5616,10 +5664,10 @@ def _sync_folder(folder):
 # The first job that needs an index array builds and saves it; later jobs load it.  A saved array is
 # valid if the same thing was requested and the data are the same.  Three values decide this:
 #
-#   description   What was requested: upstream's text of the settings, and our own settings that do
-#                 not have their defaults.  The MD5 of this text is in every file name.
-#   stamp         The size of a file and the time of its last change (on object storage, its ETag,
-#                 for example).  If the stamp is the same, the file counts as unchanged.
+#   description   What was requested: upstream's text of the settings, plus our own settings that
+#                 differ from their defaults.  The MD5 of this text is in every file name.
+#   stamp         The size of a file and the time of its last change (on object storage, a version
+#                 such as the ETag).  If the stamp is the same, the file counts as unchanged.
 #   fingerprint   The sizes of both files of the pair, and checksums of the sequence lengths and of
 #                 both ends of the .bin.  It is the same for every copy of the pair.  It does not
 #                 notice an edit in the middle of the .bin that keeps the size.
@@ -5666,7 +5714,7 @@ def _load_or_build(dataset, split, made_from, pair):
     made_from   a flat dict that json can write (see above)
     pair        the IndexedDataset that the arrays are made from, or None
 
-    dataset._build_arrays() builds facts and arrays; its errors are raised.  If the arrays are in
+    dataset._build_arrays() builds facts and arrays; its errors are passed on.  If the arrays are in
     files, dataset._arrays_in_files becomes {name: array}.
     """
     if not dataset._cache_folder:
@@ -5679,7 +5727,7 @@ def _load_or_build(dataset, split, made_from, pair):
     try:
         facts, in_files = _read_arrays(stem, made_from, pair)
     except Exception as error:
-        _warn(f"the index cache {stem}-* is rebuilt: {_message_of(error)}")
+        _warn(f"the index cache {stem}-* cannot be used and is rebuilt: {_message_of(error)}")
     if not in_files:
         facts, arrays = dataset._build_arrays()
         identity = None if pair is None else _identity_of_pair(pair)
@@ -5713,7 +5761,7 @@ def _read_arrays(stem, made_from, pair):
         raise DatasetFormatError("manifest.json is damaged (its CRC-32 differs)")
     _check_equal(manifest["made_from"], made_from, "it was made from different data")
     if pair is not None:
-        _accept_identity(pair, manifest["pair"], "the corpus has changed")
+        _check_identity(pair, manifest["pair"], "the corpus has changed")
     in_files = {}
     for name, entry in manifest["files"].items():
         content, mtime_ns = _read_or_map_file(f"{stem}-{name}.npy")
@@ -5751,8 +5799,8 @@ def _read_or_map_file(path: str | os.PathLike) -> tuple[np.ndarray, int]:
 def _as_array(content, entry):
     """Return the array in the bytes of an .npy file, which ends with the array's values.
 
-    The manifest's entry has its dtype and shape: parsing the headers of hundreds of small files
-    would take a fifth of the time of a start.
+    The manifest's entry has its dtype and shape, so no header is parsed.  For hundreds of small
+    files, parsing would take a fifth of the startup time.
     """
     dtype = np.dtype(entry["dtype"])
     header_bytes = len(content) - math.prod(entry["shape"]) * dtype.itemsize
@@ -5770,20 +5818,20 @@ def _size_and_crc32(content):
 def _write_arrays(stem, dataset, arrays, manifest):
     """Write the cache files.  Return {name: array}, opened from the files as a later job does.
 
-    The old manifest and description are removed first, and the new files are renamed to these names
+    The old manifest and description are removed first, and their replacements are put in place
     last.  After a crash, neither is beside a mixture of old and new arrays.  (Upstream trusts
     arrays that have a description.)
     """
     os.makedirs(os.path.dirname(stem), exist_ok=True)
     in_files = {}
     manifest["files"] = {}
-    with contextlib.ExitStack() as new_files:  # at its end, the files are renamed
+    with contextlib.ExitStack() as new_files:  # its end renames the files
         for name, values in zip(dataset.index_names, arrays, strict=True):
             new_file = new_files.enter_context(_NewFile(f"{stem}-{name}.npy"))
             np.save(new_file, values)
             new_file.synced = new_file.file.tell() > _FULL_CHECK_LIMIT
             new_file.finish()
-            # Open the temporary name: another job may write a file with the final name meanwhile.
+            # Open the temporary name, because another job may write to the final name meanwhile.
             content, mtime_ns = _read_or_map_file(new_file.temporary)
             entry = {"dtype": values.dtype.str, "shape": values.shape} | _size_and_crc32(content)
             if entry["size"] > _FULL_CHECK_LIMIT:
@@ -5813,7 +5861,7 @@ def _file_stamp(path: str | os.PathLike) -> dict:
 
 
 def _file_exists(path):
-    """Return whether a file exists.  Raises OSError if the system does not say."""
+    """Return whether a file exists.  Raises OSError if this cannot be determined."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return bool(_file_stamp(path))
     return False
@@ -5828,7 +5876,10 @@ def _read_idx(pair):
 
 
 def _open_tokens(pair):
-    """Open the .bin, and check that both files are still the ones that have the stamps."""
+    """Open the .bin, and check that neither file has changed since its stamp was taken.
+
+    A .bin on object storage is not opened and not checked.
+    """
     if _is_remote(pair._bin_path):
         tokens = _RemoteFile(pair._bin_path, pair.dtype)
     else:
@@ -5860,7 +5911,7 @@ def _identity_of_pair(pair):
     return {"stamps": pair._stamps, "fingerprint": pair.fingerprint()}
 
 
-def _accept_identity(pair, identity, problem):
+def _check_identity(pair, identity, problem):
     """Raise DatasetFormatError unless a pair has the fingerprint in a saved identity.
 
     If the stamps are the same, and both have a time, the saved fingerprint becomes the pair's.
@@ -5893,7 +5944,7 @@ def _lengths_in_use(reader, name):
     return {name: zlib.crc32(np.asarray(lengths, np.int64))}
 
 
-# Attributes of an IndexedDataset that its pickle leaves out: _open() sets them again.
+# Attributes of an IndexedDataset that its pickle leaves out, because _open() sets them again.
 _REOPENED_ATTRIBUTES = (
     "sequence_lengths", "sequence_pointers", "document_indices", "sequence_modes", "_tokens",
     "_stamps", "_memo",
@@ -5929,7 +5980,7 @@ def _restore_pair(pair, state):
     identity = state.pop("_identity")
     vars(pair).update(state)
     pair._open()
-    _accept_identity(pair, identity, f"{pair.path_prefix} {_REPLACED_AFTER_PICKLE}")
+    _check_identity(pair, identity, f"{pair.path_prefix} {_REPLACED_AFTER_PICKLE}")
     vars(pair).update(state)  # arrays that a user has set replace the arrays of the files
 
 
@@ -5985,7 +6036,10 @@ def _folder_of_cache(dataset):
 
 
 def _digest_of_documents(dataset):
-    """Return a text for the documents of a MegatronDataset: their range, or an MD5 of the array."""
+    """Return a text that identifies the documents of a MegatronDataset.
+
+    It is their range, or the MD5 of their array.
+    """
     documents = dataset._documents
     if not isinstance(documents, range):
         documents = _md5(documents.astype(np.int64).tobytes())
@@ -6033,7 +6087,7 @@ class ObjectStorageConfig:
 
     path_to_idx_cache   folder for local copies of .idx files; a relative path becomes absolute.
                         None: ~/.cache/megatron_min
-    bin_chunk_nbytes    accepted and ignored: exact ranges of the .bin are read
+    bin_chunk_nbytes    accepted and ignored, because exact ranges of the .bin are read
 
     Copies of .idx files are never removed, not even after the object has changed.
 
@@ -6049,7 +6103,10 @@ class ObjectStorageConfig:
 
 
 def _map_tokens(path, dtype):
-    """Map a file of tokens into memory, read-only.  An error says how to read it without a map."""
+    """Map a file of tokens into memory, read-only.
+
+    The error message says how to read the file without mapping it.
+    """
     if os.path.getsize(path) == 0:  # an empty file cannot be mapped
         return np.zeros(0, dtype)
     advice = "to read it, pass mmap=False, or mmap_bin_files=False in a config"
@@ -6149,7 +6206,7 @@ class _RemoteFile:
             elif len(content) == end - begin:
                 contents[begin, end] = content
             else:
-                error = OSError(f"asked for {end - begin} bytes at {begin}, got {len(content)}")
+                error = OSError(f"expected {end - begin} bytes at {begin}, got {len(content)}")
                 if len(content) > end - begin:
                     advice = "copy the object to storage that supports range requests"
                     raise io.UnsupportedOperation(f"the server ignores ranges ({error}); {advice}")
@@ -6160,7 +6217,8 @@ class _RemoteFile:
         """Return the stamp of the object: {"size": bytes, "changed": version, or "" if unknown}."""
         info = self._with_retries(self._info)
         if info["size"] is None:
-            raise OSError(f"{self.url}: the storage reports no size; copy the object elsewhere")
+            advice = "copy the object to a local disk, or to storage that reports it"
+            raise OSError(f"{self.url}: the storage does not report the object's size; {advice}")
         changed = [str(info[name]) for name in self._VERSION_KEYS if name in info]
         return {"size": info["size"], "changed": " ".join(changed)}
 
@@ -6220,9 +6278,9 @@ _file_systems = {}  # {id: file system}; a set would drop a file system that equ
 def _keep_file_systems():
     """Keep all file systems of fsspec alive in this process, and so in processes forked from it.
 
-    A forked process could otherwise collect the parent's file systems.  Their finalizers would
-    remove the parent's sockets from the event loop, which both processes share, and the parent's
-    next request would wait 300 s.
+    A forked process could otherwise garbage-collect the parent's file systems.  Their finalizers
+    would remove the parent's sockets from the event loop, which both processes share, and the
+    parent's next request would wait 300 s.
     """
     import fsspec  # it is installed with torch
 
@@ -6247,8 +6305,9 @@ def _fetch_idx(url, stamp, config):
     return copied
 
 
-# Matches a URL, or a link of a chain, that may contain a password: its first part, up to a slash,
-# is not only a name or an [IPv6 address] with an optional port.  Also matches https://user@host.
+# Matches a URL, or one URL of a chain, that may contain a password.  A URL may, unless the part
+# between :// and the next slash is only a name or an [IPv6 address], with an optional port.  For
+# http and https, a name with an @, as in https://user@host, matches, too.
 _PASSWORD = re.compile(
     r"://(?![^/:]*(\[[^/\]]*\])?(:[0-9]+)?(/|\Z|::[^/@]*://))|https?://[^/]*@", re.IGNORECASE
 )
@@ -6257,19 +6316,21 @@ _PASSWORD = re.compile(
 def _check_no_secrets(names, is_input=False):
     """Check that URLs hold no secrets.  names may be a nested list.
 
-    Raises ValueError for a URL with a password.  For URLs of pairs, it also rejects a query (which
-    may hold a signature) and an fsspec chain such as simplecache::s3://... (whose cache would hide
-    changes to the object).  No message repeats the URL.
+    Raises ValueError for a URL with a password.  The URL of a pair must also have no query, which
+    may hold a signature.  Nor may it be an fsspec chain such as simplecache::s3://..., whose cache
+    would hide changes to the object.  No message repeats the URL.
     """
     if isinstance(names, (str, bytes, os.PathLike)):
         url = os.fsdecode(names)
         if _PASSWORD.search(url) or (not is_input and re.search(r"://.*\?", url)):
-            raise ValueError(
-                f"{'input' if is_input else 'path'}: the URL may contain a secret (a password, or "
-                'what follows "?"); pass it to fsspec in a variable, such as FSSPEC_S3_SECRET'
-            )
+            secret = "input: the URL may contain a password"
+            if not is_input:
+                secret = 'path: the URL may contain a secret (a password, or what follows "?")'
+            advice = "pass it to fsspec in an environment variable, such as FSSPEC_S3_SECRET"
+            raise ValueError(f"{secret}; remove it from the URL, and {advice}")
         if not is_input and re.search(r"::[^/]*://", url):
-            raise ValueError('the URL of a pair is an fsspec chain ("a::b"); pass the last URL')
+            found = "the URL of a pair must not be an fsspec chain (a::b)"
+            raise ValueError(f"path: {found}; pass only the last URL of the chain (b)")
     elif isinstance(names, collections.abc.Sequence):
         for name in names:
             _check_no_secrets(name, is_input)
@@ -6384,8 +6445,8 @@ def _raise_on_every_rank(failed_rank, error, group):
 #
 # An adapter takes the arguments of its definition, and returns the same result or raises the same
 # error.  functools.wraps() gives it the docstring of the definition, and keeps the definition as
-# adapter.__wrapped__.  A loop rejects an array with gaps, or an index out of range.  The adapter
-# then calls the definition, which handles this input or raises the error.
+# adapter.__wrapped__.  A loop rejects an array that is not contiguous, or an index out of range.
+# The adapter then calls the definition, which handles this input or raises the error.
 #
 # _helpers.c is built as the extension module _megatron_min.  The environment variable
 # MEGATRON_MIN_C says whether to use it:
@@ -6440,7 +6501,8 @@ def _random_state(seed: int) -> np.random.RandomState:
     """Return np.random.RandomState(seed), which is valid until the next call in this thread.
 
     numpy needs 0.25 ms to make a RandomState, because it draws a random seed first.  This is a
-    fifth of the time that a small corpus takes, so each thread seeds a single RandomState.
+    fifth of the time that it takes to build a small GPTDataset, so each thread seeds a single
+    RandomState.
     """
     if not hasattr(_generators, "random_state"):
         _generators.random_state = np.random.RandomState()
@@ -6521,8 +6583,8 @@ def _make_columns(dataset, indices):
         return None
     columns |= _empty_columns(dataset.config, len(indices))
     for part, rows, ks in rows_of_parts:
-        is_served = type(part) is GPTDataset and part.config is dataset.config
-        if not is_served or not _fill_columns(part, columns, rows, ks):
+        c_can_read = type(part) is GPTDataset and part.config is dataset.config
+        if not c_can_read or not _fill_columns(part, columns, rows, ks):
             return None
     for row, idx in enumerate(indices):
         if idx is None:  # the padding sample has no loss
@@ -6549,7 +6611,7 @@ def _empty_columns(config, count):
 def _fill_columns(dataset, columns, rows, samples):
     """Write samples into these rows of a table.  Return whether C could do it.
 
-    C cannot do it if an array has the wrong type, or if an index in an array is out of range.
+    C cannot do it if an array has an unexpected type, or if an index in an array is out of range.
     """
     config = dataset.config
     corpus = dataset.dataset
@@ -6605,12 +6667,12 @@ if IMPLEMENTATION == "c":
 #   bytes            ByteTokenizer(), see section 2
 #   null:50000       NullTokenizer(50000), for texts of decimal ids
 #   FILE             HuggingFaceTokenizer(FILE).  FILE is a tokenizer.json or its folder
-#   gigatoken:FILE   the same tokenizer, many times faster: the package gigatoken reads FILE
+#   gigatoken:FILE   the same tokenizer, but the package gigatoken reads FILE.  Many times faster
 #   module:thing     the attribute thing of your module: a tokenizer, or a class or function that
 #                    makes one when it is called without arguments
 #
 # Functions take any object with the attributes that section 2 lists.  They check these attributes
-# once, and what tokenize() returns at each call.
+# once, and the result of tokenize() at each call.
 
 _TOKENIZER_NAMES = "bytes, null:N, a tokenizer.json or its folder, gigatoken:FILE, or module:name"
 
@@ -6648,9 +6710,9 @@ class HuggingFaceTokenizer:
     """A tokenizer loaded from a tokenizer.json by the Hugging Face package tokenizers.
 
     path                the tokenizer.json, or its folder, as save_pretrained() writes it
-    eod_token           text of the end-of-document token.  None: the eos_token, if the folder has
-                        a tokenizer_config.json that names it, otherwise <|endoftext|> or </s>,
-                        whichever of the two the file has first in this order
+    eod_token           text of the end-of-document token.  None: the eos_token in the folder's
+                        tokenizer_config.json.  If path is not a folder, or it has no eos_token:
+                        <|endoftext|> if the tokenizer.json has this token, otherwise </s>
     add_special_tokens  True: let the file's post-processor add its special tokens to each text,
                         such as BOS, which marks the beginning of a text
 
@@ -6679,7 +6741,9 @@ class HuggingFaceTokenizer:
         names = [str(eod_token)] if eod_token else ["<|endoftext|>", "</s>"]
         known = [name for name in names if self._tokenizer.token_to_id(name) is not None]
         if len(known) == 0:
-            raise ValueError(f"{self.path}: no token {' or '.join(names)}; name one (--eod-token)")
+            found = f"it has no token {' or '.join(names)}"
+            advice = "give the text of its end-of-document token as eod_token (--eod-token)"
+            raise ValueError(f"{self.path}: {found}; {advice}")
         self.eod = self._tokenizer.token_to_id(known[0])
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1  # ids may have gaps
         self.unique_identifiers = {"class": "HuggingFaceTokenizer", "package": "tokenizers"}
@@ -6715,11 +6779,11 @@ def _read_eos_token(folder):
 
 
 class _GigatokenTokenizer(HuggingFaceTokenizer):
-    """A HuggingFaceTokenizer whose ids the package gigatoken computes."""
+    """A HuggingFaceTokenizer that gets its ids from the package gigatoken."""
 
-    # gigatoken 0.10 keeps all words that it has seen, in about 11 bytes of memory for each byte.
-    # Its tokenizer is therefore replaced by a new one after this many bytes of text.  This costs
-    # 7 % of the time, and keeps a worker below 1 GiB.
+    # gigatoken 0.10 caches all words that it has seen, and so needs about 11 bytes of memory for
+    # each byte of text.  Its tokenizer is therefore replaced by a new one after this many bytes of
+    # text.  This costs 7 % of the time, and keeps a worker below 1 GiB.
     _RESET_AFTER_BYTES = 48 << 20
     _PROBE_TEXTS = (
         "The quick brown fox isn't THE cat's; they'll go to the lab, of course (or not).",
@@ -6734,15 +6798,15 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
         super().__init__(path, eod_token)
         self.unique_identifiers["package"] = "gigatoken"
         self._gigatoken = None
-        # Both packages make the same ids for usual files, such as those of GPT-2 and Llama 3.  With
-        # unusual settings, such as tokens that span words, they may differ.
+        # Both packages make the same ids for usual files, such as the files of GPT-2 and Llama 3.
+        # With unusual settings, such as tokens that span words, they may differ.
         some_ids = range(0, self.vocab_size, self.vocab_size // 1000 + 1)
         texts = [*self._PROBE_TEXTS, *(self.detokenize([token]) for token in some_ids)]
         for added in self._tokenizer.get_added_tokens_decoder().values():
             texts += [added.content, f"a{added.content}b", f"a {added.content} b"]
         for text, ids in zip(texts, self.tokenize_batch(texts), strict=True):
-            # One text at a time: for a batch the package tokenizers would start threads, which are
-            # lost when a worker is forked.
+            # Pass one text at a time, because for a batch the package tokenizers would start
+            # threads, which are lost when a worker is forked.
             if ids.tolist() != super().tokenize(text):
                 reason = f"{self.path}: gigatoken and tokenizers disagree on {text!r:.60}"
                 raise ValueError(f'{reason}; leave out "gigatoken:" to use tokenizers')
@@ -6787,8 +6851,8 @@ def build_tokenizer(
 
     With module:thing, the current folder is searched first; it then stays at the end of sys.path.
 
-    Raises FileNotFoundError for a path at which there is nothing, ImportError if a module or a
-    package cannot be imported, and ValueError for any other name.
+    Raises FileNotFoundError if a path does not exist, ImportError if a module or a package cannot
+    be imported, and ValueError for any other name.
 
     >>> build_tokenizer("null:100").eod
     100
@@ -6799,7 +6863,8 @@ def build_tokenizer(
         raise FileNotFoundError(f"{path}: no such file or folder; expected {_TOKENIZER_NAMES}")
     if name.startswith("gigatoken:"):
         if add_special_tokens:
-            raise ValueError(f'{name}: for add_special_tokens, leave out "gigatoken:"')
+            unsupported = "add_special_tokens is not supported with gigatoken"
+            raise ValueError(f'{name}: {unsupported}; leave out "gigatoken:"')
         return _GigatokenTokenizer(path, eod_token)
     if name.endswith(".json") or (name != "bytes" and os.path.isdir(name)):
         return HuggingFaceTokenizer(name, eod_token, add_special_tokens)
@@ -6932,7 +6997,7 @@ def preprocess(
     output_prefix    the first part of the name of each pair
     tokenizer        a tokenizer object (section 2) or the name of one (section 19)
     texts            instead of input: an iterable of strings, or of dicts with the JSON keys.
-                     Messages call its items lines
+                     Messages count its items as lines
     append_eod       True: append tokenizer.eod to each document that has tokens
     json_keys        the keys to tokenize; each gets its own pair
     split_sentences  True: store each sentence, as nltk finds it, as a sequence.  Names then end in
@@ -7006,14 +7071,14 @@ def preprocess(
 
 
 def _check_preprocess_arguments(input, output_prefix, texts, json_keys, workers, shard, on_error):
-    """Raise ValueError if an argument of preprocess() is wrong."""
+    """Raise ValueError if an argument of preprocess() is invalid."""
     index, count = shard
     if not 0 <= index < count:
         raise ValueError(f"shard: expected (i, n) with 0 <= i < n, got ({index}, {count})")
     if on_error not in ("stop", "skip"):
         raise ValueError(f'on_error: expected "stop" or "skip", got {on_error!r}')
     if _as_whole(workers, "workers", 1) > 1 and multiprocessing.current_process().daemon:
-        raise ValueError("workers: this process is daemonic and cannot start others; use workers=1")
+        raise ValueError("workers: this process is daemonic and can start no worker; use workers=1")
     if len(json_keys) == 0:
         raise ValueError("json_keys: expected at least one key, got none")
     if output_prefix is None:
@@ -7021,7 +7086,7 @@ def _check_preprocess_arguments(input, output_prefix, texts, json_keys, workers,
     if (input is None) == (texts is None):
         got = "neither" if texts is None else "both"
         raise ValueError(f"pass either input (paths) or texts; got {got}")
-    is_table = hasattr(texts, "columns") or hasattr(texts, "to_pylist")  # the latter: a column
+    is_table = hasattr(texts, "columns") or hasattr(texts, "to_pylist")  # a table, or its column
     if is_table or isinstance(texts, (str, bytes, collections.abc.Mapping)):
         got = f"expected an iterable of strings or dicts, got a {type(texts).__name__}"
         raise ValueError(f"texts: {got}; convert a table with .to_pylist() or .to_dict('records')")
@@ -7063,19 +7128,20 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
                     builders[key].document_indices.extend(begin + end for end in ends)
                 source.documents += len(ends)  # the same number for each key
             if num_bad > 0 and on_error == "stop":
-                raise ValueError(f'{first_bad[0]}; to skip, use on_error="skip" (--on-error skip)')
+                advice = 'to skip bad lines, use on_error="skip" (--on-error skip)'
+                raise ValueError(f"{first_bad[0]}; {advice}")
             num_bytes += sum(map(len, lines))
             if bar is not None:
                 bar.update(num_bytes - bar.n)
         if num_bad > 0 and num_bad == sum(each.documents for each in inputs):
-            raise ValueError(f"every line is bad; the first: {'; '.join(first_bad)}")
+            raise ValueError(f"every line is bad, for example {'; '.join(first_bad)}")
         for builder in builders.values():
             builder._bin.finish()  # raises OSError if the disk is full, before any pair is renamed
     return num_bytes, num_bad, first_bad
 
 
 def _progress_bar(inputs, verbose):
-    """Return tqdm's bar as a context manager.  Without tqdm or verbose, it has no bar."""
+    """Return tqdm's bar as a context manager.  Without tqdm or verbose, entering it gives None."""
     if verbose:
         with contextlib.suppress(ModuleNotFoundError):
             import tqdm
@@ -7090,7 +7156,7 @@ def _progress_bar(inputs, verbose):
 
 
 class _Input:
-    """An input as it is when the job begins, and how far the job has read it.
+    """An input, as it was when the job began, and how far the job has read it.
 
     path        path or URL.  "-": standard input
     file_size   in bytes.  None: not known, for example because path is a pipe
@@ -7101,12 +7167,12 @@ class _Input:
         self.path = path
         self.file_size = file_size
         self.mtime_ns = _modification_time(path)
-        self.name = _label_of_input(path)  # for messages and records
+        self.name = _label_of_input(path)  # used in messages and records
         self.compression = _decompressor_of(self.name)
         # bytes of all lines.  inf: not known; tqdm then shows no total
         self.progress_total = math.inf if file_size is None or self.compression else file_size
         self.lines = _iter_lines(self) if lines is None else lines
-        self.lines_read = 0  # lines that are encoded
+        self.lines_read = 0  # lines encoded so far
         self.documents = 0  # documents that were made from these lines
 
 
@@ -7153,7 +7219,10 @@ def _modification_time(path):
 
 
 def _label_of_input(path):
-    """Return the path of an input for messages; without the query of a URL, which may be secret."""
+    """Return what messages call an input: its path, or its URL without the query.
+
+    The query may be secret.
+    """
     return path.partition("?")[0] if _is_remote(path) else path
 
 
@@ -7199,8 +7268,9 @@ def _inputs_of_shard(inputs, index, count):
     shards = [min(start * count // max(total, 1), count - 1) for start in starts]  # total may be 0
     num_filled = len(set(shards))
     if num_filled < count or max(sizes) * count > total:
-        unequal = f"the shards are unequal, and {num_filled:,} of {count:,} have inputs"
-        _warn(f"{unequal}; divide large inputs, e.g. split -n l/16 --additional-suffix=.jsonl")
+        unequal = f"the shards are unequal ({num_filled:,} of {count:,} have inputs)"
+        why = "because no input is divided"
+        _warn(f"{unequal}, {why}; divide large ones, e.g. split -n l/16 --additional-suffix=.jsonl")
     return [each for each, shard in zip(inputs, shards, strict=True) if shard == index]
 
 
@@ -7227,7 +7297,10 @@ def _iter_lines(source):
 
 
 def _iter_lines_of_rows(texts, json_keys):
-    """Yield each text or dict as a line of JSON.  For anything else, yield a str: what is wrong."""
+    """Yield each text or dict as a line of JSON.
+
+    For anything else, yield a str that says what is wrong.
+    """
     for row in texts:
         line = None
         if isinstance(row, str):
@@ -7359,7 +7432,7 @@ class _Encoder:
         if len(arrays) != len(texts):
             raise ValueError(f"tokenize_batch returned {len(arrays)} lists for {len(texts)} texts")
         all_ids = iter(arrays)
-        pieces = [self.eod[:0]]  # an empty array: np.concatenate() needs at least one
+        pieces = [self.eod[:0]]  # an empty array, because np.concatenate() needs at least one
         lengths = []
         ends = []
         for sentences in documents:
@@ -7385,7 +7458,7 @@ def _iter_encoded_blocks(encoder, blocks, workers):
     # however, a library may crash in a forked process, or the system cannot fork.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     if sys.platform != "linux":
-        encoder = pickle.dumps(encoder)  # _run_worker() knows where its modules may be
+        encoder = pickle.dumps(encoder)  # _run_worker() extends sys.path before it unpickles this
     slots = []  # for each worker: (process, pipe to the worker, its current block or None)
     try:
         for _ in range(workers):
@@ -7398,7 +7471,8 @@ def _iter_encoded_blocks(encoder, blocks, workers):
                 with warnings.catch_warnings():
                     # Python 3.12 and later warn if the process has threads; workers use none.
                     warnings.filterwarnings("ignore", ".*multi-threaded.* fork", DeprecationWarning)
-                    # In a thread: Python loses a signal that arrives while its main thread forks.
+                    # A thread forks, because a signal that arrives while the main thread forks is
+                    # lost.
                     with concurrent.futures.ThreadPoolExecutor(1) as thread:
                         thread.submit(process.start).result()
                 far_end.close()  # the worker holds it, so the pipe closes when the worker ends
@@ -7414,8 +7488,10 @@ def _iter_encoded_blocks(encoder, blocks, workers):
                 process.join()
                 code = process.exitcode  # if negative, the number of a signal
                 name = f", {signal.strsignal(-code)}" if code < 0 else ""
-                end = f"a worker process ended (exit code {code}{name})"
-                raise ChildProcessError(f"{end}; run with workers=1 to see an error") from None
+                raise ChildProcessError(
+                    f"a worker process ended (exit code {code}{name}); if the system ran out of "
+                    "memory, use fewer workers; otherwise use workers=1 to see its error"
+                ) from None
             if isinstance(result, Exception):
                 raise result
             if previous_block is not None:
@@ -7451,7 +7527,8 @@ def _run_worker(pipe, encoder):
 def _end_with_parent():
     """End this worker when its parent has ended, even in the middle of a block.
 
-    The pipe does not show this: workers that were forked later hold copies of the parent's end.
+    The pipe does not show this, because workers that were forked later hold copies of the parent's
+    end.
     """
     multiprocessing.parent_process().join()
     os._exit(1)
@@ -7471,8 +7548,8 @@ def merge(
     output_prefix   path of the new pair, which must not be one of these pairs
     multimodal      True: the pairs have modes, which the new pair keeps
 
-    The new pair has the same bytes as if one builder had written it, and each byte is copied once.
-    Its record lists the inputs of all pairs, and the prefix of each pair that has no record.
+    The new pair has the same bytes as if one builder had written it.  Its record lists the inputs
+    of all pairs, and the prefix of each pair that has no record.
 
     If the pairs are shards, all shards of the job must be given, in order, with their records; they
     may be in different folders.  Raises ValueError if the pairs cannot be joined, for example
@@ -7528,9 +7605,11 @@ def _check_shards(prefixes, records):
 
 
 def _make_record(path_prefix, tokenizer, inputs, fields):
-    """Return the record of a pair whose files are complete.  Raises an error for wrong arguments.
+    """Return the record of a pair whose files are complete.
 
     fields   a dict that may have the keys append_eod (older records lack it) and job
+
+    Raises an exception, of any class, if an argument does not have the expected form.
     """
     record = {
         "tokenizer": None if tokenizer is None else dict(tokenizer),
@@ -7553,10 +7632,11 @@ def _write_record(path_prefix, tokenizer, inputs, fields=()):
 
 
 def _record_of(pair):
-    """Return the record of an IndexedDataset, or {} if it is missing, damaged or of other files.
+    """Return the record of an IndexedDataset, or {} if it has none.
 
-    The record is read once.  The key "begins" is added: a list with the index of each input's first
-    document and, at the end, the number of all documents.
+    A record that is damaged, or belongs to different files, does not count.  The record is read
+    once.  The key "begins" is added: a list with the index of each input's first document and, at
+    the end, the number of all documents.
     """
     if "record" not in pair._memo:
         pair._memo["record"] = {}
@@ -7580,7 +7660,7 @@ def _identifiers_of(tokenizer):
 def _common_tokenizer(records, advice="preprocess all of them with one tokenizer"):
     """Return the tokenizer in {name: record}, or None if no record names one.
 
-    Raises ValueError, with the first value that differs, if records name different tokenizers.
+    Raises ValueError, which names the first value that differs, if the tokenizers differ.
     """
     tokenizers = {name: record.get("tokenizer") for name, record in records.items()}
     tokenizers = {name: each for name, each in tokenizers.items() if each is not None}
@@ -7601,12 +7681,13 @@ _LABELS_OF_EOD = {True: "with eod", False: "without eod", None: "partly with eod
 def _common_eod(records):
     """Return {"append_eod": value} for {name: record}, or {} if no record has the key.
 
-    If the records differ, the value is None, and a warning names a pair of each kind.
+    If the records differ, the value is None, and a warning names one pair for each value.
     """
     examples = {each["append_eod"]: name for name, each in records.items() if "append_eod" in each}
     if len(examples) > 1:
         made = (f"{name} {_LABELS_OF_EOD[value]}" for value, name in examples.items())
-        _warn(f"only some pairs have eods ({', '.join(made)}); if in error, preprocess one again")
+        advice = "if this is a mistake, preprocess them with the same append_eod"
+        _warn(f"the pairs differ in append_eod ({', '.join(made)}); {advice}")
         return {"append_eod": None}
     return {"append_eod": next(iter(examples))} if len(examples) > 0 else {}
 
@@ -7649,8 +7730,9 @@ def _check_tokenizers(opened, tokenizer):
 #   labels      all targets but the first: the label of a token is the target of the next token
 #   cu_seqlens  0                    ^ conversation 1 starts              S S S ...
 #
-# A row may hold several conversations: each message with the role "system" begins a new one.  The
-# attention kernel of the model uses cu_seqlens to keep the conversations of a sample apart.
+# A row may hold several conversations, because each message with the role "system" begins a new
+# one.  The attention kernel of the model uses cu_seqlens to keep the conversations of a sample
+# apart.
 #
 # Sample k is made from row k of the split, modulo the number of rows.  The row is tokenized when
 # the sample is read, so there is no file pair, no index array and no cache.  SFTDataset does not
@@ -7676,7 +7758,7 @@ class MockGPTLowLevelDataset:
         return len(self.sequence_lengths)
 
     def fingerprint(self) -> dict:
-        """Return the two values that decide the tokens."""
+        """Return the two values that determine the tokens."""
         return {"vocab_size": self.tokenizer.vocab_size, "eod": self.tokenizer.eod}
 
     def __getitem__(self, idx: int) -> np.ndarray:
@@ -7732,7 +7814,8 @@ class SFTDataset(MegatronDataset):
     ds[k] is a dict of new tensors:
 
       tokens         int64 (S,)
-      labels         int64 (S,): the next token, or -100 if it is not learned; the pad in padding
+      labels         int64 (S,): the next token, or -100 if it is not learned; in padding, the id
+                     of the padding (see below)
       loss_mask      float32 (S,), 0: the label is -100 or padding
       position_ids   int64 (S,), counted from 0 in each conversation
       cu_seqlens     int32 (S+1,): the positions at which conversations start, then S in all other
@@ -7753,8 +7836,8 @@ class SFTDataset(MegatronDataset):
     If context_parallel_size is cp > 1, each conversation is padded to a multiple of 2 * cp tokens,
     so that section 9 can cut it.  S must also be a multiple of 2 * cp.
 
-    Raises ValueError for a config or a tokenizer that does not fit, and for a row that cannot be
-    used.  A warning reports the first sample without any loss.
+    Raises ValueError for a config, a tokenizer or a row that cannot be used.  A warning reports the
+    first sample without any loss.
 
     >>> rows = [{"messages": [{"role": "user", "content": "2+2"},
     ...                       {"role": "assistant", "content": "4"}]}]
@@ -7777,11 +7860,11 @@ class SFTDataset(MegatronDataset):
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         cp = config.context_parallel_size or 1
-        self._granularity = 2 * cp if cp > 1 else 1
-        _check_config_of_sft(config, self._granularity)
+        self._pad_multiple = 2 * cp if cp > 1 else 1
+        _check_config_of_sft(config, self._pad_multiple)
         if num_samples:
             with _naming_place(f"{_label_of_dataset(self)}, {index_split.name}"):
-                _check_has_tokens(len(self.indices), num_samples)
+                _check_has_tokens(len(self.indices), num_samples, "rows")
         # Unlike in GPTDataset, a pad that is also a special token stays the pad.
         pad = _attribute_of(config.tokenizer, "pad")
         self._has_pad = pad is not None
@@ -7797,7 +7880,7 @@ class SFTDataset(MegatronDataset):
             raise ValueError(f"{dataset_path}: fine-tuning data must not be compressed; {advice}")
         is_parquet = dataset_path.endswith(".parquet")
         rows = _ParquetRows(dataset_path) if is_parquet else _JsonlRows(dataset_path)
-        if len(rows) > 0:  # a file with different contents is rejected now
+        if len(rows) > 0:  # reject a file without conversations now, not in the middle of a run
             _conversations_of_row(dataset_path, rows, 0)
         return rows
 
@@ -7818,7 +7901,7 @@ class SFTDataset(MegatronDataset):
         row = int(self.indices[k % len(self.indices)])
         S = self.config.sequence_length
         tokens, targets, is_padding, ends = _pack_conversations(
-            self._iter_encoded(row), S, self._pad_token_id, self._granularity
+            self._iter_encoded(row), S, self._pad_token_id, self._pad_multiple
         )
         labels = targets[1:].copy()
         has_loss = labels != _IGNORED
@@ -7863,13 +7946,13 @@ class SFTDataset(MegatronDataset):
                 yield np.stack([np.asarray(tokens, np.int64), np.asarray(targets, np.int64)])
 
 
-def _check_config_of_sft(config, granularity):
+def _check_config_of_sft(config, pad_multiple):
     """Raise ValueError for a config, or a tokenizer in it, that SFTDataset cannot use."""
     for name in ("create_attention_mask", "reset_attention_mask", "reset_position_ids"):
         if getattr(config, name):
             raise ValueError(f"{name} must be False for SFTDataset, which returns cu_seqlens")
-    if config.sequence_length % granularity:
-        expected = f"a multiple of {granularity} (2 * context_parallel_size)"
+    if config.sequence_length % pad_multiple:
+        expected = f"a multiple of {pad_multiple} (2 * context_parallel_size)"
         raise ValueError(f"sequence_length: expected {expected}, got {config.sequence_length}")
     _check_tokenizer(config.tokenizer, ["tokenize", "eod"])
     if _attribute_of(config.tokenizer, "tokenize_conversation") is None:
@@ -7938,11 +8021,11 @@ def _check_message(message):
             raise ValueError(f"the message key {key!r} would be lost ({value!r:.60}); {advice}")
 
 
-def _pack_conversations(encoded, sequence_length, pad_id, granularity):
+def _pack_conversations(encoded, sequence_length, pad_id, pad_multiple):
     """Concatenate conversations, and cut or pad them to the S + 1 positions of a sample.
 
     encoded has the tokens and targets of each conversation, int64 (2, n).  Each conversation that
-    ends before S is padded to a multiple of granularity.  The last position holds padding, as in
+    ends before S is padded to a multiple of pad_multiple.  The last position holds padding, as in
     upstream.
 
     Return tokens and targets, int64 (S+1,), is_padding, bool (S+1,), and a list of the positions at
@@ -7958,7 +8041,7 @@ def _pack_conversations(encoded, sequence_length, pad_id, granularity):
         end = begin + kept.shape[1]
         columns[:, begin:end] = kept
         is_padding[begin:end] = False
-        ends.append(_ceil_div(end, granularity) * granularity)
+        ends.append(_ceil_div(end, pad_multiple) * pad_multiple)
         if ends[-1] >= S:
             break
     ends[-1] = S
@@ -8024,7 +8107,7 @@ class _JsonlRows(_Rows):
 
     def __getitem__(self, row):
         begin = self.row_offsets[row]
-        size = self.row_offsets[row + 1] - begin  # with the blank lines after it
+        size = self.row_offsets[row + 1] - begin  # includes the blank lines after it
         line = _read_bytes(self._file, begin, size, self.path).rstrip()
         if os.fstat(self._file.fileno()).st_mtime_ns != self._mtime_ns:
             advice = "build the dataset again"
@@ -8159,12 +8242,14 @@ def find(
     of_pair = [d for d, part in enumerate(parts) if _is_pair_of(part, path_prefix)]
     if len(of_pair) == 0:
         names = ", ".join(_label_of_dataset(part) for part in parts)
-        raise ValueError(f"{path_prefix} is not a pair of this dataset, which has {names}")
+        found = f"expected a pair of the dataset ({names}), got {path_prefix}"
+        raise ValueError(f"path_prefix: {found}")
     all_samples = []
     for d in of_pair:
         samples = _samples_of_sequence(parts[d], sequence)
         if isinstance(dataset, BlendedDataset):
-            # A blend takes samples 0, 1, 2, ... of a part in this order, maybe not up to the last.
+            # A blend takes samples 0, 1, 2, ... from a part, in this order, and may stop before the
+            # last.
             i_of_k = np.flatnonzero(dataset.dataset_index == d)
             samples = [int(i_of_k[k]) for k in samples if k < len(i_of_k)]
         all_samples += samples
@@ -8229,7 +8314,7 @@ def _samples_of_sequence(dataset, sequence):
 #   how a command ends                              exit code
 #   without an error                                0
 #   an error: one line on stderr                    1
-#   wrong arguments: argparse prints the usage      2
+#   invalid arguments: argparse prints the usage    2
 #   Ctrl-C (SIGINT)                                 130
 #   SIGTERM, which a cluster sends before it kills  143
 #   SIGHUP, which a terminal sends when it closes   129
@@ -8255,7 +8340,7 @@ def main(argv: list[str] | None = None) -> int:
             args.run(args)
     except Exception as error:
         message = _message_of(error)
-        if isinstance(error, OSError) and error.strerror is not None:  # without its errno
+        if isinstance(error, OSError) and error.strerror is not None:  # leave out the errno
             message = f"{error.filename or ''}: {error.strerror}".removeprefix(": ")
         print(f"{program}: {message}", file=sys.stderr)
         return 1
@@ -8271,7 +8356,7 @@ def _exit_at_signals():
     received = []
 
     def exit_at_signal(number, frame):
-        """End the command as an exception does."""
+        """End the command by raising SystemExit."""
         received.append(number)
         sys.exit(128 + number)  # the code by which a shell reports a signal
 
@@ -8345,14 +8430,15 @@ def _make_parser(program):
         ("merge", _run_merge, "join pairs of the same dtype into one pair"),
         ("inspect", _run_inspect, "show the size and the first tokens of a pair"),
         ("verify", _run_verify, "check every entry of the .idx of one or more pairs"),
-        ("demo", _run_demo, "run a short end-to-end example, from text to resumed batches"),
+        ("demo", _run_demo, "run a short end-to-end example, from text to a resumed run"),
     ):
         commands[name] = subparsers.add_parser(name, help=text, description=text)
         commands[name].set_defaults(run=run, program=program)
 
     several = {"nargs": "+", "action": "extend"}  # a flag that is repeated adds values
     switch = {"action": "store_true"}
-    pair = {"type": _without_ending, "metavar": "PREFIX"}  # accepts .idx, which a shell completes
+    # PREFIX.idx is accepted, too, because this is what a shell completes.
+    pair = {"type": _without_ending, "metavar": "PREFIX"}
     output = {"required": True, "metavar": "PREFIX"}
     add = commands["preprocess"].add_argument
     text = 'files, glob patterns or URLs; .gz and .zst are decompressed; "-" is standard input'
@@ -8362,7 +8448,7 @@ def _make_parser(program):
     add("--json-keys", metavar="KEY", help="keys to tokenize (default: text)", **several)
     add("--split-sentences", help="store each sentence as its own sequence (needs nltk)", **switch)
     add("--workers", type=_parse_workers, default=1, help="number of processes (default: 1)")
-    text = "process only shard i of n (from 0); merge joins the shards"
+    text = "process only shard i of n, where i counts from 0; merge joins the shards"
     add("--shard", type=_parse_shard, default=(0, 1), metavar="i/n", help=text)
     text = "stop at a bad line (the default), or skip it with a warning"
     add("--on-error", choices=("stop", "skip"), default="stop", help=text)
@@ -8379,7 +8465,9 @@ def _make_parser(program):
     for name in ("preprocess", "inspect"):
         add = commands[name].add_argument
         add("--tokenizer", default="bytes", help=f"one of {_TOKENIZER_NAMES} (default: bytes)")
-        add("--eod-token", metavar="TOKEN", help="end-of-document token of a tokenizer.json")
+        text = "text of the end-of-document token in a tokenizer.json (default: the eos_token of "
+        text += "the folder's tokenizer_config.json, otherwise <|endoftext|> or </s>)"
+        add("--eod-token", metavar="TOKEN", help=text)
         text = "add the special tokens of a tokenizer.json, such as BOS, to each text"
         add("--add-special-tokens", help=text, **switch)
     return parser
@@ -8441,7 +8529,8 @@ def _run_inspect(args):
     if difference is None and are_ids:
         _print_line(f"as text: {tokenizer.detokenize(tokens)!r}")
     else:
-        _print_line(f"not decoded: {difference or advice}")
+        reason = f"some of these tokens are not ids of the tokenizer {args.tokenizer}; {advice}"
+        _print_line(f"not decoded: {difference or reason}")
 
 
 def _run_verify(args):
@@ -8482,7 +8571,8 @@ def _run_demo(args):
         same = [torch.equal(batch["tokens"], again["tokens"]) for batch, again in pairs]
         end = f"identical to an uninterrupted run: {all(same)}"
         _print_line(f"4. Resumed: {len(same)} batches, {end}")
-    _print_line('Next, your own text: in corpus.jsonl, a line {"text": "..."} for each document')
+    _print_line('Next, try your own text.  Write one line {"text": "..."} for each document to')
+    _print_line("corpus.jsonl, and run:")
     _print_line(
         f"{args.program} preprocess --input corpus.jsonl --output-prefix corpus --append-eod"
     )
