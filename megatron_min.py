@@ -575,7 +575,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         the disk fails; section 14 says which files exist then.  While it runs, this method needs 16
         bytes of memory for each sequence.
         """
-        _check_finished(self)
+        _check_finished(self, idx_path)
         n = len(self.sequence_lengths)
         m = len(self.document_indices)
         code = DType.code_from_dtype(self.dtype)
@@ -2108,7 +2108,10 @@ class BlendedDataset(_CachedDataset):
         self.dataset_index, self.dataset_sample_index = self._build_indices()
         # The builder (section 7) catches this error, and rebuilds the datasets that are too small.
         taken = zip(self.datasets, self.samples_taken().tolist(), strict=True)
-        needed = {part: count for part, count in taken if count > len(part)}
+        needed = {}
+        for part, count in taken:
+            if count > len(part):
+                needed[part] = max(count, needed.get(part, 0))  # a part may be given twice
         if needed:
             raise _error_of_large_blend(needed)  # _BlendTooLarge, a ValueError (section 13)
 
@@ -3379,10 +3382,12 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         Raises ValueError if state_dict is not a state, or if the sampler cannot start at the saved
         position.
         """
+        failure = "this is not what a loader's state_dict() returned"
+        with _naming_failure("cannot resume", failure):
+            version = {"version (the format of the state)": state_dict.get("version")}
         if strict:
-            key = "version (the format of the state)"
-            _check_same_history({key: state_dict.get("version")}, {key: _STATE_VERSION})
-        with _naming_failure("cannot resume", "this is not what a loader's state_dict() returned"):
+            _check_same_history(version, dict.fromkeys(version, _STATE_VERSION))
+        with _naming_failure("cannot resume", failure):
             consumed = operator.index(state_dict["consumed_samples"])
             # older states, which strict=False accepts, lack is_end_of_pass
             had_ended = operator.index(state_dict.get("is_end_of_pass", 0)) > 0
@@ -3494,7 +3499,7 @@ def _getitems(dataset: typing.Any, indices: typing.Sequence[int | None]) -> list
         # None, the padding sample, is passed on as it is
         indices = [k if k is None else dataset.indices[k] for k in indices]
         dataset = dataset.dataset
-    if hasattr(dataset, "__getitems__"):
+    if callable(getattr(dataset, "__getitems__", None)):  # torch accepts None, too
         return dataset.__getitems__(indices)
     return [dataset[idx] for idx in indices]
 
@@ -4525,6 +4530,8 @@ def _check_field(path, field, is_right, expected, found):
     """Raise DatasetFormatError if a field of a file has an unexpected value (is_right is false)."""
     if not is_right:
         advice = "copy the file again, or preprocess again"
+        if _is_remote(path):
+            advice += "; delete its local copy in path_to_idx_cache"
         raise DatasetFormatError(f"{path}: {field}: expected {expected}, got {found}; {advice}")
 
 
@@ -4575,7 +4582,8 @@ def _warn(message):
     The line is in the innermost frame that is neither in this file nor in an installed library.  If
     no frame is, as in a thread, the warning points to the caller of this function.
     """
-    libraries = (__file__, os.path.dirname(os.__file__), "<frozen ")
+    site_packages = os.path.dirname(os.path.dirname(torch.__file__))
+    libraries = (__file__, os.path.dirname(os.__file__), site_packages, "<frozen ")
     level = 2
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(libraries):
@@ -4779,14 +4787,16 @@ def _check_appended(builder, other):
         raise ValueError(f"{source} has modes; keep them with multimodal=True (--multimodal)")
 
 
-def _check_finished(builder):
-    """Raise ValueError if a builder is closed, or has sequences that are in no document yet."""
+def _check_finished(builder, idx_path):
+    """Raise ValueError unless a builder can be finalized with this idx_path."""
     path = builder._bin.path
     if not builder._bin.is_open:
         raise ValueError(f"{path}: closed by finalize() or by a failed write; use a new builder")
     last_end = builder.document_indices[-1]
     if last_end != len(builder.sequence_lengths):
         raise ValueError(f"{path}: call end_document(): sequence {last_end} is in no document yet")
+    if os.path.realpath(idx_path) == os.path.realpath(path):
+        raise ValueError(f"idx_path: expected the path of the .idx, got that of the .bin, {path}")
 
 
 def _as_integers(ids, values):
@@ -4798,7 +4808,8 @@ def _as_integers(ids, values):
     if ids.dtype.kind == "U":
         ids = np.array([int(text) for text in ids])
     if len(ids) and ids.dtype.kind not in "biu":  # bool, signed, unsigned
-        raise ValueError(f"token ids must be integers of at most 64 bits, got {values!s:.60}")
+        form = "integers of one type, of at most 64 bits"  # numpy makes floats of uint64 and int
+        raise ValueError(f"token ids must be {form}, got {values!s:.60}")
     return ids
 
 
@@ -4857,6 +4868,7 @@ def _check_config(config):
         raise ValueError("multiple_validation_sets needs blend_per_split")
     elif config.blend is not None and config.split is None:
         raise ValueError('a blend needs a split, such as "98,1,1"')
+    _as_whole(config.num_dataset_builder_threads, "num_dataset_builder_threads", 1)
     for blend in blends:
         if blend is not None:
             _check_blend(blend)
@@ -5573,11 +5585,15 @@ class _NewFile(contextlib.AbstractContextManager):
         """Close the complete file, which keeps its temporary name.  A second call does nothing."""
         if self.file.closed:
             return
-        with _naming_failure(self.temporary, "cannot be written"):
-            self.file.flush()
-            if self.synced:
-                os.fsync(self.file.fileno())
-            self.file.close()
+        try:
+            with _naming_failure(self.temporary, "cannot be written"):
+                self.file.flush()
+                if self.synced:
+                    os.fsync(self.file.fileno())
+                self.file.close()
+        except BaseException:
+            self.discard()  # after a failed fsync(), a second one may report success
+            raise
 
     def discard(self) -> None:
         """Close the file, and remove it unless it has already been renamed."""
@@ -5941,7 +5957,7 @@ def _lengths_in_use(reader, name):
         in_file = reader._arrays_in_files["sequence_lengths"]
         if lengths is in_file or np.array_equal(lengths, in_file):
             return {}
-    return {name: zlib.crc32(np.asarray(lengths, np.int64))}
+    return {name: zlib.crc32(np.ascontiguousarray(lengths, np.int64))}
 
 
 # Attributes of an IndexedDataset that its pickle leaves out, because _open() sets them again.

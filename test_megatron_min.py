@@ -799,6 +799,8 @@ def test_a_pair_is_made_in_many_ways_once(one, pair, tmp_path):
         builder.end_document()
         builder.add_document(["8", "09"], [2], [4])  # as upstream's own tests have them
         assert not one.IndexedDataset.exists(prefix)
+        with pytest.raises(ValueError, match=r"^idx_path: .*/m\.bin"):
+            builder.finalize(f"{prefix}.bin")
         builder.finalize(f"{prefix}.idx")
         with pytest.raises(ValueError, match=r"/m\.bin: closed .*use a new builder"):
             builder.finalize(f"{prefix}.idx")
@@ -1697,6 +1699,9 @@ def test_invalid_blends_raise(one):
     ):
         with pytest.raises(ValueError, match=word):
             blended(one, [9, 9], *arguments)
+    part = Bare(9, one.Split.train)
+    with pytest.raises(ValueError, match="takes 15 samples from bare"):
+        one.BlendedDataset([part, part], [3, 1], 20, config(one))
     parts = [Bare(9, one.Split[name]) for name in ("valid", "train")]
     with pytest.raises(ValueError, match=r"of one split, got \['train', 'valid'\]"):
         one.BlendedDataset(parts, [1, 1], 4, config(one))
@@ -2698,6 +2703,9 @@ def test_dataloader_type_selects_the_sampler(one, monkeypatch):
     )
     assert next(iter(whole)).tolist() == [3, 1]
     some = torch.utils.data.Subset(torch.utils.data.Subset(Numbers(9), range(4, 9)), [1, 2, 3])
+    plain = type("Plain", (Numbers,), {"__getitems__": None})(9)
+    few = loader_of(one, torch.utils.data.Subset(plain, [4, 2]), micro_batch_size=2)
+    assert next(iter(few))["k"].tolist() == [4, 2]
     ranks = {"data_parallel_rank": 1, "data_parallel_size": 2}
     padded = loader_of(one, some, full_validation=True, **ranks)
     assert [batch["k"].tolist() for batch in padded] == [[6], [-1]]
@@ -3296,6 +3304,9 @@ def test_a_state_of_another_version_or_place_is_refused(one):
             ValueError, match="cannot resume: this is not what a loader's state_dict"
         ):
             loader.load_state_dict(state | changes)
+    for value in (None, []):
+        with pytest.raises(ValueError, match="cannot resume: this is not what"):
+            loader.load_state_dict(value)
     with pytest.raises(ValueError, match="consumed_samples"):
         loader.load_state_dict(state | {"consumed_samples": 65}, strict=False)
     assert loader.state_dict()["consumed_samples"] == 0
@@ -4029,6 +4040,13 @@ def test_an_error_of_the_disk_without_a_number(one, tmp_path, monkeypatch):
         with monkeypatch.context() as patches, pytest.raises(OSError, match=r"/p\.bin.*: .*stale"):
             patches.setattr(os, name, fault)
             mk(one, tmp_path / "p", [[1]])
+    builder = one.IndexedDatasetBuilder(tmp_path / "q.bin")
+    builder.add_document([1], [1])
+    with monkeypatch.context() as patches, pytest.raises(OSError, match="stale"):
+        patches.setattr(os, "fsync", mock.Mock(side_effect=stale))
+        builder.finalize(tmp_path / "q.idx")
+    with pytest.raises(ValueError, match="failed write"):  # a second fsync() may report success
+        builder.finalize(tmp_path / "q.idx")
 
 
 # ==============================================================================
@@ -7019,6 +7037,16 @@ def test_options_of_preprocess_reach_the_function(one, hf, capsys, monkeypatch):
         assert (inputs, prefix) == (["x", "-", "y"], "o")
         assert (tokenizer.eod, tokenizer.tokenize("ja")) == (eod, ids)
         assert found == {name: defaults[name].default for name in given} | wanted
+
+
+def test_a_warning_points_to_the_line_of_the_user(one):
+    """Not to a line of an installed library, which called us."""
+    library = pathlib.Path(torch.__file__).parents[1] / "lib.py"
+    names = {"warn": one._warn}
+    exec(compile("def call():\n    warn('x')", str(library), "exec"), names)
+    with pytest.warns(UserWarning, match="x") as caught:
+        names["call"]()
+    assert caught[0].filename == __file__
 
 
 def test_an_error_and_a_warning_are_a_line_each(one, capsys, monkeypatch):
