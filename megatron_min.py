@@ -575,7 +575,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         the disk fails; section 14 says which files exist then.  While it runs, this method needs 16
         bytes of memory for each sequence.
         """
-        _check_finished(self, idx_path)
+        _check_finished(self)
         n = len(self.sequence_lengths)
         m = len(self.document_indices)
         code = DType.code_from_dtype(self.dtype)
@@ -4787,16 +4787,14 @@ def _check_appended(builder, other):
         raise ValueError(f"{source} has modes; keep them with multimodal=True (--multimodal)")
 
 
-def _check_finished(builder, idx_path):
-    """Raise ValueError unless a builder can be finalized with this idx_path."""
+def _check_finished(builder):
+    """Raise ValueError if a builder is closed, or has sequences that are in no document yet."""
     path = builder._bin.path
     if not builder._bin.is_open:
         raise ValueError(f"{path}: closed by finalize() or by a failed write; use a new builder")
     last_end = builder.document_indices[-1]
     if last_end != len(builder.sequence_lengths):
         raise ValueError(f"{path}: call end_document(): sequence {last_end} is in no document yet")
-    if os.path.realpath(idx_path) == os.path.realpath(path):
-        raise ValueError(f"idx_path: expected the path of the .idx, got that of the .bin, {path}")
 
 
 def _as_integers(ids, values):
@@ -5561,6 +5559,9 @@ class _NewFile(contextlib.AbstractContextManager):
         try:
             with _naming_failure(path, f"cannot make a file in {os.path.dirname(self.path)}"):
                 self.file = open(self.temporary, "xb", 1 << 20)
+        except FileExistsError:  # e.g. an .idx is to get the path of its .bin, which is this file
+            self._remove.detach()
+            raise
         except BaseException:  # on a network disk, an open() that fails may have created the file
             self._remove()
             raise
