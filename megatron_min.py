@@ -15,7 +15,7 @@ functions also warn.  _as_...() and _parse_...() convert a value, or raise an er
 only warns.  If an error is raised in a block "with _naming_place(place)", its message begins with
 the place.  Section 13 defines most of these functions.  operator.index(n), which is Python's, makes
 an int of any integer type, such as numpy's, and rejects floats.  If code uses any other name that
-is defined further down, a comment usually gives its section.
+is defined further down, a comment gives its section, unless it is a small helper.
 
 The module needs only numpy and torch.  The optional accelerator, _helpers.c, gives identical
 results.
@@ -61,7 +61,7 @@ Notation    S  input tokens of a sample (sequence_length)    D  sequences in a s
             d  number of a document in the stream (sections 4 and 5), or of a dataset in the blend
                (section 6)
             i  number of a sequence in a pair (sections 1 and 5), or of a sample in the blend
-Examples    most use toy_corpus(), which has the documents aaaa, bbb and cccccc, and S = 4
+Examples    most use toy_corpus(), with the documents aaaa, bbb and cccccc, and set S to 4
 
 Contents
 Part I, the path of a token
@@ -352,9 +352,8 @@ class IndexedDataset(torch.utils.data.Dataset):
         self._stamps["bin"] = _stamp_of_pair_file(self._bin_path)
         self.num_tokens = self._stamps["bin"]["size"] // self._token_bytes
         _check_ends_of_pair(self)
-        self._tokens = _open_tokens(self)  # a _MappedTokens, unless mmap is False
-        # A pickle leaves these attributes out, because _open() sets them again (section 15).
-        self._arrays_in_files = {name: getattr(self, name) for name in _REOPENED_ATTRIBUTES}
+        self._tokens = _open_tokens(self)  # a _MappedTokens, if the .bin is mapped
+        _remember_files(self)  # section 15: a pickle leaves out what has been read from the files
         if self.check:
             self.verify()
 
@@ -497,7 +496,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     def __init__(
         self, bin_path: str | os.PathLike, dtype: type = np.int32, multimodal: bool = False
     ) -> None:
-        self.dtype = DType.dtype_from_code(DType.code_from_dtype(dtype))
+        code = DType.code_from_dtype(dtype)  # rejects a dtype that has no code
+        self.dtype = DType.dtype_from_code(code)
         self._token_dtype = np.dtype(self.dtype)
         self.multimodal = multimodal
         self.sequence_lengths = array.array("i")  # int32
@@ -660,7 +660,7 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #
 # The end-of-document token, eod, shows a model where one text ends and an unrelated text begins.
 # It is appended only with append_eod=True, which is not the default.  Without eod tokens, three
-# settings of section 3 have no effect: reset_position_ids, reset_attention_mask and eod_mask_loss.
+# settings of section 5 have no effect: reset_position_ids, reset_attention_mask and eod_mask_loss.
 #
 # A tokenizer is any object with these attributes; there is no class to inherit from:
 #
@@ -676,8 +676,8 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #
 #   pad                  the id that pads a short sample
 #   eos, special_tokens_dict
-#                        other special ids: one id, and {name: id}.  A pad that equals eod or one of
-#                        them is ambiguous (section 5)
+#                        other special ids: one id, and {name: id}.  A pad that is also the id of
+#                        a special token is ambiguous (see _pad_id_of_config() in section 5)
 #   tokenize_batch       takes a list of str, returns the ids of each one.  It only saves time
 
 
@@ -716,7 +716,7 @@ def encode_document(
 ) -> list[list[int]]:
     """Return the sequences of one document, each a list of token ids; none is empty.
 
-    text         a str, which becomes one sequence, or a list of str, each of which becomes one
+    text         a str, or a list of str.  Each str that has tokens becomes a sequence
     append_eod   True: append tokenizer.eod to the last sequence, if there is one
 
     >>> encode_document("bbb", ByteTokenizer(), append_eod=True)
@@ -794,8 +794,8 @@ def encode_jsonl(
 #   weights           30                     70
 #
 # Each split is blended with these weights: in train, in valid and in test, 3 of 10 samples are from
-# wiki and 7 are from code.  A config holds the split, the blend, and all other settings that decide
-# what a sample looks like.  From here on, a document is a sequence of the .idx file.
+# wiki and 7 are from code.  A config holds the split, the blend, and the other settings of a job;
+# section 5 adds the settings of a sample.  From here on, a document is a sequence of the .idx file.
 
 
 class Split(enum.Enum):
@@ -931,9 +931,8 @@ class BlendedMegatronDatasetConfig:
                         True: if valid has several corpora, build a list with one dataset for each
                         corpus, not a blend, so that each has its own loss (section 7).  Needs
                         blend_per_split
-      full_validation   True: the size of valid (section 7) must be None, so that each validation
-                        dataset is one epoch of its corpus.  Ignored unless multiple_validation_sets
-                        gives several datasets
+      full_validation   True, with several of these datasets: each is one epoch of its corpus, and
+                        the size of valid (section 7) must be None
 
     Building and reading
       mid_level_dataset_surplus
@@ -944,7 +943,7 @@ class BlendedMegatronDatasetConfig:
       path_to_cache     folder for the cached index arrays (section 15).  None: each corpus is
                         cached in <prefix>/cache/<class>_indices or, if it is a URL, beside the
                         local copy of its .idx.  Blends are then not cached
-      mmap_bin_files    False: read the .bin with os.pread instead of mapping it (section 1)
+      mmap_bin_files    False: read the .bin with os.pread instead of mapping it (section 16)
 
     Computed, not arguments
       split_matrix      (begin, end) of each split, as fractions of a corpus, or None if empty; with
@@ -1028,12 +1027,14 @@ class BlendedMegatronDatasetConfig:
 #
 # Upstream shuffles all epochs together, with one exception: if fewer than about 80 % of the last
 # epoch are requested (plan_epochs() has the rule), that epoch is shuffled separately and comes
-# last.  Otherwise the run would read too many samples of the last epoch, and miss as many of the
-# earlier ones.  The result of a shuffle depends on the number of shuffled items.  So if a longer
-# run has more epochs, or its last epoch is no longer separate, all samples may change, from the
+# last.  Without this exception, the run would read too many samples of the last epoch, and miss as
+# many of the earlier ones.  One generator shuffles the documents first, and then the samples, so
+# the result of a shuffle depends on all items that have been shuffled before.  If a longer run has
+# more epochs, or its last epoch is no longer separate, all samples may therefore change, from the
 # first one on.
 #
-# With stable_order, each epoch is shuffled separately and has its own seed.  So additional epochs
+# With stable_order, a field of the config in section 5, each epoch is shuffled separately and has
+# its own seed.  So additional epochs
 # leave the order of the earlier ones unchanged:
 #
 #   documents 0 1 2, seed 1234    upstream, together    stable_order
@@ -1224,6 +1225,7 @@ def build_sample_idx(
     _fill_rows(rows, sizes, document_index, S, x, end_of_last)
     # As in upstream, the last row is different in one case: the last sample is short, there is no
     # extra token, and the stream ends with empty documents.  It then points to the last of these.
+    # (If the last document has tokens, the line changes nothing.)
     if x == 0 and N * S > tokens:
         rows[-1] = len(document_index) - 1, sizes[document_index[-1]]
     return rows
@@ -1431,6 +1433,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 class _CachedDataset(torch.utils.data.Dataset):
     """Base class of cached datasets.  unique_description names their files (section 15)."""
 
+    _arrays_in_files = {}  # {name: array}: what a pickle leaves out
+
     @functools.cached_property
     def unique_description(self) -> str:
         """Return unique_identifiers, a dict, as the JSON text that upstream writes."""
@@ -1603,7 +1607,6 @@ class GPTDataset(MegatronDataset):
         # The index arrays, and the files in which they are cached (section 15).
         self.unique_identifiers |= _identifiers_of_orders(self)
         self._cache_folder = _folder_of_cache(self)
-        self._arrays_in_files = {}  # {name: array}, what a pickle leaves out: section 15
         self.epoch_plan = None
         arrays = self._build_document_sample_shuffle_indices()
         self.document_index, self.sample_index, self.shuffle_index = arrays
@@ -1626,9 +1629,8 @@ class GPTDataset(MegatronDataset):
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of sample idx, int64 (S + x,), and the sequence of each of its pieces.
 
-        (In spite of the name, which is upstream's, it returns no indices.)  If a subclass returns
-        fewer tokens, they are padded.  If it also returns the lengths of the documents,
-        inter_document_masking uses them.
+        The name is upstream's.  If a subclass returns fewer tokens, they are padded.  If it also
+        returns the lengths of the documents, inter_document_masking uses them.
         """
         pieces = self.pieces(idx)
         ids = np.concatenate(_read_pieces(self.dataset, pieces), dtype=np.int64)
@@ -1689,12 +1691,12 @@ class GPTDataset(MegatronDataset):
             loss_mask[:] = 0
 
         # positions after an eod, where a document starts
-        after_eod = [0]
+        eod_starts = [0]
         if self.eod_token_id is not None:
             eods = np.flatnonzero(tokens[:-1] == self.eod_token_id)
-            after_eod += (eods + 1).tolist()
-        mask_starts = after_eod if config.reset_attention_mask else [0]
-        position_starts = after_eod if config.reset_position_ids else [0]
+            eod_starts += (eods + 1).tolist()
+        mask_starts = eod_starts if config.reset_attention_mask else [0]
+        position_starts = eod_starts if config.reset_position_ids else [0]
         if config.inter_document_masking:
             if lengths is None:
                 lengths = [length for _, _, length in self.pieces(0 if idx is None else idx)]
@@ -1794,8 +1796,8 @@ def _pad_id_of_config(config):
       the tokenizer has                              the id is
       no pad                                         -1
       a pad that differs from all special tokens     the pad
-      a pad that is also a special token's id        -1, with a warning.  The pad, if
-                                                     allow_ambiguous_pad_tokens is set
+      a pad that is also a special token's id        -1, with a warning
+      the same, with allow_ambiguous_pad_tokens      the pad
 
     The special tokens here are the entries of special_tokens_dict except "pad_token", or, if there
     are none, eos and eod.  Tokens with the id of padding become 0 and have no loss, so they should
@@ -2103,7 +2105,6 @@ class BlendedDataset(_CachedDataset):
             self.unique_identifiers["phases"] = self.phases
 
         self._cache_folder = _folder_of_cache(self)
-        self._arrays_in_files = {}  # {name: array}, what a pickle leaves out: section 15
         self._taken = None  # see samples_taken()
         self.dataset_index, self.dataset_sample_index = self._build_indices()
         # The builder (section 7) catches this error, and rebuilds the datasets that are too small.
@@ -2131,11 +2132,11 @@ class BlendedDataset(_CachedDataset):
                 self.weights = _as_counts(weights, "weights").tolist()
         else:
             phases = _as_phases(phases, names)
+            _, first_weights = phases[0]
+            is_plain = len(phases) == 1 and all(first_weights)
             self.size = sum(samples for samples, _ in phases)
-            _, self.weights = phases[0]
-            if len(phases) > 1 or not all(self.weights):  # the last row of the table
-                self.phases = phases
-                self.weights = None
+            self.weights = first_weights if is_plain else None
+            self.phases = None if is_plain else phases
 
     def __len__(self) -> int:
         return sum(self.weights) if self.size is None else self.size
@@ -2155,9 +2156,8 @@ class BlendedDataset(_CachedDataset):
 
     def _build_indices(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the two index arrays, and set _taken.  A subclass may override this method."""
-        # Section 15 loads them from the cache, or calls _build_arrays() and saves them.  They
-        # depend only on unique_description: not on other settings (made_from), nor on a pair.
-        self._taken, arrays = _load_or_build(self, self.split, made_from={}, pair=None)
+        # Section 15 loads them from the cache, or calls _build_arrays() and saves them.
+        self._taken, arrays = _load_or_build_blend(self)
         return arrays
 
     def _build_arrays(self):
@@ -2301,6 +2301,7 @@ def _entries_of_config(config, sizes):
             entries.append(_Entry(split, prefixes, bounds, requested, is_blend=True, size=size))
         else:
             _check_has_size(split, size)
+            # a corpus of weight 0 is not even opened
             prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
             weights = normalize(weights)
             targets = _targets_of_corpora([(size, weights)])
@@ -2314,8 +2315,8 @@ def _targets_of_corpora(phases):
     """Return the target n of each corpus, summed over phases: [(samples, weights), ...]."""
     targets = [0] * len(phases[0][1])
     for samples, weights in phases:
-        for i, weight in enumerate(weights):
-            targets[i] += math.ceil(samples * weight)
+        for d, weight in enumerate(weights):
+            targets[d] += math.ceil(samples * weight)
     return targets
 
 
@@ -2375,9 +2376,9 @@ class BlendedMegatronDatasetBuilder:
         # come so far.  If a call failed, every rank raises an error.  _wait_for_ranks() only waits.
         # (Both are in section 17.)
         #
-        #   rank 0             other ranks
-        #   _build_splits()    _wait_for_ranks()                      until rank 0 has built
-        #   _wait_for_ranks()  _build_splits(), if they need datasets  until they have built
+        #   rank 0                   other ranks
+        #   _on_every_rank(build)    _wait_for_ranks()        until rank 0 has built
+        #   _wait_for_ranks()        _on_every_rank(build)    until all have built
         is_built_here = _on_every_rank(self.is_built_on_rank)
         if _rank() == 0:
             datasets = _on_every_rank(self._build_splits)
@@ -2397,7 +2398,7 @@ class BlendedMegatronDatasetBuilder:
             build = functools.partial(self._build_part, entry)
             parts = self._map(build, corpora, entry.prefixes, entry.requested)
             size = self.sizes[entry.split.value]
-            if size != 0:  # if 0, nothing is requested: no warning, and empty datasets are kept
+            if size != 0:  # if it is 0, nobody is warned, and empty datasets are kept
                 _warn_of_short_corpora(entry.split, size, parts)
                 if not any(len(part) for part in parts):
                     continue
@@ -2440,30 +2441,31 @@ class BlendedMegatronDatasetBuilder:
 
     def _make_blend(self, entry, corpora, parts):
         """Return the blend of parts, the datasets of the corpora."""
+        rows = list(zip(parts, corpora, entry.prefixes, strict=True))
         weights = entry.weights
         size = entry.size
-        prefixes = entry.prefixes
         if weights is None and entry.phases is None:
-            used = [i for i, part in enumerate(parts) if len(part)]
-            if not used:  # only if size is 0; see _build_splits()
+            rows = [row for row in rows if len(row[0])]
+            if not rows:  # only if size is 0; see _build_splits()
                 return None
-            columns = (parts, corpora, prefixes)
-            parts, corpora, prefixes = ([column[i] for i in used] for column in columns)
-            weights = [len(part) for part in parts]
-            total = sum(weights)
-            _warn_of_few_samples(entry.split, total, size)
+            weights = [len(part) for part, _, _ in rows]
+            _warn_of_few_samples(entry.split, sum(weights), size)
             if size is not None:
-                size = min(size, total)
+                size = min(size, sum(weights))
+        shares = (weights, size, self.config)
         try:
-            return BlendedDataset(parts, weights, size, self.config, phases=entry.phases)
+            parts = [part for part, _, _ in rows]
+            return BlendedDataset(parts, *shares, phases=entry.phases)
         except _BlendTooLarge as error:
             needed = error.needed  # {part that is too short: samples that the blend takes from it}
         # Rebuild only these corpora.  If a corpus is built with more samples, its order of samples
         # may change, and the corpora that are large enough must keep upstream's order.
-        for i, part in enumerate(parts):
+        parts = []
+        for part, corpus, prefix in rows:
             if part in needed:
-                parts[i] = self._build_part(entry, corpora[i], prefixes[i], needed[part])
-        return BlendedDataset(parts, weights, size, self.config, phases=entry.phases)
+                part = self._build_part(entry, corpus, prefix, needed[part])
+            parts.append(part)
+        return BlendedDataset(parts, *shares, phases=entry.phases)
 
 
 # ==============================================================================
@@ -2480,8 +2482,9 @@ class BlendedMegatronDatasetBuilder:
 #
 # The sampler "single" keeps the samples in order and deals each rank a block of them.  The sampler
 # "cyclic" shuffles them anew in each pass.  By default, each rank owns a part of the samples and
-# shuffles only this part.  With data_sharding=False, all samples are shuffled together and dealt to
-# the ranks one by one.  With micro_batch_size 2, data_parallel_size 2 and 8 samples:
+# shuffles only this part; all parts are shuffled in the same way.  With data_sharding=False, all
+# samples are shuffled together and dealt to the ranks one by one.  With micro_batch_size 2,
+# data_parallel_size 2 and 8 samples:
 #
 #   round                            0              1
 #   single               sample      0  1  2  3     4  5  6  7
@@ -2700,12 +2703,14 @@ class MegatronPretrainingRandomSampler(_Sampler):
 # A resumed job may change some settings and still continue at the same sample:
 #
 #   sampler                   may change                   if
-#   single, full_validation   ranks, micro_batch_size      always
+#   single                    ranks, micro_batch_size      always
+#   full_validation           ranks                        always
 #   cyclic, unsharded         ranks, micro_batch_size      (a) and (b)
 #   cyclic, sharded           micro_batch_size             (a) and (b)
 #
 #   (a) consumed_samples is a multiple of the new number of samples in a round
-#   (b) divmod(consumed_samples, active_total_samples) and samples_shuffled() stay the same
+#   (b) the pass, the samples consumed in it, and the number of shuffled samples stay the same.
+#       (The new sizes may drop a different number of samples at the end of each pass.)
 
 
 def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
@@ -2743,10 +2748,10 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 # A big model is trained by many ranks, which divide the work along up to four axes.  A rank, here
 # one process, has a coordinate on each axis.  (The rank of section 8 is the dp coordinate.)
 #
-#   tp  tensor parallel     each rank holds a part of every layer; all of them need the same batch
-#   cp  context parallel    each rank has a part of every row of the batch
+#   tp  tensor parallel     each coordinate has a part of every layer; all need the same batch
+#   cp  context parallel    each coordinate has a part of every row of the batch
 #   dp  data parallel       each coordinate has a copy of the whole model, and its own batches
-#   pp  pipeline parallel   each coordinate is a stage, which holds some of the layers: the first
+#   pp  pipeline parallel   each coordinate has some of the layers, and is called a stage: the first
 #                           stage needs the tokens, the last stage the labels
 #
 # Ranks that work together form a process group of torch.distributed.  A group sends tensors with
@@ -2758,7 +2763,7 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 # An intermediate stage usually reads nothing: it gets its input from the stage before it.  As in
 # upstream, its ranks with tp 0 read batches in two cases:
 #
-#   packed   Attention keeps the documents of a row apart (inter_document_masking of section 3, or
+#   packed   Attention keeps the documents of a row apart (inter_document_masking of section 5, or
 #            the conversations of section 21).  Then every stage needs cu_seqlens and max_seqlen.
 #   mtp      The stage predicts several tokens ahead (multi-token prediction).  Then it needs
 #            tokens, positions, labels and loss mask.
@@ -2783,8 +2788,8 @@ class ParallelGroups:
     tensor, context, pipeline   number of ranks along the axes tp, cp and pp.  The number along dp
                                 is the number of all ranks, divided by the product of these three
 
-    The argument kind is an axis, such as "tp", or several axes joined by "-", such as "dp-cp".  The
-    ranks of a group differ only in their coordinates on these axes.
+    All methods have an argument kind: an axis, such as "tp", or several axes joined by "-", such as
+    "dp-cp".  The ranks of a group differ only in their coordinates on these axes.
 
     Every rank must create its ParallelGroups at the same point of the program, after
     torch.distributed is initialized.  A job of one process does not need torch.distributed.
@@ -2802,7 +2807,7 @@ class ParallelGroups:
     [[0, 1, 4, 5], [2, 3, 6, 7]]
     """
 
-    # The kinds that have a process group.  The other methods accept every kind.
+    # the kinds for which group() returns a process group; the other methods accept every kind
     _KINDS = ("tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "tp-cp-pp")
 
     @staticmethod
@@ -2893,8 +2898,7 @@ def get_batch(
     options                     keyword arguments of get_batch_on_this_tp_rank()
     use_per_sequence_balancing  passed to get_batch_on_this_cp_rank()
 
-    Raises what these two functions raise.  If a batch cannot be cut, all tp ranks of a stage raise
-    ValueError, because they cut the same batch.  With packed=True, all stages do so.
+    Raises what these two functions raise.
 
     >>> row = torch.tensor([list(b"aaaab")])
     >>> batch = {"tokens": row[:, :-1], "labels": row[:, 1:], "loss_mask": torch.ones(1, 4)}
@@ -2969,7 +2973,7 @@ def get_batch_on_this_tp_rank(
 
 
 def _layout_of_stage(groups, shape, create_attention_mask, mtp, packed):
-    """Return {key: (shape, dtype)} of what this rank's stage needs, in order of item size."""
+    """Return {key: (shape, dtype)} of what this rank's stage needs, the widest items first."""
     first = groups.is_first_stage
     last = groups.is_last_stage
     B, S = shape
@@ -3141,7 +3145,7 @@ def _positions_in_documents(cu_seqlens, S, cp_rank, cp_size):
     bounds = _as_bounds(cu_seqlens, S)  # begins with 0 and ends with S
     _check_divisible_documents(bounds, cp_size)
     positions = torch.arange(S, device="cpu").repeat(len(bounds), 1)
-    # bounds[ends] is where the document of each position ends
+    # in each row, bounds[ends] is where the document of each position ends
     ends = torch.searchsorted(bounds, positions, right=True)
     start = bounds.gather(1, ends - 1)
     length = bounds.gather(1, ends) - start
@@ -5968,13 +5972,18 @@ _REOPENED_ATTRIBUTES = (
 )  # fmt: skip
 
 
+def _remember_files(pair):
+    """Remember the attributes of a pair that have been read from its files."""
+    pair._arrays_in_files = {name: getattr(pair, name) for name in _REOPENED_ATTRIBUTES}
+
+
 def _picklable_state(dataset):
     """Return the attributes of a dataset or a pair, except those that are read from files.
 
     An array that a user or a subclass has set is not in a file, so it stays in the state.
     """
     state = vars(dataset).copy()
-    for name, values in state.pop("_arrays_in_files").items():
+    for name, values in state.pop("_arrays_in_files", {}).items():
         if state.get(name) is values:
             del state[name]
     return state
@@ -6031,6 +6040,14 @@ def _load_or_build_orders(dataset):
     pair = dataset.dataset if isinstance(dataset.dataset, IndexedDataset) else None
     plan, arrays = _load_or_build(dataset, dataset.index_split, made_from, pair)
     return EpochPlan(*plan), arrays  # a plan from the cache is a list
+
+
+def _load_or_build_blend(dataset):
+    """Return (samples taken, arrays) as BlendedDataset._build_arrays() does, or from the cache.
+
+    The arrays depend only on unique_description: not on other settings, nor on a pair.
+    """
+    return _load_or_build(dataset, dataset.split, made_from={}, pair=None)
 
 
 def _folder_of_cache(dataset):
