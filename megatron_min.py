@@ -93,6 +93,7 @@ Part IV, the tools
   23. The command line          how is this module used from a shell?
 """
 
+import _thread
 import abc
 import argparse
 import array
@@ -5604,7 +5605,10 @@ class _NewFile(contextlib.AbstractContextManager):
         """Close the file, and remove it unless it has already been renamed."""
         with contextlib.suppress(OSError):
             self.file.raw.close()  # discards what is still in the buffer
-        self._remove()
+        if self.is_open:  # if a signal interrupts this, the end of the process removes the file
+            _, _, arguments, _ = self._remove.peek()
+            _remove_path(*arguments)
+            self._remove.detach()
 
     def __exit__(self, kind, error, traceback):
         try:
@@ -7083,14 +7087,15 @@ def preprocess(
         fields["job"] = _md5(json.dumps([sizes, bool(append_eod)]))  # the same in all its shards
         inputs = _inputs_of_shard(inputs, index, count)
     prefixes = {key: f"{os.fsdecode(output_prefix)}_{key}{suffix}" for key in json_keys}
+    paths = [_absolute_path(prefix) for prefix in prefixes.values()]  # right even after os.chdir()
     identifiers = _identifiers_of(tokenizer)
 
     started = time.perf_counter()
     encoder = _Encoder(tokenizer, json_keys, append_eod, split_sentences)
     num_bytes, num_bad, bad = _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose)
     counts = [[each.name, each.documents] for each in inputs]
-    for prefix in prefixes.values():
-        _write_record(prefix, identifiers, counts, fields)
+    for path in paths:
+        _write_record(path, identifiers, counts, fields)
     if verbose:
         documents = _label_of_count(sum(each.documents for each in inputs), "document")
         rate = num_bytes / 1e6 / (time.perf_counter() - started)
@@ -7505,10 +7510,7 @@ def _iter_encoded_blocks(encoder, blocks, workers):
                 with warnings.catch_warnings():
                     # Python 3.12 and later warn if the process has threads; workers use none.
                     warnings.filterwarnings("ignore", ".*multi-threaded.* fork", DeprecationWarning)
-                    # A thread forks, because a signal that arrives while the main thread forks is
-                    # lost.
-                    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-                        thread.submit(process.start).result()
+                    _start_in_thread(process)
                 far_end.close()  # the worker holds it, so the pipe closes when the worker ends
         blocks = itertools.chain(blocks, [None] * workers)  # a last round receives the last results
         for number, block in enumerate(blocks):
@@ -7518,10 +7520,11 @@ def _iter_encoded_blocks(encoder, blocks, workers):
                 result = pipe.recv()
                 if block is not None:
                     pipe.send(block[1])
-            except (EOFError, ConnectionError):  # the worker has closed its end
+            except (EOFError, OSError):  # the worker has ended, perhaps while it sent a result
                 process.join()
-                code = process.exitcode  # if negative, the number of a signal
-                name = f", {signal.strsignal(-code)}" if code < 0 else ""
+                # A negative code is the number of a signal.  If SIGCHLD is ignored, code is None.
+                code = process.exitcode
+                name = f", {signal.strsignal(-code)}" if code and code < 0 else ""
                 raise ChildProcessError(
                     f"a worker process ended (exit code {code}{name}); if the system ran out of "
                     "memory, use fewer workers; otherwise use workers=1 to see its error"
@@ -7535,6 +7538,32 @@ def _iter_encoded_blocks(encoder, blocks, workers):
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def _start_in_thread(process):
+    """Start a process in a thread, because a signal is lost if the main thread forks meanwhile.
+
+    The main thread waits without a lock: a signal that arrives in Thread.join() or Future.result()
+    may leave a lock locked, and both threads would wait forever.
+    """
+    outcome = []
+
+    def start():
+        try:
+            process.start()
+            outcome.append(None)
+        except BaseException as error:
+            outcome.append(error)
+
+    _thread.start_new_thread(start, ())
+    try:
+        while len(outcome) == 0:
+            time.sleep(0.001)
+    finally:  # also after a signal: a process can be ended only when it has started
+        while len(outcome) == 0:
+            time.sleep(0.001)
+    if outcome[0] is not None:
+        raise outcome[0]
 
 
 def _run_worker(pipe, encoder):

@@ -4033,6 +4033,13 @@ def test_an_error_of_the_disk_without_a_number(one, tmp_path, monkeypatch):
         replace(source, target)
 
     file = one._NewFile(tmp_path / "f")
+    with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
+        patches.setattr(one, "_remove_path", mock.Mock(side_effect=KeyboardInterrupt))
+        file.discard()  # a second signal arrives; the end of the process removes the file
+    assert file.is_open and file._remove.atexit
+    file.discard()
+    assert not file.is_open and os.listdir(tmp_path) == []
+    file = one._NewFile(tmp_path / "f")
     file.file = mock.Mock(write=mock.Mock(side_effect=stale))
     with pytest.raises(OSError, match=r"/f\..*\.tmp: .*stale"):
         file.write(b"1")
@@ -6504,9 +6511,20 @@ def test_signals_in_workers(one, tmp_path, monkeypatch):
             return
         if text == "3":
             os._exit(3)
+        if text == "4":
+            sys.exit(4)
+        if text == "5":  # the worker ends in the middle of its result
+            monkeypatch.setattr(Connection, "send", send_a_part)
+            return
         if text == "11":
             signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # pytest's handler prints a lot
         os.kill(os.getpid(), int(text))
+
+    Connection = multiprocessing.connection.Connection
+
+    def send_a_part(connection, result):
+        os.write(connection.fileno(), struct.pack("!i", 100) + b"x")
+        os._exit(5)
 
     def run(*texts):
         return one.preprocess(None, tmp_path / "o", acting(act), texts=texts, workers=2)
@@ -6516,7 +6534,8 @@ def test_signals_in_workers(one, tmp_path, monkeypatch):
             return __import__, ("no_module",)
 
     before = set(multiprocessing.active_children())
-    for text, reason in (("9", "-9, Killed"), ("11", "-11, Segmentation fault"), ("3", "3")):
+    reasons = {"9": "-9, Killed", "11": "-11, Segmentation fault", "3": "3", "4": "4", "5": "5"}
+    for text, reason in reasons.items():
         with pytest.raises(
             ChildProcessError, match=rf"\(exit code {reason}\); .* fewer workers; .* workers=1 "
         ):
