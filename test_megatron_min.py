@@ -4406,11 +4406,11 @@ def test_two_jobs_write_a_cache_at_one_moment(one, tmp_path, cache, monkeypatch,
     start(one, corpus, cache, n=600, wanted=wanted)
 
 
-# -- large arrays of other data ----------------------------------------------------------------
+# -- two jobs of different data, whose arrays have equal ends ----------------------------------
 
 
 def corpora_with_equal_ends(one, folder, length):
-    """Two pairs, and the arrays of each: only the middle of sample_index differs."""
+    """Make two pairs -> their prefixes and arrays; only the middle of sample_index differs."""
     lengths = np.full(20, length)
     made = []
     for name in "ab":
@@ -4421,52 +4421,37 @@ def corpora_with_equal_ends(one, folder, length):
     return made
 
 
-def test_a_large_array_of_another_time_is_built_again_without_a_word(
-    one, tmp_path, cache, monkeypatch
-):
-    """Another job may have made it, of other data; or somebody has written to it in place."""
+def test_a_large_array_with_a_different_time_is_built_again(one, tmp_path, cache, monkeypatch):
+    """Another job may have written it, or somebody in place.  There is no warning."""
     (corpus, wanted), (_, others) = corpora_with_equal_ends(one, tmp_path, 9000)
     build = mock.Mock(wraps=one.build_sample_idx)
     monkeypatch.setattr(one, "build_sample_idx", build)
-    start_here = functools.partial(start, one, corpus, n=None, wanted=wanted, sequence_length=1)
 
     def check(is_found, folder=cache):
-        for is_there in (is_found, True):
+        for num_builds in (0 if is_found else 1, 0):
             build.reset_mock()
-            start_here(folder)
-            assert build.call_count == (0 if is_there else 1)
+            start(one, corpus, folder, n=None, wanted=wanted, sequence_length=1)
+            assert build.call_count == num_builds
 
     check(False)
     path = file_of(cache, "sample_index.npy")
     own = path.read_bytes()
-    np.save(tmp_path / "others.npy", others[1])
-    foreign = (tmp_path / "others.npy").read_bytes()
-    assert (len(own), own[:4096], own[-4096:]) == (len(foreign), foreign[:4096], foreign[-4096:])
-    assert len(own) > 1 << 20 and own != foreign
-    for content, nanoseconds, is_found in (
-        (foreign, 1, False),  # sample_index of one job, copied over that of the other
-        (own, 1, False),  # made by a job of equal data
-        (own, 10**9, False),
+    foreign = own[: -others[1].nbytes] + others[1].tobytes()
+    for content, later, is_found in (
+        (foreign, 1, False),  # by one nanosecond
         (own, -(10**9), False),
-        (own, 0, True),
         (own, None, True),  # whole seconds, as tar and some file systems have them
     ):
-        noted = path.stat().st_mtime_ns
-        written = noted - noted % 10**9 if nanoseconds is None else noted + nanoseconds
+        saved = path.stat().st_mtime_ns
+        written = saved - saved % 10**9 if later is None else saved + later
         path.write_bytes(content)
         os.utime(path, ns=(written, written))
         check(is_found)
         assert path.read_bytes() == own
-    for copy_function, is_found in ((shutil.copy2, True), (shutil.copyfile, False)):
-        folder = f"{cache} by {copy_function.__name__}"
-        shutil.copytree(cache, folder, copy_function=copy_function)
-        check(is_found, folder)
-    with before_rename(2, functools.partial(start_here, f"{cache} of two")):
-        start_here(f"{cache} of two")
-    start_here(f"{cache} of two")  # may build once more
-    check(True, f"{cache} of two")
+    shutil.copytree(cache, f"{cache} 2")  # with times
+    check(True, f"{cache} 2")
 
-    # The own file gets the name when the foreign one is open.
+    # The own file gets the name while the foreign file is open.
     memmap = np.memmap
     shutil.copy2(path, tmp_path / "own.npy")
     path.write_bytes(foreign)
@@ -4474,68 +4459,54 @@ def test_a_large_array_of_another_time_is_built_again_without_a_word(
 
     def map_and_replace(file, *arguments):
         mapped = memmap(file, *arguments)
-        if len(mapped) == len(own):
-            with contextlib.suppress(FileNotFoundError):  # the second time
-                os.replace(tmp_path / "own.npy", path)
+        if len(mapped) == len(own) and (tmp_path / "own.npy").exists():
+            os.replace(tmp_path / "own.npy", path)
         return mapped
 
     monkeypatch.setattr(np, "memmap", map_and_replace)
     check(False)
 
 
-def steps_of_writer(function, folder):
-    """What a job does with names in a cache: [(file or None, name)]; the files are in a folder."""
-    steps = []
-    os.mkdir(folder)
+def test_two_writers_in_all_orders_of_their_steps(one, tmp_path, cache, monkeypatch):
+    """After each step of all 252 orders, a reader has the arrays of its data, or none."""
+    monkeypatch.setattr(one, "_FULL_CHECK_LIMIT", 1 << 12)
+    steps = []  # of one writer, then of the other: a link to the new file or None, the name
 
     def rename(source, target):
-        steps.append((f"{folder}/{len(steps)}", target))
+        steps.append((tmp_path / f"{len(steps)}", target))
         os.link(source, steps[-1][0])
 
     def remove(path, missing_ok):
         steps.append((None, str(path)))
 
-    with (
-        mock.patch.object(os, "replace", rename),
-        mock.patch.object(pathlib.Path, "unlink", remove),
-    ):
-        ds = function()
-    return ds, [step for step in steps if not step[1].endswith("description.txt")]
-
-
-def test_two_writers_in_all_orders_of_their_steps(one, tmp_path, cache, monkeypatch):
-    """All 252: after each step a reader has the arrays of its data, or none."""
-    monkeypatch.setattr(one, "_FULL_CHECK_LIMIT", 1 << 12)
-    jobs = []
     for corpus, wanted in reversed(corpora_with_equal_ends(one, tmp_path, 150)):
         for kind in ("bin", "idx"):
             os.rename(f"{corpus}.{kind}", tmp_path / f"p.{kind}")
-        of_job = {"path_to_cache": cache, "sequence_length": 1}
-        function = functools.partial(gpt, one, str(tmp_path / "p"), **of_job)
         time.sleep(0.02)  # some file systems have times of 10 ms
-        ds, steps = steps_of_writer(function, f"{corpus} kept")
+        with monkeypatch.context() as patches:
+            patches.setattr(os, "replace", rename)
+            patches.setattr(pathlib.Path, "unlink", remove)
+            ds = gpt(one, str(tmp_path / "p"), path_to_cache=cache, sequence_length=1)
         same_arrays(arrays(ds), wanted)
-        jobs.append(steps)
-    last_file, manifest = steps[-1]
-    made_from = json.loads(pathlib.Path(last_file).read_bytes())["made_from"]
-    found_at = collections.Counter()
+    steps = [step for step in steps if not step[1].endswith("description.txt")]
+    made_from = json.loads(steps[-1][0].read_bytes())["made_from"]
+    stem = steps[-1][1].removesuffix("-manifest.json")
+    found_at = set()
     for second in itertools.combinations(range(10), 5):
         shutil.rmtree(cache)
         os.mkdir(cache)
-        steps = [iter(job) for job in jobs]
+        jobs = iter(steps[:5]), iter(steps[5:])
         for number in range(10):
-            file, name = next(steps[number in second])
+            file, name = next(jobs[number in second])
             pathlib.Path(name).unlink(missing_ok=True)
             if file is not None:
                 os.link(file, name)
-            found = {}
             with contextlib.suppress(one.DatasetFormatError, FileNotFoundError):
-                stem = manifest.removesuffix("-manifest.json")
                 _, found = one._read_arrays(stem, made_from, ds.dataset)
-            if found:
-                same_arrays(found.values(), wanted)
-                found_at[number] += 1
-    assert set(found_at) == {4, 5, 6, 7, 8, 9}
+                if found:
+                    same_arrays(found.values(), wanted)
+                    found_at.add(number)
+    assert found_at == {4, 5, 6, 7, 8, 9}
 
 
 # ==============================================================================
