@@ -328,6 +328,12 @@ def quiet(function, *args, **kwargs):
         return function(*args, **kwargs)
 
 
+def raises(kind, words, function, /, *arguments, **options):
+    """Check that a call raises an error of this kind, with these words (a regular expression)."""
+    with pytest.raises(kind, match=words):
+        function(*arguments, **options)
+
+
 def command(mm, capsys, *argv):
     """Run a command in this process -> (exit code, stdout, stderr)."""
     try:
@@ -459,8 +465,7 @@ def test_sequences_are_read_as_from_a_list(one, tmp_path, docs, code, dtype):
             if 0 <= offset <= end <= lengths[i]:
                 same(ds.get(i, offset, length), np.array(docs[i][offset:end], dtype))
             else:
-                with pytest.raises(IndexError, match=f"/p: .*sequence {i % n} has"):
-                    ds.get(i, offset, length)
+                raises(IndexError, f"/p: .*sequence {i % n} has", ds.get, i, offset, length)
         views = [*ds, *ds[:], ds.sequence_lengths]
         if mmap and any(lengths):
             views += [ds.mapped_tokens, ds.get(0)]
@@ -488,16 +493,14 @@ def test_a_bin_of_a_wrong_size(one, pair, monkeypatch):
     assert lists(ds) == PAIR
     for size in (40, 32, 0, 35):  # too long; too short; within a token
         os.truncate(f"{pair}.bin", size)
-        with pytest.raises(one.DatasetFormatError, match=r"pair\.bin: file size"):
-            one.IndexedDataset(pair)
+        raises(one.DatasetFormatError, r"pair\.bin: file size", one.IndexedDataset, pair)
     with pytest.raises(one.DatasetFormatError, match=r"pair\.bin .* at offset 20: .*open it again"):
         ds[3]
     broken = mock.Mock(side_effect=OSError(errno.EIO, "broken"))  # it names no file
     monkeypatch.setattr(os, "pread", broken)
     monkeypatch.setattr(one, "open", broken, raising=False)
     for kind, function, argument in (("bin", ds.get, 3), ("idx", one.IndexedDataset, pair)):
-        with pytest.raises(OSError, match=rf"cannot be read: broken: .*pair\.{kind}'"):
-            function(argument)
+        raises(OSError, rf"cannot be read: broken: .*pair\.{kind}'", function, argument)
 
 
 @pytest.mark.slow
@@ -626,8 +629,7 @@ def test_a_path_means_what_the_system_says(one, tmp_path, monkeypatch):
             real = os.path.realpath(f"{place}.bin").removesuffix(".bin")
             for name in (prefix, place, f"{tmp_path}/{prefix}", real):
                 assert one.find(train, name, 0) == wanted != []
-            with pytest.raises(ValueError, match="is not a pair"):
-                one.find(train, other, 0)
+            raises(ValueError, "is not a pair", one.find, train, other, 0)
             for kind in ("bin", "idx"):
                 os.unlink(f"{place}.{kind}")
         assert len(os.listdir(f"{place}/cache/GPTDataset_indices")) == 10
@@ -663,8 +665,7 @@ def test_paths_may_be_bytes(one, hf, tmp_path):
     assert len(gpt(one, folder + b"/rows", cls=one.SFTDataset)) == 1
     assert one.toy_corpus(folder) == f"{tmp_path}/toy"
     assert one.ObjectStorageConfig(folder).path_to_idx_cache == str(tmp_path)
-    with pytest.raises(ValueError, match="prefixes of type bytes"):
-        config(one, (folder + b"/o", None))
+    raises(ValueError, "prefixes of type bytes", config, one, (folder + b"/o", None))
     assert not any("b'" in name for name in files_of(tmp_path))
 
 
@@ -761,8 +762,7 @@ def test_a_pair_is_made_in_many_ways_once(one, pair, tmp_path):
             ("add_document", [[1], [1], [128]], "128"),
             ("finalize", [f"{prefix}.idx"], "end_document"),
         ):
-            with pytest.raises(ValueError, match=re.escape(word)):
-                getattr(builder, method)(*arguments)
+            raises(ValueError, re.escape(word), getattr(builder, method), *arguments)
         builder.end_document()
         builder.end_document()
         builder.add_document(["8", "09"], [2], [4])  # as upstream's own tests have them
@@ -779,8 +779,7 @@ def test_a_pair_is_made_in_many_ways_once(one, pair, tmp_path):
     sequences, some_modes = ds[1:3]
     assert (lists(sequences), some_modes.tolist()) == ([[2, 3], [4, 5]], [-2, 0])
     assert lists(one.IndexedDataset(prefix)[:2]) == [[1], [2, 3]]  # tokens alone
-    with pytest.raises(one.DatasetFormatError, match="modes"):
-        one.IndexedDataset(pair, multimodal=True)
+    raises(one.DatasetFormatError, "modes", one.IndexedDataset, pair, multimodal=True)
     assert one.IndexedDataset.exists(prefix)
     os.rename(f"{prefix}.bin", tmp_path / "other.bin")
     for name in ("m", "other"):  # one of the two files is no pair
@@ -834,8 +833,7 @@ def test_a_builder_that_met_a_full_disk_stays_closed(one, tmp_path, monkeypatch)
         builder.add_document([1], [1])
         with pytest.raises(OSError, match=names), files_of_64_kib():
             builder.add_document(np.ones(3 << 20, np.uint8), [3 << 20])
-        with pytest.raises(ValueError, match="closed"):
-            builder.add_item([2])
+        raises(ValueError, "closed", builder.add_item, [2])
     for synced in (True, False):  # at the end
         with pytest.raises(OSError, match=names), files_of_64_kib():
             with one._NewFile(tmp_path / "p", synced) as file:
@@ -862,8 +860,7 @@ def test_a_builder_that_is_interrupted_is_closed(one, tmp_path, monkeypatch, att
     calls = {"add_index": ["pair"], "add_document": [[5, 6], [1, 1]]}
     for name in calls if attribute != "document_indices" else ["add_index"]:
         builder = one.IndexedDatasetBuilder("o.bin", multimodal=True)
-        with pytest.raises(ValueError, match="other"):
-            builder.add_index("other")
+        raises(ValueError, "other", builder.add_index, "other")
         builder.add_index("pair")
         numbers = getattr(builder, attribute)
         setattr(builder, attribute, Interrupted(numbers.typecode, numbers))
@@ -871,8 +868,7 @@ def test_a_builder_that_is_interrupted_is_closed(one, tmp_path, monkeypatch, att
             getattr(builder, name)(*calls[name])
         setattr(builder, attribute, numbers)
         for again, *words in (("add_item", [1]), ("add_index", "pair"), ("finalize", "o.idx")):
-            with pytest.raises(ValueError, match="closed"):
-                getattr(builder, again)(*words)
+            raises(ValueError, "closed", getattr(builder, again), *words)
         assert not any(file.startswith("o.") for file in os.listdir())
 
 
@@ -894,8 +890,7 @@ def test_pairs_are_merged_or_refused(one, pair, tmp_path):
         ([pair, tmp_path / "modes"], "out", r"modes\.bin .*multimodal"),
         ([pair, damaged], "out", "sequence_pointers"),
     ):
-        with pytest.raises(ValueError, match=word):
-            one.merge(inputs, tmp_path / output)
+        raises(ValueError, word, one.merge, inputs, tmp_path / output)
         assert stamps(tmp_path) == before
 
 
@@ -985,12 +980,10 @@ def test_a_split_is_read_and_cut_by_hand(one):
         assert read(text) == shares, text
     # upstream drops signs and empty fields, and takes what is left
     for text in ("99,-1,0", "98,,2", "0,0,0", "1,2,3,4", "nan,1,0", "1e999,1"):
-        with pytest.raises(ValueError, match=f"split '{text}'"):
-            read(text)
+        raises(ValueError, f"split '{text}'", read, text)
     matrix = one.convert_split_vector_to_split_matrix
     assert matrix([0, 0.25, 0.75]) == [None, (0, 0.25), (0.25, 1.0)]
-    with pytest.raises(ValueError, match="vector_b"):
-        matrix([0.5, 0.5, 0], [0.25, 0.75, 0])
+    raises(ValueError, "vector_b", matrix, [0.5, 0.5, 0], [0.25, 0.75, 0])
     assert one.split_range((0, 0.5), 5) == (0, 2)  # Python rounds 2.5 to the even 2 ...
     assert one.split_range((0.5, 1.0), 7) == (4, 7)  # ... and 3.5 to the even 4
     assert one.split_range((0, 1.0), torch.tensor(2**30 + 1)) == (0, 2**30 + 1)
@@ -1037,8 +1030,7 @@ BAD_CONFIGS = [  # what is changed in a good config, a word of the sentence
 
 def test_a_bad_config_is_a_sentence(one):
     for fields, word in BAD_CONFIGS:
-        with pytest.raises(ValueError, match=word):
-            config(one, **{"blend": (["p"], None), "split": "1"} | fields)
+        raises(ValueError, word, config, one, **{"blend": (["p"], None), "split": "1"} | fields)
 
 
 def test_a_config_derives_its_other_fields(one):
@@ -1101,8 +1093,7 @@ def test_epochs_are_counted_one_by_one(one):
         assert plan == plan_by_counting(*stream, drop_last, x), (stream, drop_last, x)
     assert one.plan_epochs(0, 0, 4) == (1, 0, False, 0)
     assert one.plan_epochs(12, None, 4).num_samples == 2  # one token more is read, none is padded
-    with pytest.raises(ValueError, match="no tokens"):
-        one.plan_epochs(0, 1, 4)
+    raises(ValueError, "no tokens", one.plan_epochs, 0, 1, 4)
     S = 2**20
     wanted = 2**70  # more than a float counts
     tokens = wanted * S + 1
@@ -1167,8 +1158,7 @@ def test_a_number_that_is_not_whole_is_not_cut(one, tmp_path):
     for documents in ([0.9, 1.9], [1, -1], [-(2**31) - 1], [2**70], *numpys[:2]):
         with pytest.raises(ValueError, match="document: .*whole number from 0 to 2147483647"):
             one.build_document_index(documents, 1, random_state, False)
-        with pytest.raises(ValueError, match="document: "):
-            one.build_stable_orders(documents, [0, 2], 1234)
+        raises(ValueError, "document: ", one.build_stable_orders, documents, [0, 2], 1234)
     for documents in ([np.uint8(1)], torch.tensor([1]), numpys[2]):
         assert one.build_document_index(documents, 2, random_state, False).tolist() == [1, 1]
     for function, *arguments in (
@@ -1180,8 +1170,7 @@ def test_a_number_that_is_not_whole_is_not_cut(one, tmp_path):
             function(*arguments)
     prefix = mk(one, tmp_path / "p", [[1] * 20])
     for size in (100.9, np.float32(0.5), math.nan, math.inf, "5", -1, torch.tensor(4.7)):
-        with pytest.raises(ValueError, match="num_samples: expected a whole number"):
-            gpt(one, prefix, size)
+        raises(ValueError, "num_samples: expected a whole number", gpt, one, prefix, size)
     for size in (5.0, np.uint8(5), torch.tensor(5)):
         assert repr(gpt(one, prefix, size).num_samples) == "5"
 
@@ -1197,8 +1186,7 @@ def test_wrong_stream_raises(mm):
         ({"tokens_per_epoch": 14, "sequence_length": 13}, ValueError, "14 tokens, .* have 13"),
         ({"sequence_length": 0}, ValueError, "sequence_length"),
     ):
-        with pytest.raises(error, match=word):
-            mm.build_sample_idx(**good_arguments("build_sample_idx") | wrong)
+        raises(error, word, mm.build_sample_idx, **good_arguments("build_sample_idx") | wrong)
 
 
 def most_bytes(function, *arguments):
@@ -1304,8 +1292,7 @@ def read_in_all_ways(ds, indices):
 def check_refused(ds, k, error, words=None):
     """Sample k cannot be read: not alone, not among several, not in a batch."""
     for read, *arguments in ((ds.__getitem__, k), (ds.__getitems__, [0, k]), (batch_of, ds, [k])):
-        with pytest.raises(error, match=words):
-            read(*arguments)
+        raises(error, words, read, *arguments)
 
 
 def brute_sample(ds, whole, k):
@@ -1435,12 +1422,10 @@ def test_invalid_dataset_arguments_raise(one, tmp_path):
         ([-2, 0], ValueError, "document: .*got -2"),
         ([True, False], TypeError, "integers, got bool"),
     ):
-        with pytest.raises(error, match=words):
-            gpt(one, prefix, 1, documents=np.array(documents))
+        raises(error, words, gpt, one, prefix, 1, documents=np.array(documents))
     patch(f"{prefix}.idx", 34 + 4, b"\x08")  # a length: opening the pair does not look at it
     assert len(one.IndexedDataset(prefix)) == 3
-    with pytest.raises(one.DatasetFormatError, match=re.escape(prefix)):
-        gpt(one, prefix, 1)
+    raises(one.DatasetFormatError, re.escape(prefix), gpt, one, prefix, 1)
 
 
 @pytest.mark.parametrize("extra", [True, False])
@@ -1646,8 +1631,7 @@ def test_invalid_blends_raise(one):
         ((None, None, [(4.5, [1, 1])]), r"phase 0: samples: .* got 4\.5"),
         ((None, None, [(4, [1, 1]), (4, [1])]), r"phase 1: weights: .* length 2, got \[1\]"),
     ):
-        with pytest.raises(ValueError, match=word):
-            blended(one, [9, 9], *arguments)
+        raises(ValueError, word, blended, one, [9, 9], *arguments)
     parts = [Bare(9, one.Split[name]) for name in ("valid", "train")]
     with pytest.raises(ValueError, match=r"of one split, got \['train', 'valid'\]"):
         one.BlendedDataset(parts, [1, 1], 4, config(one))
@@ -1929,8 +1913,7 @@ def test_what_a_builder_refuses(one, corpora):
         (["5", 0, 0], {"blend": two}, "sizes: .*'5'"),
         ([5, 5, 0], {"blend_per_split": [([A, C], None), ([B], None), None]}, other_tokenizer),
     ):
-        with pytest.raises(ValueError, match=words):
-            quiet(build, one, sizes, config(one, **fields))
+        raises(ValueError, words, quiet, build, one, sizes, config(one, **fields))
     full = {"multiple_validation_sets": True, "full_validation": True}
     for valid, wanted in ((([A], None), (A, 40, 5)), (([A], [2]), (A, 40, 5)), (None, None)):
         fields = full | {"blend_per_split": [([A, C], None), valid, None]}
@@ -2062,8 +2045,7 @@ def test_a_sampler_refuses_sizes_and_places_that_cannot_be(one):
         ("unsharded", (64, 24, 16, 0, 2), "consumed_samples: expected a multiple of 32 .* got 24"),
         ("sharded", (8, -2, 2, 0, 1), "consumed_samples: expected .* at least 0, got -2"),
     ):
-        with pytest.raises(ValueError, match=f"^{words}"):
-            sampler_of(one, kind, *sizes)
+        raises(ValueError, f"^{words}", sampler_of, one, kind, *sizes)
     good = (8, 0, 1, 0, 1)
     for place in range(5):
         sizes = [*good[:place], good[place] + 0.5, *good[place + 1 :]]
@@ -2077,8 +2059,7 @@ def test_a_seed_and_a_number_of_workers_are_whole_numbers(one):
     for seed in (1.5, -1, 2**63, "x", None, torch.tensor(1.5)):
         with pytest.raises(ValueError, match=f"seed: .* from 0 to {2**63 - 1}, got"):
             sampler_of(one, "sharded", *good, seed=seed)
-        with pytest.raises(ValueError, match="seed"):
-            loader_of(one, Numbers(8), dataloader_type="cyclic", seed=seed)
+        raises(ValueError, "seed", loader_of, one, Numbers(8), dataloader_type="cyclic", seed=seed)
     for seed in (2**63 - 1, np.int64(5), torch.tensor(5)):
         sampler = sampler_of(one, "unsharded", 8, 16, 1, 0, 1, seed=seed)
         assert type(sampler.seed) is int and len(list(sampler)) == 8
@@ -2176,14 +2157,11 @@ def test_groups_of_one_process_and_what_cannot_be(one, monkeypatch):
     for kind in ("tp", "dp-cp", "cp-pp"):  # any kind has a size, though not a process group
         assert (groups.rank(kind), groups.size(kind)) == (0, 1)
     assert groups.group("tp") is None
-    with pytest.raises(ValueError, match="tp-ep"):
-        groups.rank_lists("tp-ep")
+    raises(ValueError, "tp-ep", groups.rank_lists, "tp-ep")
     for tensor in (0, 2):
-        with pytest.raises(ValueError, match=f"tensor {tensor}"):
-            one.ParallelGroups(tensor=tensor)
+        raises(ValueError, f"tensor {tensor}", one.ParallelGroups, tensor=tensor)
     monkeypatch.setenv("WORLD_SIZE", "4")  # every rank would be rank 0 of one
-    with pytest.raises(ValueError, match="WORLD_SIZE is 4"):
-        one.ParallelGroups()
+    raises(ValueError, "WORLD_SIZE is 4", one.ParallelGroups)
 
 
 def test_batches_of_a_job_with_nccl_travel_over_gloo_to_the_gpu(one, group, monkeypatch):
@@ -2582,8 +2560,7 @@ def test_dataloader_type_selects_the_sampler(one, monkeypatch):
         (Numbers(9), {"dataloader_type": "odd"}, "dataloader_type"),
         ([Numbers(9)] * 2, {}, "got 2 datasets; build one loader for each"),
     ):
-        with pytest.raises(ValueError, match=words):
-            loader_of(one, data, **fields)
+        raises(ValueError, words, loader_of, one, data, **fields)
     with pytest.raises(ValueError, match="in_order=False"):
         one.PretrainingDataLoader(Numbers(8), sampler, in_order=False)
     with pytest.warns(UserWarning, match="no batch: .* 6 samples, .* 16; request"):
@@ -2592,8 +2569,7 @@ def test_dataloader_type_selects_the_sampler(one, monkeypatch):
     with mock.patch.object(Numbers, "__getitem__", side_effect=[1, 2, 3, 4, StopIteration]):
         batches = iter(ending)
         next(batches)
-        with pytest.raises(RuntimeError, match="ended at sample 4, .* at sample 8.*StopIteration"):
-            next(batches)
+        raises(RuntimeError, "ended at sample 4, .* at sample 8.*StopIteration", next, batches)
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     given = {"data_parallel_rank": 0, "data_parallel_size": 1}
@@ -2652,8 +2628,7 @@ def test_batches_that_nobody_waits_for_are_cancelled(c, tmp_path, monkeypatch, i
     while len(begun) < 3 + is_error:  # of four that are ahead
         time.sleep(0.001)
     if is_error:
-        with pytest.raises(OSError, match="the storage"):
-            next(batches)
+        raises(OSError, "the storage", next, batches)
     del batches
     may_go_on.set()
     wait_for_the_end_of_threads(others)
@@ -2673,8 +2648,7 @@ def test_the_next_iterator_continues_from_a_state(one, kind):
     found = [next(running), next(running)]
     state = loader.state_dict()
     loader.load_state_dict(state)
-    with pytest.raises(RuntimeError, match="load_state_dict"):
-        next(running)
+    raises(RuntimeError, "load_state_dict", next, running)
     found += itertools.islice(loader, len(whole) - 2)
     same_batches(found, whole)  # zip() asked for no more, so the iterator was not left early
     assert heard(next, iter(loader))[1] == []
@@ -2791,8 +2765,7 @@ def test_with_persistent_workers_an_older_iterator_raises(one):
     next(older)
     newest = iter(loader)
     found = [next(newest)]
-    with pytest.raises(RuntimeError, match="a newer iterator has begun"):
-        next(older)
+    raises(RuntimeError, "a newer iterator has begun", next, older)
     same_batches(found + list(newest), loader_of(one, Numbers(12)))
 
 
@@ -3119,8 +3092,7 @@ def test_a_state_of_another_version_or_place_is_refused(one):
         (state | {"history": "{}"}, r"kind of the sampler was not set in .*, and is single\. "),
         (state | {"history": more}, r"x was 5 in the state, and is not set\. "),
     ):
-        with pytest.raises(ValueError, match=f"cannot resume: {words}"):
-            loader.load_state_dict(changed)
+        raises(ValueError, f"cannot resume: {words}", loader.load_state_dict, changed)
     damaged = [{"history": text} for text in ("{", None, "[]")]
     damaged += [{"consumed_samples": "6"}, {"is_end_of_pass": "0"}]
     for changes in damaged:
@@ -3230,8 +3202,7 @@ def test_a_gradient_that_would_be_in_no_average_is_refused(one):
         (frozen, "weight was frozen"),
     ):
         for method in (ddp.zero_grad_buffer, ddp.finish_grad_sync, ddp.finish_grad_sync):
-            with pytest.raises(ValueError, match=f"^{words} after .*before wrapping$"):
-                method()
+            raises(ValueError, f"^{words} after .*before wrapping$", method)
     with pytest.raises(RuntimeError):
         converted.double().zero_grad_buffer()
     ddp = one_layer(one, overlap_grad_reduce=True)
@@ -3350,8 +3321,7 @@ def test_a_step_has_the_gradients_of_the_mean_over_its_micro_batches(one, means)
         net.zero_grad()
         run_step(one, uncounted, model, means)
         assert not any(gradient.any() for gradient in gradients(net).values())
-        with pytest.raises(ValueError, match="num_microbatches must be at least 1, got 0"):
-            run_step(one, [], model)
+        raises(ValueError, "num_microbatches must be at least 1, got 0", run_step, one, [], model)
     with mock.patch.object(wrapper[0], "no_sync", wraps=wrapper[0].no_sync) as no_sync:
         run_step(one, data, wrapper, means)
     assert no_sync.call_count == len(data) - 1  # so that what overlaps is sent in the last one
@@ -3456,8 +3426,7 @@ def what_is_not_finite_is_named_with_its_parameter_and_rank(job):
             backward_of_ones([layers[number]], value)
         teller = "" if job.rank == last else f"rank {last}: "
         words = rf"^{teller}nan or inf in gradients of {number}\.weight; check "
-        with pytest.raises(ValueError, match=words):
-            ddp.finish_grad_sync()
+        raises(ValueError, words, ddp.finish_grad_sync)
         layers.zero_grad()
     backward_of_ones(layers, 1)
     ddp.finish_grad_sync()
@@ -3554,8 +3523,7 @@ def test_cyclic_iter_ends_at_two_empty_passes(one):
     passes.__iter__.side_effect = [iter(items) for items in ([], [1], [], [2], [], [], [3])]
     found = one.cyclic_iter(passes)
     assert (next(found), next(found)) == (1, 2)
-    with pytest.raises(ValueError, match="two passes"):
-        next(found)
+    raises(ValueError, "two passes", next, found)
 
 
 def numbers_of(batches, count=None):
@@ -3604,8 +3572,7 @@ def test_samples_of_a_run_by_hand(one):
         ({"train_samples": 9, "global_batch_size": 0}, "global_batch_size: .*got 0"),
         ({"train_iters": 9.5}, r"train_iters: .*got 9\.5"),
     ):
-        with pytest.raises(ValueError, match=words):
-            one.get_train_valid_test_num_samples(**run | arguments)
+        raises(ValueError, words, one.get_train_valid_test_num_samples, **run | arguments)
     wide = {"train_iters": np.uint8(200), "global_batch_size": np.uint8(200)}
     assert one.get_train_valid_test_num_samples(**run | wide)[0] == 40_000
     skip = {"train_iters": 9, "skip_train": True, "eval_interval": 0}
@@ -3623,8 +3590,7 @@ def test_invalid_rampup_raises(one):
         (32, 4, (0, 8, 9), "of 0"),
         (32, -4, None, "multiple of -8"),
     ):
-        with pytest.raises(ValueError, match=words):
-            one.NumMicroBatches(size, micro, 2, ramp)
+        raises(ValueError, words, one.NumMicroBatches, size, micro, 2, ramp)
 
 
 # ==============================================================================
@@ -3750,8 +3716,7 @@ def test_a_temporary_file_that_somebody_has_removed(one, tmp_path, end):
             path.unlink()
 
     with mock.patch.object(os, "fsync", remove_and_sync):
-        with pytest.raises(FileNotFoundError, match=rf"p\.{end}\..*\.tmp"):
-            mk(one, tmp_path / "p", [[3, 4]])
+        raises(FileNotFoundError, rf"p\.{end}\..*\.tmp", mk, one, tmp_path / "p", [[3, 4]])
     assert bytes_of_pair(prefix) == old
 
 
@@ -3827,8 +3792,7 @@ def test_an_error_of_the_disk_without_a_number(one, tmp_path, monkeypatch):
 
     file = one._NewFile(tmp_path / "f")
     file.file = mock.Mock(write=mock.Mock(side_effect=stale))
-    with pytest.raises(OSError, match=r"/f\..*\.tmp: .*stale"):
-        file.write(b"1")
+    raises(OSError, r"/f\..*\.tmp: .*stale", file.write, b"1")
     for name, fault in (("fsync", mock.Mock(side_effect=stale)), ("replace", replace_all_but_idx)):
         with monkeypatch.context() as patches, pytest.raises(OSError, match=r"/p\.bin.*: .*stale"):
             patches.setattr(os, name, fault)
@@ -3944,8 +3908,7 @@ def test_what_a_start_finds_wrong_is_rebuilt(one, pair, cache, monkeypatch):
     before = files_of(cache)
     failing = mock.Mock(side_effect=OSError("the build"))
     monkeypatch.setattr(one, "build_sample_idx", failing)
-    with pytest.raises(OSError, match="^the build$"):
-        quiet(start, one, pair, cache)
+    raises(OSError, "^the build$", quiet, start, one, pair, cache)
     assert failing.call_count == 1
     assert files_of(cache) == before
 
@@ -4023,8 +3986,7 @@ def test_lengths_that_a_user_sets_are_in_cache_and_state(one, tmp_path, cache):
         of_pair = one._provenance_of(reader, None, {})  # for a loader of the sequences
         assert ("sequence_lengths (CRC-32)" in of_pair) == (num_samples == 9)
     patch(f"{corpus}.idx", 34, b"\xff\xff\xff\xff")
-    with pytest.raises(one.DatasetFormatError, match=r"lengths\[0\]: .*-1"):
-        Cut(corpus).verify()
+    raises(one.DatasetFormatError, r"lengths\[0\]: .*-1", Cut(corpus).verify)
 
 
 def test_a_touched_pair_and_a_copy_find_the_cache(one, pair, cache, tmp_path, monkeypatch):
@@ -4047,8 +4009,7 @@ def test_a_touched_pair_and_a_copy_find_the_cache(one, pair, cache, tmp_path, mo
         start(one, "pair", cache)
     assert stamps(cache) == before
     patch("pair.idx", 34 + 12 * 4 + 8, b"\7")
-    with pytest.raises(one.DatasetFormatError, match=r"document_indices\[2\]"):
-        quiet(start, one, "pair", cache)
+    raises(one.DatasetFormatError, r"document_indices\[2\]", quiet, start, one, "pair", cache)
 
 
 # -- what is mapped, and what travels ----------------------------------------------------------
@@ -4441,8 +4402,7 @@ def test_pair_on_s3_is_read(one, no_pauses, some_pair, tmp_path, monkeypatch):
     file_system.find("bucket")
     of_another_process = s3fs.S3FileSystem(skip_instance_cache=True)
     of_another_process.pipe_file("bucket/data/pair.idx", b"another index")
-    with pytest.raises(one.DatasetFormatError, match="file size.* 13"):
-        one.IndexedDataset(place)
+    raises(one.DatasetFormatError, "file size.* 13", one.IndexedDataset, place)
     for k in range(2):  # the second list has one more
         of_another_process.pipe_file(f"bucket/{k}.jsonl", GOOD)
         made = one.preprocess("s3://bucket/*.jsonl", tmp_path / "o")["text"]
@@ -4519,8 +4479,7 @@ def test_nothing_is_written_to_object_storage(one, bucket, some_pair, tmp_path, 
         assert {path.suffix for path in (tmp_path / place).iterdir()} == {".idx", ""}
         assert len(list((tmp_path / place / "GPTDataset_indices").iterdir())) == 5
     cfg = config(one, ([prefix], None), path_to_cache="memory://host/folder")
-    with pytest.raises(ValueError, match="path_to_cache must be .* local"):
-        build(one, [9, 0, 0], cfg)
+    raises(ValueError, "path_to_cache must be .* local", build, one, [9, 0, 0], cfg)
     with pytest.raises(FileNotFoundError, match="memory://host/folder"):
         one.merge([prefix], "memory://host/folder/merged")
     assert sorted(MEMORY.store) == ["/bucket/pair.bin", "/bucket/pair.idx"]
@@ -4562,8 +4521,7 @@ def test_an_idx_is_copied_once_for_each_state(one, bucket, some_pair, tmp_path, 
     before = copies()
     told = [{"size": 9, "changed": time} for time in ("then", "later")]
     with mock.patch.object(one._RemoteFile, "stamp", side_effect=told):
-        with pytest.raises(one.DatasetFormatError, match="pair.idx: .* copied"):
-            one.IndexedDataset(place)
+        raises(one.DatasetFormatError, "pair.idx: .* copied", one.IndexedDataset, place)
     assert copies() == before
 
 
@@ -4586,8 +4544,7 @@ def test_ranges_are_exact_and_only_failed_ones_are_read_again(one, web, some_pai
         assert len(ranges) == len(wanted) + (fault is not None)
     web.requests.clear()
     web.faults = iter(["whole"])
-    with pytest.raises(OSError, match=r"pair\.bin: .*ignores ranges .*; copy"):
-        ds.get(1, 2, 2)
+    raises(OSError, r"pair\.bin: .*ignores ranges .*; copy", ds.get, 1, 2, 2)
     assert len(web.requests) == 1
 
 
@@ -4808,8 +4765,7 @@ def the_data_of_the_ranks_are_compared(job):
     last = job.world - 1
     for stale, others in (([last], [last]), ([0], [*range(1, job.world)])):
         words = rf"^ranks {re.escape(str(others))} .*fingerprint of corpus 1 \(b\) of train is"
-        with pytest.raises(ValueError, match=words):
-            quiet(built_on_nodes, job, stale)
+        raises(ValueError, words, quiet, built_on_nodes, job, stale)
     with pytest.raises(ValueError, match="weights of train is .* on rank 0, and "):
         built_on_nodes(job, weights=(1, 2 + job.rank))
     assert len(built_on_nodes(job)[0]) == 60, "again"
@@ -4864,8 +4820,7 @@ def test_incompatible_c_build_raises(monkeypatch, tmp_path, build, setting, word
     monkeypatch.setenv("MEGATRON_MIN_C", setting)
     path = str(HERE / "megatron_min.py")
     if setting == "1":
-        with pytest.raises(ImportError, match=f"{words}.*pip install"):
-            runpy.run_path(path)
+        raises(ImportError, f"{words}.*pip install", runpy.run_path, path)
         return
     module, messages = heard(runpy.run_path, path)
     assert module["IMPLEMENTATION"] == "python"
@@ -5296,8 +5251,7 @@ def test_tokenizer_by_module_and_attribute(one, tmp_path, monkeypatch):
         ("no_tokens_at_all:Tok", "No module named 'no_tokens_at_all'"),
         ("my_tokens:none", "has no attribute 'none'"),
     ):
-        with pytest.raises(ImportError, match=f"^tokenizer '{name}': .*{words}"):
-            one.build_tokenizer(name)
+        raises(ImportError, f"^tokenizer '{name}': .*{words}", one.build_tokenizer, name)
     with pytest.raises(ValueError, match=r"^tokenizer 'json:dumps': TypeError: dumps\(\)"):
         one.build_tokenizer("json:dumps")
     assert sys.path == before
@@ -5361,8 +5315,7 @@ def test_the_eod_of_a_folder(one, tmp_path, hf):
         if isinstance(eod, int):
             assert one.build_tokenizer(tmp_path).eod == eod
         else:
-            with pytest.raises(ValueError, match=eod):
-                one.build_tokenizer(tmp_path)
+            raises(ValueError, eod, one.build_tokenizer, tmp_path)
         assert one.build_tokenizer(tmp_path, "nein").eod == 2
         assert one.build_tokenizer(hf).eod == 3, "a bare file as ever"
 
@@ -5382,13 +5335,11 @@ def test_unusable_tokenizer_raises(one, tmp_path, hf, monkeypatch):
         ("null:x", None, False, "unknown tokenizer 'null:x'"),
         ("no.model", None, False, "unknown tokenizer 'no.model'"),
     ):
-        with pytest.raises(ValueError, match=words):
-            one.build_tokenizer(name, eod_text, adds_special_tokens)
+        raises(ValueError, words, one.build_tokenizer, name, eod_text, adds_special_tokens)
     for name in ("tokenizer", "gigatoken:a/b.json", tmp_path / "byte"):
         words = rf"^{str(name).removeprefix('gigatoken:')}: .*bytes, null:N"
         for eod_text in (None, "</s>"):
-            with pytest.raises(FileNotFoundError, match=words):
-                one.build_tokenizer(name, eod_text)
+            raises(FileNotFoundError, words, one.build_tokenizer, name, eod_text)
 
 
 def test_a_package_that_is_missing_is_named(one, tmp_path, hf, monkeypatch):
@@ -5401,8 +5352,7 @@ def test_a_package_that_is_missing_is_named(one, tmp_path, hf, monkeypatch):
         "pyarrow.parquet": functools.partial(chat, one, jsonl(tmp_path / "a.parquet", [])),
     }.items():
         monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
-        with pytest.raises(ImportError, match=rf"needs pip install {module.partition('.')[0]}:"):
-            use()
+        raises(ImportError, rf"needs pip install {module.partition('.')[0]}:", use)
 
 
 def test_text_and_ids_of_all_kinds(one, hf):
@@ -5499,8 +5449,7 @@ def test_gigatoken_refuses_a_file_if_its_ids_would_differ(one, tmp_path):
             assert found == one.build_tokenizer(path).tokenize(text)
         else:
             advice = f"^{path}: .*({differs}).* leave out .gigatoken:"
-            with pytest.raises(ValueError, match=advice):
-                one.build_tokenizer(f"gigatoken:{path}")
+            raises(ValueError, advice, one.build_tokenizer, f"gigatoken:{path}")
 
 
 # ==============================================================================
@@ -5616,8 +5565,7 @@ def test_all_shards_of_a_job_are_merged_or_none(one, tmp_path, monkeypatch):
         ([first, second], r"00001_of_00002: .*copy its \.record\.json.* rename"),
         (["s_100000_of_100001"], "expected s_00000_of_100001, got s_100000_of_100001"),
     ):
-        with pytest.raises((ValueError, OSError), match=missing):
-            one.merge(prefixes, "all")
+        raises((ValueError, OSError), missing, one.merge, prefixes, "all")
     assert glob.glob("all*") == []
     second = quiet(one.preprocess, ["a.jsonl", "b.jsonl"], "o", shard=(1, 2))["text"]
     others = [quiet(one.preprocess, "a.jsonl", f"n{k}/p", shard=(k, 2))["text"] for k in range(2)]
@@ -5764,8 +5712,7 @@ def test_a_compressed_file_that_is_cut_or_changed_is_named(one, tmp_path, extens
     cut = [whole[: rng.integers(1, len(whole))] for rng in cases(4)]
     for content in [*cut, b"\xff" * 20 + whole[20:]]:
         path.write_bytes(content)
-        with pytest.raises(OSError, match=r"b\.jsonl\S+: cannot be read"):
-            one.preprocess(path, tmp_path / "o")
+        raises(OSError, r"b\.jsonl\S+: cannot be read", one.preprocess, path, tmp_path / "o")
         assert os.listdir(tmp_path) == [path.name]
     path.write_bytes(whole)
     made = one.preprocess(path, tmp_path / "o")["text"]
@@ -5890,8 +5837,7 @@ def test_an_input_that_changes_while_it_is_read(one, bucket, tmp_path, monkeypat
 
         path.write_bytes(content)
         words = rf"{path.name}: cannot be read: it changed .*{len(content)} bytes at the start"
-        with pytest.raises(OSError, match=words):
-            one.preprocess(path, tmp_path / "o", acting(change))
+        raises(OSError, words, one.preprocess, path, tmp_path / "o", acting(change))
         assert os.listdir(tmp_path) == [path.name]
 
     def touch(text):
@@ -5983,8 +5929,7 @@ def test_ids_may_be_of_any_kind(one, tmp_path):
     for make in (one.encode_jsonl, one.preprocess):
         for found in (["3"], "3", [3.0], [True], [[3]], 3, None, {"input_ids": [3]}, iter([3])):
             tokenizer.tokenize.return_value = found
-            with pytest.raises(ValueError, match="of NoBatches, got"):
-                make(path, **job)
+            raises(ValueError, "of NoBatches, got", make, path, **job)
         for missing in ("tokenize", "vocab_size", "eod"):
             with pytest.raises(ValueError, match=f"Tok needs an attribute {missing} "):
                 make(path, **job | {"tokenizer": Tok(**{missing: None})})
@@ -6121,8 +6066,7 @@ def test_what_a_tokenizer_raises_at_a_line(one, tmp_path):
     for error in (MemoryError("no room"), FileNotFoundError(2, "no room")):
         for workers, kind in ((1, type(error)), (2, ChildProcessError)):
             options = {"on_error": "skip", "workers": workers}
-            with pytest.raises(kind, match="no room"):
-                one.preprocess(**options, **job)
+            raises(kind, "no room", one.preprocess, **options, **job)
     error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         one.preprocess(**job)
@@ -6224,8 +6168,7 @@ def test_jobs_in_threads_of_one_process(one, tmp_path, monkeypatch):
             for number, rows in enumerate((["9"] * 4, texts(), texts())):
                 job = {"texts": rows, "workers": 2, "tokenizer": acting(act)}
                 jobs.append(pool.submit(one.preprocess, None, tmp_path / f"{number}", **job))
-            with pytest.raises(ChildProcessError, match="exit code -9"):
-                jobs[0].result()
+            raises(ChildProcessError, "exit code -9", jobs[0].result)
             has_ended.set()
             for job in jobs[1:]:
                 assert texts_of(one, job.result()["text"]) == [[1], [2]]
@@ -6382,8 +6325,7 @@ def test_a_file_of_rows_that_is_replaced(one, tmp_path, kind, changed):
     os.replace(new, old)
     assert ds[changed]["tokens"].tolist() == wanted
     words = f"a.{kind} was replaced .*build .*(ends_crc32|size was)"
-    with pytest.raises(one.DatasetFormatError, match=words):
-        pickle.loads(pickled)
+    raises(one.DatasetFormatError, words, pickle.loads, pickled)
     if kind == "jsonl":
         os.utime(old, (0, 0))  # what is written now has another time
         ds = chat(one, old)
@@ -6484,8 +6426,7 @@ def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
     same_batches(list(later), list(batches))
     jsonl(tmp_path / "a", rows[::-1], "messages")
     changed, _, _ = build(one, [24, 4, 0], cfg, one.SFTDataset)
-    with pytest.raises(ValueError, match="cannot resume"):
-        loader_of(one, changed).load_state_dict(state)
+    raises(ValueError, "cannot resume", loader_of(one, changed).load_state_dict, state)
 
 
 # ==============================================================================
@@ -6562,12 +6503,10 @@ def test_a_pair_is_found_by_any_path_that_means_it(one, tmp_path, monkeypatch):
     os.mkdir("b")
     monkeypatch.chdir("b")
     assert one.find(blend.datasets[0], "a", 1) == one.find(blend.datasets[0], "../a", 1) == wanted
-    with pytest.raises(ValueError, match=rf"\./a is not a pair .* has a, {tmp_path}/a$"):
-        one.find(blend, "./a", 1)
+    raises(ValueError, rf"\./a is not a pair .* has a, {tmp_path}/a$", one.find, blend, "./a", 1)
     for audit, arguments in ((one.find, ["../a", 9]), (one.trace, [99])):
         for dataset in (blend, blend.datasets[0]):
-            with pytest.raises(IndexError, match="9"):
-                audit(dataset, *arguments)
+            raises(IndexError, "9", audit, dataset, *arguments)
         with pytest.raises(ValueError, match="expected a GPTDataset, .*got Subset"):
             audit(torch.utils.data.Subset(blend, [1]), *arguments)
 
@@ -6784,8 +6723,7 @@ def test_a_list_is_read_as_prefixes_and_weights(one):
     assert read(names) == (names, None)
     # upstream pairs these anyway, or takes weights for prefixes
     for wrong in (["0.3", "A", "B", "C"], ["0.3", "A", "0.7"], [], ["A", "1"], ["1", "2"]):
-        with pytest.raises(ValueError, match="prefixes"):
-            read(wrong)
+        raises(ValueError, "prefixes", read, wrong)
 
 
 # -- Programs: they begin, end and are stopped as a user's do, but import torch once for all -----
@@ -7362,8 +7300,7 @@ def test_readmes_pretrain_and_documents_as_they_stand(one, readme, inputs, capsy
             tokens += part
         same(torch.tensor(tokens)[1:], read[17][k - 17 * 8])
     assert run_here(capsys, "documents.py", "136", "143")[1] == wanted
-    with pytest.raises(SystemExit, match="python documents.py FIRST"):
-        run_here(capsys, "documents.py")
+    raises(SystemExit, "python documents.py FIRST", run_here, capsys, "documents.py")
     [shown] = re.findall(r"`(zcat -f .+? 72p)`", readme)
     document = shown.replace("72p", "3p").replace("wiki/0", "books/1")
     done = subprocess.run(document, shell=True, stdout=-1, check=True)
@@ -7371,8 +7308,7 @@ def test_readmes_pretrain_and_documents_as_they_stand(one, readme, inputs, capsy
     assert run_here(capsys, "pretrain.py")[1][len(begin) - 1 :] == ["continuing at step 100"]
 
     change("pretrain.py", ("seed=1234", "seed=5"))
-    with pytest.raises(ValueError, match="seed"):
-        run_here(capsys, "documents.py", "136", "143")
+    raises(ValueError, "seed", run_here, capsys, "documents.py", "136", "143")
 
 
 @pytest.mark.slow
