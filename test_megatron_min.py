@@ -4881,6 +4881,19 @@ def test_c_is_used_where_possible(c, toy, monkeypatch):
             assert len(blend[0]["tokens"]) == 8
 
 
+@pytest.mark.slow
+def test_c_looks_at_few_lags_for_each_sample(c):
+    """It takes 5 times as long for 64 times the datasets.  Upstream looks at all of them."""
+    outputs = np.zeros(100_000, np.int16), np.zeros(100_000, np.int64)
+    times = {64: [], 4096: []}
+    for n in 5 * list(times):
+        weights = np.random.default_rng(n).dirichlet(np.ones(n))
+        begin = time.process_time()
+        c.build_blending_indices(*outputs, weights, n, 100_000)
+        times[n].append(time.process_time() - begin)
+    assert min(times[4096]) < 15 * min(times[64])
+
+
 def test_what_c_cannot_read_is_left_to_the_definition(mm, toy):
     """A reader of one's own, of which C would read the file; a large id; a batch of no sample."""
 
