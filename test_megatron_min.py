@@ -679,8 +679,7 @@ def test_a_pair_that_changes_while_it_is_opened_is_refused(one, pair, monkeypatc
         return os.stat(path).st_size
 
     monkeypatch.setattr(os.path, "getsize", size_of_changed)
-    with pytest.raises(one.DatasetFormatError, match=rf"pair\.{changed}: .* while it was opened"):
-        one.IndexedDataset(pair)
+    raises(one.DatasetFormatError, rf"pair\.{changed}: .* was opened", one.IndexedDataset, pair)
 
 
 def test_a_fingerprint_is_of_the_data_alone(one, tmp_path, monkeypatch):
@@ -738,8 +737,7 @@ def test_a_pickle_is_all_but_the_files(one, pair, monkeypatch):
     assert again.document_indices.tolist() == [7]  # one that was set
     assert lists(again) == [[token + 10 for token in doc] for doc in PAIR]
     patch(f"{pair}.bin", 0, b"\7")  # the .idx stays
-    with pytest.raises(one.DatasetFormatError, match="pair was replaced .*build .*bin_ends_crc32"):
-        pickle.loads(pickled)
+    raises(one.DatasetFormatError, "was replaced .*build .*bin_ends_crc32", pickle.loads, pickled)
 
 
 # -- The builder -------------------------------------------------------------------------------
@@ -768,8 +766,7 @@ def test_a_pair_is_made_in_many_ways_once(one, pair, tmp_path):
         builder.add_document(["8", "09"], [2], [4])  # as upstream's own tests have them
         assert not one.IndexedDataset.exists(prefix)
         builder.finalize(f"{prefix}.idx")
-        with pytest.raises(ValueError, match=r"/m\.bin: closed .*use a new builder"):
-            builder.finalize(f"{prefix}.idx")
+        raises(ValueError, r"/m\.bin: closed .* a new builder", builder.finalize, f"{prefix}.idx")
     modes = [1, -2, 0, 3, 0, 4]
     wanted = idx_bytes([1, 2, 2, 2, 0, 2], [0, 2, 3, 5, 5, 6], code=3, size=2, modes=modes)
     assert bytes_of_pair(prefix) == [np.arange(1, 10, dtype="<i2").tobytes(), wanted]
@@ -2064,8 +2061,7 @@ def test_a_seed_and_a_number_of_workers_are_whole_numbers(one):
         sampler = sampler_of(one, "unsharded", 8, 16, 1, 0, 1, seed=seed)
         assert type(sampler.seed) is int and len(list(sampler)) == 8
     for number in (-1, 1.5, "2"):
-        with pytest.raises(ValueError, match="num_workers: .*at least 0"):
-            loader_of(one, Numbers(8), num_workers=number)
+        raises(ValueError, "num_workers: .*least 0", loader_of, one, Numbers(8), num_workers=number)
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.uint32, torch.tensor])
@@ -2405,17 +2401,6 @@ def counted(collective):
     return mock.patch.object(torch.distributed, collective, wraps=function)
 
 
-def check_groups(job, groups, layout):
-    """They are those of rank_lists(), which Parity compares with upstream's."""
-    data = job.world // math.prod(layout.values())
-    assert groups.sizes == {"tensor": 1, "context": 1, "data": data, "pipeline": 1} | layout
-    for kind in ("tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "tp-cp-pp"):
-        lists = job.mm.ParallelGroups.rank_lists(kind, **groups.sizes)
-        [mine] = [ranks for ranks in lists if job.rank in ranks]
-        assert torch.distributed.get_process_group_ranks(groups.group(kind)) == mine
-        assert (groups.rank(kind), groups.size(kind)) == (mine.index(job.rank), len(mine))
-
-
 RESETS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
 DOCUMENTS = {"inter_document_masking": True}
 
@@ -2423,11 +2408,17 @@ DOCUMENTS = {"inter_document_masking": True}
 def each_rank_gets_its_part_of_a_batch(job, layout):
     """In one broadcast; where the reader fails, its group does, and the next batch arrives."""
     groups = job.mm.ParallelGroups(**layout)
-    check_groups(job, groups, layout)
+    data = job.world // math.prod(layout.values())
+    assert groups.sizes == {"tensor": 1, "context": 1, "data": data, "pipeline": 1} | layout
+    for kind in ("tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "tp-cp-pp"):
+        lists = job.mm.ParallelGroups.rank_lists(kind, **groups.sizes)  # Parity compares these
+        [mine] = [ranks for ranks in lists if job.rank in ranks]
+        assert torch.distributed.get_process_group_ranks(groups.group(kind)) == mine
+        assert (groups.rank(kind), groups.size(kind)) == (mine.index(job.rank), len(mine))
     first = ROWS * groups.rank("dp")
-    words = "panicked"
+    words = "^panicked$"
     if groups.rank("tp") > 0:
-        words = rf"rank {groups.ranks('tp')[0]}: panicked \(Panic\)"
+        words = rf"^rank {groups.ranks('tp')[0]}: panicked \(Panic\)$"
     for fields, options in ((WITH_MASK | RESETS, WITH_MASK), (DOCUMENTS, PACKED)):
         train = quiet(gpt, job.mm, str(job.folder / "b"), sequence_length=LENGTH, **fields)
         whole = batch_of(train, range(first, first + ROWS))
@@ -2437,12 +2428,10 @@ def each_rank_gets_its_part_of_a_batch(job, layout):
             source = mock.MagicMock()  # an iterator that goes on after an error
             source.__next__ = mock.Mock(side_effect=[Panic("panicked"), whole])
         if keys:
-            with pytest.raises(BaseException, match=f"^{words}$"):
-                job.mm.get_batch(source, groups, **SHAPE, **options)
+            raises(BaseException, words, job.mm.get_batch, source, groups, **SHAPE, **options)
         if "tokens" in keys and groups.size("tp") > 1:
-            sparse = whole | {"tokens": whole["tokens"].to_sparse()}  # it cannot be copied
-            with pytest.raises(RuntimeError, match="copy_"):
-                job.mm.get_batch(iter([sparse]), groups, **SHAPE, **options)
+            sparse = iter([whole | {"tokens": whole["tokens"].to_sparse()}])  # it cannot be copied
+            raises(RuntimeError, "copy_", job.mm.get_batch, sparse, groups, **SHAPE, **options)
         with counted("broadcast") as broadcast:
             found = job.mm.get_batch(source, groups, **SHAPE, **options)
         assert broadcast.call_count == (groups.size("tp") > 1 and len(keys) > 0)
@@ -3272,8 +3261,7 @@ def test_a_step_in_float32(one, overlap):
         torch.nn.utils.clip_grad_value_(ddp.parameters(), 7)
         ddp.finish_grad_sync()
         assert [param.grad.item() for param in ddp.parameters()] == 4 * [7]
-        with pytest.raises(RuntimeError, match=r"of 0\.weight arrived after.*zero_grad_bu"):
-            backward_of_ones(layers, 1)
+        raises(RuntimeError, r"of 0\.weight arrived after.*zero_grad", backward_of_ones, layers, 1)
 
 
 # -- The micro-batches of a step ---------------------------------------------------------------
@@ -3349,8 +3337,7 @@ def test_sums_over_the_tokens_of_one_rank_are_refused(one, group, monkeypatch, k
     run_step(one, data, model, means=True)
     run_step(one, data, model, forward_only=True)
     run_step(one, data, Net())  # what a plain model needs, its user knows
-    with pytest.raises(ValueError, match="(Distr.*Parallel|FSDPModule) averages .*loss_func"):
-        run_step(one, data, model)
+    raises(ValueError, "(Distr.*Parallel|FSDPModule) averages .*loss", run_step, one, data, model)
 
 
 # -- Gradients on ranks: any number of ranks gives those of one process ------------------------
@@ -4480,8 +4467,7 @@ def test_nothing_is_written_to_object_storage(one, bucket, some_pair, tmp_path, 
         assert len(list((tmp_path / place / "GPTDataset_indices").iterdir())) == 5
     cfg = config(one, ([prefix], None), path_to_cache="memory://host/folder")
     raises(ValueError, "path_to_cache must be .* local", build, one, [9, 0, 0], cfg)
-    with pytest.raises(FileNotFoundError, match="memory://host/folder"):
-        one.merge([prefix], "memory://host/folder/merged")
+    raises(FileNotFoundError, "memory://host/folder", one.merge, [prefix], "memory://host/folder/m")
     assert sorted(MEMORY.store) == ["/bucket/pair.bin", "/bucket/pair.idx"]
 
 
@@ -5270,8 +5256,7 @@ def test_tokenizer_by_module_and_attribute(one, tmp_path, monkeypatch):
     assert sys.path == before
     for attribute in ("Tok", "object", "make"):
         assert one.build_tokenizer(f"my_tokens:{attribute}").tokenize("7 8") == [7, 8]
-    with pytest.raises(ValueError, match="tokenizer: str needs an attribute vocab_size"):
-        one.build_tokenizer("my_tokens:text")
+    raises(ValueError, "str needs an attribute vocab_size", one.build_tokenizer, "my_tokens:text")
     assert one.build_tokenizer("zipapp:Tok").tokenize("7 8") == [7, 8]
     del sys.modules["zipapp"]
     assert sys.path == [*before, str(tmp_path)]
@@ -5765,8 +5750,7 @@ def test_compressed_files_that_are_not_read(one, tmp_path, monkeypatch):
     block = (len(GOOD) << 3 | 1).to_bytes(3, "little") + GOOD  # the last one, not compressed
     path = tmp_path / "a.jsonl.ZST"
     path.write_bytes(b"\x28\xb5\x2f\xfd\0" + window + block)
-    with pytest.raises(OSError, match=r"a\.jsonl\.ZST: cannot be read: .*memory"):
-        one.preprocess(path, tmp_path / "o")
+    raises(OSError, r"a\.jsonl\.ZST: cannot be .*memory", one.preprocess, path, tmp_path / "o")
     path.write_bytes(zstd.compress(GOOD))
     one.preprocess(path, tmp_path / "o")
     for module in ("compression.zstd", "backports.zstd"):
@@ -6071,8 +6055,7 @@ def test_what_a_tokenizer_raises_at_a_line(one, tmp_path):
 
     error = Panic("an index is out of bounds")
     job = {"texts": ["1", "13", "2"], "output_prefix": tmp_path / "o", "tokenizer": acting(act)}
-    with pytest.raises(ValueError, match="texts, line 2: Panic: an index is out of bounds"):
-        one.preprocess(workers=2, **job)
+    raises(ValueError, "texts, line 2: Panic: an index is out", one.preprocess, workers=2, **job)
     with pytest.warns(UserWarning, match="1 bad line .*: texts, line 2: Panic: "):
         made = one.preprocess(append_eod=True, on_error="skip", **job)
     assert texts_of(one, made["text"]) == [[1, 0], [], [2, 0]]
@@ -6133,8 +6116,7 @@ def test_signals_in_workers(one, tmp_path, monkeypatch):
 
     before = set(multiprocessing.active_children())
     for text, reason in (("9", "-9, Killed"), ("11", "-11, Segmentation fault"), ("3", "3")):
-        with pytest.raises(ChildProcessError, match=rf"\(exit code {reason}\); run with workers=1"):
-            run("2", "2", text, "2")
+        raises(ChildProcessError, rf"code {reason}\); run with workers=1", run, "2", "2", text, "2")
         assert set(multiprocessing.active_children()) <= before
     with pytest.raises(ValueError, match="texts, line 2: ") as kept:
         run("2", 5, "2", "2")
