@@ -4968,7 +4968,7 @@ def outcome(mm, name, call):
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_what_c_takes_is_what_python_takes(c, one, name, monkeypatch):
+def test_what_c_takes_is_what_the_definition_takes(c, one, name, monkeypatch):
     """The same result, or the same error with the same sentence."""
     monkeypatch.setattr(c, "_MIN_ITEMS_FOR_C", 0)
     for module in (c, one):  # rows of 64 bits, as a stream of 2**31 documents has them
