@@ -784,7 +784,7 @@ def test_a_pair_is_made_in_many_ways_once(one, pair, tmp_path):
 
 
 def test_ids_at_the_edges_of_a_dtype(one):
-    """And beyond them, in a list and in arrays of each dtype.  Upstream: wrapped, and written."""
+    """Ids in lists and arrays fit, or are refused.  Upstream wraps and writes them."""
     for dtype in INTEGERS:
         limits = np.iinfo(dtype)
         edges = [limits.min, 0, limits.max, 0]
@@ -821,7 +821,7 @@ def files_of_64_kib():
 
 @linux
 def test_a_builder_that_met_a_full_disk_stays_closed(one, tmp_path, monkeypatch):
-    """Also where there is room again, and an error was caught.  The folder changes meanwhile."""
+    """Even if there is room again and the error was caught.  The working directory changes."""
     names = r"cannot be written: File too large: '.*/p(\.bin)?\.[0-9a-f]{16}\.tmp'"
     monkeypatch.chdir(tmp_path)
     builder = one.IndexedDatasetBuilder("p.bin", np.uint8)
@@ -954,7 +954,7 @@ def test_a_line_becomes_a_document(one, tmp_path):
 
 
 def test_weights_are_divided_by_numpys_sum(one):
-    """Which adds in groups, so that the last bit may be another one than that of a loop."""
+    """numpy adds in groups, so the last bit may differ from a plain loop's."""
     for rng in cases(100):
         weights = rng.random(rng.integers(1, 300)) * 100
         assert one.normalize(weights.tolist()) == (weights / np.sum(weights)).tolist()
@@ -1123,7 +1123,7 @@ def cut_into_samples(sizes, S, drop_last, x):
 
 
 def test_sample_indices_by_brute_force(mm):
-    """Of all corpora of up to three documents of up to three tokens; section 5 has larger ones."""
+    """The corpora have up to three documents of up to three tokens; section 5 has larger ones."""
     small = [sizes for n in range(4) for sizes in itertools.product(range(4), repeat=n)]
     lengths = [1, 2, 3, 5, 2**31 - 1, 2**31, 2**32 - 1]
     for sizes, S, drop_last, x in itertools.product(small, lengths, (True, False), (1, 0)):
@@ -1149,7 +1149,7 @@ def test_sample_index_does_not_overflow(mm):
 
 
 def test_a_number_that_is_not_whole_is_not_cut(one, tmp_path):
-    """Nor is one wrapped that int32 does not hold; whole numbers may be of any type."""
+    """A number that int32 does not hold is not wrapped; whole numbers may have any type."""
     random_state = np.random.RandomState(0)
     numpys = np.array([1, 2**31]), np.array([0.0, 1.0]), np.array([1], np.uint64)
     for documents in ([0.9, 1.9], [1, -1], [-(2**31) - 1], [2**70], *numpys[:2]):
@@ -1363,7 +1363,7 @@ def test_orders_and_samples_equal_the_loops(mm, tmp_path):
 
 @pytest.mark.parametrize("flag", ["create_attention_mask", "inter_document_masking"])
 def test_samples_have_whole_numbers_and_memory_of_their_own(mm, tmp_path, flag):
-    """Nor do they share it with the corpus, here of int64.  Upstream: masks are shared."""
+    """They share no memory with the corpus, here of int64.  Upstream shares masks."""
     ds = gpt(mm, mk(mm, tmp_path / "p", [np.arange(30)], np.int64), **{flag: True})
     for data in (ds, mm.BlendedDataset([ds, ds], [1, 2], 3, ds.config)):
         for k in (1.0, "1"):
@@ -1714,7 +1714,7 @@ def test_padding_is_of_the_dataset_of_sample_0(mm, tmp_path):
 
 
 def test_what_a_repr_says(one, tmp_path):
-    """Of a blend the first 20 datasets, of any class."""
+    """A blend shows its first 20 datasets, of any class."""
     path = mk(one, tmp_path / "p", [[1] * 20] * 3, np.uint16)
     part = gpt(one, path, 20)
     own = gpt(one, path, 20, cls=type("Own", (one.GPTDataset,), {}))
@@ -1929,7 +1929,7 @@ def test_what_a_builder_refuses(one, corpora):
 
 @linux
 def test_60_corpora_build_and_train_with_100_open_files(one, tmp_path):
-    """Of 3,000 documents each; the soft limit is raised.  Upstream: a bare [Errno 24]."""
+    """Each has 3,000 documents; the soft limit is raised.  Upstream ends with [Errno 24]."""
     mk(one, tmp_path / "p", [[1] * 3] * 3000)
     prefixes = [f"{tmp_path}/{'./' * number}p" for number in range(60)]  # each is opened by itself
 
@@ -2112,7 +2112,7 @@ def loader_of(mm, dataset, consumed=0, **fields):
 
 
 def test_a_run_continues_if_its_order_is_the_same(one):
-    """As a job that begins there.  Upstream: anywhere, with other samples."""
+    """It reads what a job reads that begins there.  Upstream continues with different samples."""
 
     def loader(total, layout, consumed=0):
         kind, micro, ranks = layout
@@ -2232,7 +2232,7 @@ def same_batch(found, wanted, keys, note=""):
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("last", [True, False])
 def test_each_stage_reads_what_it_needs(one, monkeypatch, first, last):
-    """And one that needs nothing reads nothing.  Upstream: stages between get no cu_seqlens."""
+    """A stage that needs nothing reads nothing.  Upstream's middle stages get no cu_seqlens."""
     monkeypatch.setattr(one.ParallelGroups, "is_first_stage", first)
     monkeypatch.setattr(one.ParallelGroups, "is_last_stage", last)
     groups = one.ParallelGroups()
@@ -2251,7 +2251,7 @@ def test_each_stage_reads_what_it_needs(one, monkeypatch, first, last):
 
 
 def test_a_batch_that_does_not_fit_is_refused(one, tmp_path):
-    """And one whose mask keeps documents apart: upstream leaves it out without a word."""
+    """So is a batch whose mask keeps documents apart, if no mask is requested."""
     plain = hand_made_batch(np.random.default_rng(3))
     packed = packed_batch(np.random.default_rng(3), [[16], [4, 12]])
     prefix = mk(one, tmp_path / "p", [[1, 2, 0] * 20])
@@ -2406,7 +2406,7 @@ DOCUMENTS = {"inter_document_masking": True}
 
 
 def each_rank_gets_its_part_of_a_batch(job, layout):
-    """In one broadcast; where the reader fails, its group does, and the next batch arrives."""
+    """There is one broadcast; if the reader fails, its group does, and the next batch arrives."""
     groups = job.mm.ParallelGroups(**layout)
     data = job.world // math.prod(layout.values())
     assert groups.sizes == {"tensor": 1, "context": 1, "data": data, "pipeline": 1} | layout
@@ -2476,7 +2476,7 @@ def states_of_generators():
 
 
 def wait_for_the_end_of_threads(others):
-    """Of all but these."""
+    """Wait for all threads but these."""
     for thread in set(threading.enumerate()) - others:
         thread.join(20)
         assert not thread.is_alive()
@@ -2522,7 +2522,7 @@ def test_a_loader_yields_the_plain_loaders(request, tmp_path, module, kind, orde
 
 
 def test_batches_are_pinned_where_there_is_a_gpu(c, tmp_path, monkeypatch):
-    """Here nothing can be pinned: what would be is replaced by 5."""
+    """Nothing can be pinned here: a mock returns 5 for each tensor."""
     monkeypatch.setattr(torch.cuda, "is_available", yes)
     monkeypatch.setattr(torch.Tensor, "pin_memory", mock.Mock(return_value=5))
     loader = loader_of(c, dataset_of(c, tmp_path, "plain"))
@@ -2532,7 +2532,7 @@ def test_batches_are_pinned_where_there_is_a_gpu(c, tmp_path, monkeypatch):
 def test_dataloader_type_selects_the_sampler(one, monkeypatch):
     """A loader without samples is None; in a job of several processes it must be told its rank."""
     shuffled = loader_of(one, range(8), dataloader_type="cyclic", micro_batch_size=8)
-    assert next(iter(shuffled)).tolist() == [4, 0, 7, 3, 2, 5, 1, 6]  # that of seed 0
+    assert next(iter(shuffled)).tolist() == [4, 0, 7, 3, 2, 5, 1, 6]  # the order of seed 0
     whole = loader_of(one, range(9), data_parallel_size=2, full_validation=True)
     assert [batch.tolist() for batch in whole] == [[0], [2], [4], [6], [8]]  # none is left out
     own = type("Own", (torch.utils.data.Subset,), {"__getitems__": mock.Mock(return_value=[3, 1])})
@@ -2709,7 +2709,7 @@ def test_a_state_at_the_end_of_a_pass(one, kind, is_subset):
 
 
 def test_a_run_that_grows_continues_after_the_end_of_a_pass(one, tmp_path):
-    """By more samples of a stable order, or by a later phase; else the next pass begins."""
+    """It grows by samples of a stable order or by a later phase; else the next pass begins."""
     make_corpora(one, tmp_path)
     prefix = str(tmp_path / "a")
     of_24 = loader_of_run(one, tmp_path, mix=[(24, U)])
@@ -2786,7 +2786,7 @@ def draw(samples):
 
 
 def test_what_worker_processes_draw_depends_on_the_seed_the_rank_and_the_place(one):
-    """And on nothing else, a state too, unless a generator is given."""
+    """Nothing else matters, nor does a state, unless a generator is given."""
 
     def drawn(consumed=0, rank=0, seed=1, state=None, **arguments):
         torch.manual_seed(seed)
@@ -2829,7 +2829,7 @@ def load_state_of(before, after, consumed, words):
 
 
 def test_the_state_of_a_blend_by_hand(one, tmp_path):
-    """Of the corpora that gave no sample yet, here 1 and 3, it holds nothing."""
+    """It holds nothing about corpora that gave no sample yet, here 1 and 3."""
     part = gpt(one, mk(one, tmp_path / "p", [[1] * 17, [2] * 9, [3] * 30]), 40)
     other = Bare(40, one.Split.train)
     phases = [(6, (1, 0, 1, 0)), (9, (1, 1, 1, 1))]
@@ -2939,7 +2939,7 @@ def consumed_texts(loader, consumed):
 
 
 def test_a_state_fits_if_the_samples_are_equal(one, tmp_path):
-    """Where they are not, the error says what differs, and what to do."""
+    """If they are not, the error says what differs, and what to do."""
     make_corpora(one, tmp_path)
     for run, changes, words in RUNS:
         before = loader_of_run(one, tmp_path, **run)
@@ -2995,7 +2995,7 @@ def reader(lengths, **methods):
 
 
 def test_state_of_custom_datasets(one, tmp_path):
-    """Two datasets, of which the second is here; what is said of it, or None: it fits."""
+    """A state of the first dataset is loaded for the second; the words say what differs."""
 
     class Permuted(one.GPTDataset):
         def _build_document_sample_shuffle_indices(self):
@@ -3139,7 +3139,7 @@ def losses(net, ids, labels, weights):
 
 
 def gradients(net):
-    """{name: gradient}, zeros where there is none."""
+    """Return {name: gradient}, with zeros if there is none."""
     found = {}
     for name, param in net.named_parameters():
         if param.requires_grad:
@@ -3340,8 +3340,8 @@ def test_sums_over_the_tokens_of_one_rank_are_refused(one, group, monkeypatch, k
     raises(ValueError, "(Distr.*Parallel|FSDPModule) averages .*loss", run_step, one, data, model)
 
 
-# -- Gradients on ranks: any number of ranks gives those of one process ------------------------
-# The scenarios run as those of section 9, the first two of them with several of OPTIONS.
+# -- Gradients on ranks: they are equal to the gradients of one process -------------------------
+# The scenarios run as in section 9, the first two of them with several of OPTIONS.
 
 CHOICES = {
     "bucket_size": (1, 40, 10**9),
@@ -3403,7 +3403,7 @@ def gradients_of_uneven_tokens(job, options):
 
 
 def what_is_not_finite_is_named_with_its_parameter_and_rank(job):
-    """And what was named is not named again."""
+    """Each is named once."""
     last = job.world - 1
     layers = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in range(2)])
     ddp = job.mm.DistributedDataParallel(layers, check_for_nan_in_grad=True)
@@ -3420,7 +3420,7 @@ def what_is_not_finite_is_named_with_its_parameter_and_rank(job):
 
 
 def one_rank_that_freezes_a_parameter_leaves_no_other_waiting(job, overlap):
-    """Of what this step sends; the rank itself gets an error."""
+    """The rank itself gets an error."""
     ddp = one_layer(job.mm, overlap_grad_reduce=overlap)
     ddp.module.weight.requires_grad_(job.rank > 0)
     if job.rank > 0:
@@ -3519,7 +3519,7 @@ def numbers_of(batches, count=None):
 
 
 def test_rewind_replays_micro_batches(one):
-    """As they were, and by a new iterator that goes on with the state of the last."""
+    """They are as they were; a new iterator continues from a state."""
     given = [collections.OrderedDict(k=k) for k in range(9)]
     batches = one.RerunDataIterator(given)
     assert numbers_of(batches, 3) == [0, 1, 2]
@@ -3901,7 +3901,7 @@ def test_what_a_start_finds_wrong_is_rebuilt(one, pair, cache, monkeypatch):
 
 
 def test_regenerated_data_make_a_cache_stale(one, tmp_path, cache):
-    """Also one that is made of the old data, open still.  Upstream: the old indices are used."""
+    """So does a cache that a job saves later from the old data.  Upstream uses old indices."""
     old = random_docs(np.random.default_rng(5), most=40) * 3
     for docs, word in (([[1, 2, 3]] * 20, "documents"), (old[::-1], "the corpus has changed")):
         corpus = mk(one, tmp_path / word, old)
@@ -4476,7 +4476,7 @@ STATES = ["ETag", "blob_id", "sha", "LastModified", "modificationTime", None]
 
 @pytest.mark.parametrize("name", STATES)
 def test_an_idx_is_copied_once_for_each_state(one, bucket, some_pair, tmp_path, monkeypatch, name):
-    """And for each prefix.  If there is no state, each opening copies.  A torn copy is removed."""
+    """If there is no state, each opening copies.  No copy stays of an .idx that changes."""
 
     def info(self, path, **options):
         content = self.store[self._strip_protocol(path)].getvalue()
@@ -4619,11 +4619,11 @@ def test_a_url_that_may_hold_a_secret_is_refused(one, bucket, some_pair, tmp_pat
 
 
 class Panic(BaseException):
-    """As the package pyo3 raises where code in Rust panics."""
+    """The package pyo3 raises such an error if code in Rust panics."""
 
 
 def an_error_on_one_rank_is_raised_on_all(job):
-    """Of several, that of the lowest rank.  What ends a process is told to no other."""
+    """If several ranks fail, the lowest one is named.  What ends a process is not sent."""
     mute = type("Mute", (Exception,), {"__str__": None})  # to ask for its words is an error
     for error, kind, words in (
         (ValueError("no \udcff"), ValueError, "no \udcff"),
@@ -5100,7 +5100,7 @@ def refused_changes(name, usual):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_c_refuses_bad_calls(c, name):
-    """And gives back what it has borrowed, as after a good call."""
+    """It gives back what it has borrowed, as after a good call."""
     usual = toy_call(c, name)
     for change in ({}, *refused_changes(name, usual)):
         call = toy_call(c, name) | change
@@ -5149,7 +5149,7 @@ WHEELS = {  # {why: (environment, the tag of the wheel; with C required, what an
 
 @pytest.mark.slow
 def test_wheels_of_the_sources_as_they_are_packed(tmp_path, monkeypatch):
-    """Without C a wheel is pure, or an error where C is wanted, as by who names flags."""
+    """Without C a wheel is pure; if C is required, or flags are given, that is an error."""
     if not (HERE / "setup.py").exists():
         pytest.skip("setup.py is not beside this file")
     pytest.importorskip("setuptools.command.bdist_wheel", reason="setuptools is before 70.1")
@@ -5341,7 +5341,7 @@ def test_unusable_tokenizer_raises(one, tmp_path, hf, monkeypatch):
 
 
 def test_a_package_that_is_missing_is_named(one, tmp_path, hf, monkeypatch):
-    """And nothing else: who has copied the module has no extras, and the name is anybody's."""
+    """No extra of megatron-min is named: a copied module has none."""
     job = {"texts": ["a"], "output_prefix": tmp_path / "o"}
     for module, use in {
         "gigatoken": functools.partial(one.build_tokenizer, f"gigatoken:{hf}"),
@@ -5354,7 +5354,7 @@ def test_a_package_that_is_missing_is_named(one, tmp_path, hf, monkeypatch):
 
 
 def test_text_and_ids_of_all_kinds(one, hf):
-    """Of each tokenizer; ids are lists, arrays, tensors, and what can be read only once."""
+    """Ids may be lists, arrays, tensors, and what can be read only once."""
     ids = [1, 3, 1]
     for name, eod, vocab_size, text in (
         ("bytes", 256, 257, "\x01\x03\x01"),
@@ -5387,7 +5387,7 @@ def odd_texts(rng, count):
 
 
 def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path, monkeypatch):
-    """It is made anew after much text, and where it was pickled, without another probe."""
+    """It is made anew after much text, and after unpickling, without a second probe."""
     pytest.importorskip("gigatoken")
     tokenizers = pytest.importorskip("tokenizers")
     trained = tokenizers.ByteLevelBPETokenizer()
@@ -5510,7 +5510,7 @@ def test_random_corpora_equal_the_plain_loop(one, tmp_path, monkeypatch):
 
 
 def test_an_input_is_of_the_shard_in_whose_share_it_begins(one):
-    """A warning says where shards are very unequal."""
+    """A warning says if shards are very unequal."""
     for sizes, wanted, num_filled in (
         ([22, 9, 16, 19], [[22], [9, 16], [19]], None),
         ([5, 0, 5, 0], [[5], [0, 5, 0]], None),  # the third begins where a share does
@@ -5583,7 +5583,7 @@ def inputs_of(one, prefix):
 
 
 def test_the_way_back_to_the_inputs(one, tmp_path, monkeypatch):
-    """Of a job, of shards, and merged ones; bad lines count.  A record is read once for a pair."""
+    """Jobs, shards and merged pairs have it; bad lines count.  A record is read once for a pair."""
     monkeypatch.chdir(tmp_path)
     for name, count in (("a", 1), ("b", 0), ("c", 29), ("d", 6)):
         jsonl(f"{name}.jsonl", [f"{name}{k}" for k in range(count)])
@@ -5765,7 +5765,7 @@ def test_compressed_files_that_are_not_read(one, tmp_path, monkeypatch):
 
 
 def test_sentences_are_sequences(one, tmp_path, monkeypatch):
-    """As nltk's untrained model finds them, with a note, where it has none of English."""
+    """If nltk has no model of English, its untrained model finds them, and a warning says so."""
     punkt = pytest.importorskip("nltk.tokenize.punkt")
     monkeypatch.setattr(punkt, "PunktTokenizer", mock.Mock(side_effect=LookupError))
     # the last one is a list of parts, each of which is split
@@ -5854,7 +5854,7 @@ def test_an_input_that_changes_while_it_is_read(one, bucket, tmp_path, monkeypat
 
 
 def test_each_key_makes_a_pair(one, tmp_path, monkeypatch, capsys):
-    """Of a file, and of texts by workers that get several blocks; a bad line is empty in all."""
+    """Files and texts give the same, in several blocks; a bad line is empty in each pair."""
     monkeypatch.setattr(one, "_BLOCK_BYTES", 1000)
     rows = [{"x": "a" * 3 * k, "n": k, "y": ["b", "c" * k]} for k in range(100)]
     wanted = {key: [list("".join(row[key]).encode()) for row in rows] for key in "yx"}
@@ -6281,7 +6281,7 @@ def write_rows(path, rows, rng):
 
 @pytest.mark.parametrize("kind, pad", [("jsonl", 7), ("jsonl", None), ("parquet", 999)])
 def test_samples_of_conversations_equal_the_rules(one, tmp_path, kind, pad):
-    """Also where real tokens equal the pad id (7), and where eod (0) fills for want of a pad."""
+    """Tokens may equal the pad id (7); without a pad, eod (0) fills."""
     path = tmp_path / f"chat.{kind}"
     for rng in cases(15):
         rows = random_rows(rng, int(rng.integers(1, 6)), int(rng.choice([2, 3, 12])))
@@ -6405,7 +6405,7 @@ def test_what_fine_tuning_refuses(one, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.* this sample has no loss")
 def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
-    """A run goes on where it stopped, and not with another file under the same name."""
+    """A run continues, but not with a different file of the same name."""
     rows = random_rows(np.random.default_rng(0), 20, 5)
     paths = [jsonl(tmp_path / name, rows, "messages") for name in "ab"]
     cfg = config(one, (paths, [1, 3]), split="8,1,1", tokenizer=ChatTokenizer(pad=999))
@@ -6440,7 +6440,7 @@ def mk_sentences(mm, prefix, rng):
 
 
 def check_spans(one, ds, k):
-    """The spans of a sample are its tokens, one after the other, and are where they say."""
+    """Check that the spans of a sample are its tokens, in order, and lie where they say."""
     tokens, _ = ds._query_document_sample_shuffle_indices(k)
     pair = ds.dataset
     at = 0
@@ -6456,7 +6456,7 @@ def check_spans(one, ds, k):
 
 
 def test_trace_and_find_of_random_blends(one, tmp_path):
-    """Of parts of pairs, one of which is in the blend twice; of each, samples are left out."""
+    """The blend has parts of two pairs, and one of them twice."""
     for rng in cases(8):
         pairs = [mk_sentences(one, tmp_path / name, rng) for name in "ab"]
         fields = {
@@ -6986,7 +6986,7 @@ def same_items(ours, theirs, indices, note=""):
 
 @pytest.mark.parametrize("split", ["train", "valid"])
 def test_datasets_equal_upstreams(mm, up, tmp_path, split):
-    """Upstream: an error where a kept short sample ends in an empty document, with x = 1."""
+    """Upstream raises an error if a kept short sample ends in an empty document, with x = 1."""
     caches = [str(tmp_path / side) for side in ("ours", "theirs")]
     tokenizers = [tokenizer for tokenizer, _, _ in PADS.values()] + [LegacyTokenizer()]
     for case, rng in enumerate(cases(15)):
@@ -7018,7 +7018,7 @@ def test_datasets_equal_upstreams(mm, up, tmp_path, split):
 
 
 class LegacyTokenizer(Tok):
-    """As those of upstream's old kind: to ask it for pad, which it lacks, is an error."""
+    """A tokenizer of upstream's old kind: it raises an error if it is asked for pad."""
 
     pad = property(mock.Mock(side_effect=NotImplementedError))
 
