@@ -264,15 +264,9 @@ def random_docs(rng, most=30, longest=20, empty=0.1, vocab=50):
 
 def config(mm, blend=None, **fields):
     """A GPTDatasetConfig with short samples, no mask, and the whole of a corpus for training."""
-    defaults = {
-        "random_seed": 1234,
-        "sequence_length": 8,
-        "tokenizer": Tok(),
-        "create_attention_mask": False,
-        "reset_position_ids": False,
-        "reset_attention_mask": False,
-        "eod_mask_loss": False,
-    }
+    flags = ["create_attention_mask", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"]
+    defaults = {"random_seed": 1234, "sequence_length": 8, "tokenizer": Tok()}
+    defaults |= dict.fromkeys(flags, False)
     if blend is not None:
         defaults |= {"blend": blend, "split": "1,0,0"}
     return mm.GPTDatasetConfig(**defaults | fields)
@@ -2275,16 +2269,10 @@ def test_documents_are_cut_one_by_one_or_as_a_row(one):
     whole = [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]
     batch = packed_batch(np.random.default_rng(5), [[4, 8], [12]])
     with mock.patch.object(one, "get_batch_on_this_cp_rank") as cut:
-        one.get_batch(
-            iter([batch]),
-            one.ParallelGroups(),
-            micro_batch_size=2,
-            sequence_length=12,
-            use_per_sequence_balancing=True,
-            **WITH_MASK,
-            **PACKED,
-        )
-    assert cut.call_args.kwargs == {"use_per_sequence_balancing": True}
+        how = {"use_per_sequence_balancing": True}
+        options = SHAPE | {"sequence_length": 12} | WITH_MASK | PACKED | how
+        one.get_batch(iter([batch]), one.ParallelGroups(), **options)
+    assert cut.call_args.kwargs == how
     batch["cu_seqlens"] = batch["cu_seqlens"][:, :12]  # as many entries as a row has tokens
     batch["scores"] = torch.arange(2 * 12 * 3).view(2, 12, 3)  # of the user, with the axis
     others = {"dataset_id": torch.arange(2), "sizes": torch.zeros(2, 3), "nothing": None}
@@ -2382,13 +2370,8 @@ def run_on_ranks(world, folder, calls):
 
 def run_on_rank(rank, world, folder, calls):
     os.fsync = do_not_wait
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world,
-        timeout=datetime.timedelta(seconds=60),
-    )
+    place = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world}
+    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=60), **place)
     job = Job(copy_of_module("python"), rank, world, folder)
     for scenario, *arguments in calls:
         scenario(job, *arguments)
@@ -2545,11 +2528,8 @@ def test_dataloader_type_selects_the_sampler(one, monkeypatch):
     sampler = one.MegatronPretrainingSampler(8, 0, 4, 0, 1)
     loader = one.PretrainingDataLoader(Numbers(8), sampler, collate_fn=len)
     assert (list(loader), loader.num_workers) == ([4, 4], 0)
-    for data, fields, words in (
-        (Numbers(9), {"dataloader_type": "odd"}, "dataloader_type"),
-        ([Numbers(9)] * 2, {}, "got 2 datasets; build one loader for each"),
-    ):
-        raises(ValueError, words, loader_of, one, data, **fields)
+    raises(ValueError, "dataloader_type", loader_of, one, Numbers(9), dataloader_type="odd")
+    raises(ValueError, "got 2 datasets; build one loader", loader_of, one, [Numbers(9)] * 2)
     with pytest.raises(ValueError, match="in_order=False"):
         one.PretrainingDataLoader(Numbers(8), sampler, in_order=False)
     with pytest.warns(UserWarning, match="no batch: .* 6 samples, .* 16; request"):
@@ -3281,15 +3261,9 @@ def run_step(mm, data, model, means=False, **options):
 
         return losses(model, ids, labels, weights), loss_func
 
-    sizes = {"seq_length": 6, "micro_batch_size": 8, "decoder_seq_length": None}  # as upstream's
-    return mm.forward_backward_no_pipelining(
-        forward_step_func=step,
-        data_iterator=iter(data),
-        model=model,
-        num_microbatches=len(data),
-        **sizes,
-        **options,
-    )
+    options |= {"seq_length": 6, "micro_batch_size": 8, "decoder_seq_length": None}  # as upstream's
+    options |= {"forward_step_func": step, "data_iterator": iter(data), "model": model}
+    return mm.forward_backward_no_pipelining(num_microbatches=len(data), **options)
 
 
 @pytest.mark.parametrize("means", [True, False])
@@ -3343,12 +3317,8 @@ def test_sums_over_the_tokens_of_one_rank_are_refused(one, group, monkeypatch, k
 # -- Gradients on ranks: they are equal to the gradients of one process -------------------------
 # The scenarios run as in section 9, the first two of them with several of OPTIONS.
 
-CHOICES = {
-    "bucket_size": (1, 40, 10**9),
-    "overlap_grad_reduce": (False, True),
-    "use_distributed_optimizer": (False, True),
-    "grad_reduce_in_fp32": (False, True),
-}
+FLAGS = ["overlap_grad_reduce", "use_distributed_optimizer", "grad_reduce_in_fp32"]
+CHOICES = {"bucket_size": (1, 40, 10**9)} | dict.fromkeys(FLAGS, (False, True))
 OPTIONS = [dict(zip(CHOICES, row, strict=True)) for row in itertools.product(*CHOICES.values())]
 
 
@@ -4759,13 +4729,9 @@ def the_data_of_the_ranks_are_compared(job):
 
 @two_or_four_ranks
 def test_an_error_of_one_rank_reaches_all(tmp_path, world):
-    scenarios = [
-        an_error_stays_in_its_group,
-        on_another_default_device,
-        caches_are_shared_or_of_ones_own,
-        a_failed_build_is_raised_on_all,
-        the_data_of_the_ranks_are_compared,
-    ]
+    scenarios = [an_error_stays_in_its_group, on_another_default_device]
+    scenarios += [caches_are_shared_or_of_ones_own, a_failed_build_is_raised_on_all]
+    scenarios.append(the_data_of_the_ranks_are_compared)
     run_on_ranks(world, tmp_path, itertools.product(scenarios))
 
 
@@ -7348,9 +7314,8 @@ def test_readmes_fine_tuning(readme, inputs, capsys):
     [blend] = re.findall(r"`(blend=.+chats.+)`, the", readme)
     for word in ("Builder, {},", "Builder({},"):
         change("pretrain.py", (word.format("GPTDataset"), word.format("SFTDataset")))
-    change(
-        "pretrain.py", ('blend=(["wiki_text_document", "books_text_document"], [70, 30])', blend)
-    )
+    corpora = '(["wiki_text_document", "books_text_document"], [70, 30])'
+    change("pretrain.py", (f"blend={corpora}", blend))
     change("pretrain.py", ("S = 100, 8,", "S = 20, 8,"))
     assert "step 19, samples 152 to 159" in run_here(capsys, "pretrain.py")[1][-1]
     change("pretrain.py", ("S = 20, 8,", "S = 40, 8,"))
