@@ -3788,11 +3788,9 @@ def start(mm, corpus, cache, *words, n=50, wanted=None, **fields):
 
 
 def stamps(folder):
-    """What tells a file from one that was written again: {name: (time, inode)}."""
-    found = {}
-    for path in pathlib.Path(folder).iterdir():
-        found[path.name] = (path.stat().st_mtime_ns, path.stat().st_ino)
-    return found
+    """Return {name: (time, inode)}: it differs if a file is written again."""
+    stats = {path.name: path.stat() for path in pathlib.Path(folder).iterdir()}
+    return {name: (stat.st_mtime_ns, stat.st_ino) for name, stat in stats.items()}
 
 
 def test_a_cache_is_built_once_then_found(one, pair, cache, monkeypatch):
