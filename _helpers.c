@@ -20,8 +20,8 @@
  *     borrow, check, compute, report, release.  The loop touches no Python object and runs without
  *     the GIL.  It trusts what the wrapper has checked.
  *   - As in CPython, 0 is success and -1 is failure.  If a function that borrows or checks returns
- *     -1, it has set an exception.  A loop may not set one.  Its -1 means that it has read a number
- *     from an array that it cannot use.
+ *     -1, it has set an exception.  A loop may not set one.  It returns -1 if a number that it has
+ *     read from an array is unusable.
  *   - An array may be unaligned (the sizes in an .idx file start at byte 34).  So items are moved
  *     by memcpy, which compiles to one plain load or store.
  *   - Blends are computed in IEEE doubles, and each operation is rounded.  A build that fuses
@@ -30,7 +30,7 @@
  * Contents  1. Borrowed arrays  2. Sample index  3. Shuffle  4. Blending  5. Samples  6. Module
  */
 #ifndef _WIN32
-#include <pyconfig.h>                /* may define Py_GIL_DISABLED; on Windows a flag does */
+#include <pyconfig.h>       /* may define Py_GIL_DISABLED; on Windows, a compiler flag defines it */
 #endif
 #ifndef Py_GIL_DISABLED
 #define Py_LIMITED_API 0x030b0000    /* 3.11: the first limited API with Py_buffer */
@@ -51,7 +51,7 @@
 #if defined(__FAST_MATH__) || __FINITE_MATH_ONLY__ || \
     (FLT_EVAL_METHOD != 0 && FLT_EVAL_METHOD != 16) || \
     (defined(__GCC_IEC_559) && __GCC_IEC_559 == 0)
-#error "blends need plain IEEE doubles: build without -ffast-math, similar flags and x87 registers"
+#error "blends need IEEE doubles: build without -ffast-math and similar flags, with SSE2, not x87"
 #endif
 #ifdef __clang__
 #pragma STDC FP_CONTRACT OFF
@@ -70,9 +70,9 @@ enum { AHEAD = 64 };     /* how many items ahead to prefetch; 32 and 128 were sl
 /* ============================= 1. Borrowed arrays =============================
  *
  * A Py_buffer is a view of the memory of a Python object.  Each wrapper has a table of the arrays
- * that it takes.  borrow_all() raises an error for an array that the loops cannot use: its dtype or
- * number of axes is wrong, or it has gaps between items.  An array that a loop writes must also be
- * writable, and must not overlap any other array.
+ * that it takes.  borrow_all() raises an error for an array that the loops cannot use.  Such an
+ * array has an unexpected dtype or number of axes, or gaps between items.  An array that a loop
+ * writes must also be writable, and must not overlap any other array.
  */
 enum { READ, WRITE, WRITE_OR_NONE };    /* None: the view stays empty */
 
@@ -122,7 +122,7 @@ static int overlap(const Py_buffer *a, const Py_buffer *b)
 }
 
 /* Borrows count arrays, and checks that an array that is written shares no byte with another array.
- * The views must be empty before.  The caller must call release_all() later, also on failure. */
+ * The views must be empty on entry.  The caller must call release_all() later, also on failure. */
 static int borrow_all(PyObject *const objects[], const Array arrays[], Py_buffer views[], int count)
 {
     for (int k = 0; k < count; k++) {
@@ -287,7 +287,8 @@ static PyObject *build_sample_idx(PyObject *Py_UNUSED(module), PyObject *args)
     status = walk_documents(s);
     Py_END_ALLOW_THREADS
     if (status < 0)
-        PyErr_SetString(PyExc_ValueError, "document_index: expected documents with enough tokens");
+        PyErr_SetString(PyExc_ValueError, "document_index: a document or its size is out of range, "
+                        "or the documents have too few tokens");
     else
         result = Py_NewRef(Py_None);
 exit:
@@ -377,8 +378,9 @@ INLINE void shuffle_items(char *items, uint64_t n, size_t width, Generator *g)
             mask >>= 1;
         if (g->pos == MT_WORDS)
             mt_next_block(g);
-        count = (uint32_t)(MT_WORDS - g->pos);      /* use the draws that are left, but only */
-        if (count > i - (mask >> 1))                /* while i has this mask */
+        /* Use the draws that are left in the block, but no more than while i has this mask. */
+        count = (uint32_t)(MT_WORDS - g->pos);
+        if (count > i - (mask >> 1))
             count = (uint32_t)(i - (mask >> 1));
         for (uint32_t k = 0; k < count; k++) {
             partner[accepted] = g->draw[g->pos + (int)k] & (uint32_t)mask;
@@ -460,12 +462,12 @@ exit:
  * below the lag that won there.  Such a run makes the margin smaller; a run that ended early makes
  * it larger.
  *
- * If consecutive datasets have equal weight and equal taken, the first R of them are enough
+ * If consecutive datasets have equal weight and equal taken, only the first R of them need to be
  * candidates.  Each of these wins against the rest until it is drawn, and a run draws at most R.
  *
  * Cost: with more than FEW datasets, less than sqrt(D) comparisons for each sample, instead of D.
- * For 1024 datasets this takes 0.1 us instead of 0.6.  Only weights that differ very little cost up
- * to D comparisons.
+ * With 1024 datasets, a sample takes 0.1 us instead of 0.6.  Only weights that differ very little
+ * cost up to D comparisons.
  */
 enum { LANES = 4, FEW = 32 };     /* up to FEW datasets: one run, and all datasets are candidates */
 
@@ -478,7 +480,7 @@ typedef struct {
 typedef struct {
     Datasets all, candidates;
     double *limit;                  /* number of samples in each dataset; infinity: no limit */
-    int16_t *number;                /* number of the dataset that each candidate is */
+    int16_t *number;                /* dataset number of each candidate */
     char *dataset_index;            /* (size,) int16, number of the dataset of sample i */
     char *dataset_sample_index;     /* (size,) int64, number of the sample in this dataset */
     Py_ssize_t size;
@@ -514,7 +516,7 @@ static void pick_candidates(Blend *b, double last, double bar, Py_ssize_t run)
 {
     Datasets *some = &b->candidates;
     double weight = -1.0, taken = -1.0;
-    Py_ssize_t n = 0, same = 0;             /* same: how many equal datasets are next before d */
+    Py_ssize_t n = 0, same = 0;             /* same: how many datasets just before d equal it */
 
     for (Py_ssize_t d = 0; d < b->all.count; d++) {
         const int equal = (b->all.weight[d] == weight) & (b->all.taken[d] == taken);
@@ -567,8 +569,8 @@ static void blend(Blend *b)
     }
 }
 
-/* Sets taken, and checks the datasets: no lag can be NaN, and they have enough samples, without
- * which the blend would never end. */
+/* Sets taken.  Checks that no lag can be NaN, and that the datasets have enough samples.  With too
+ * few, the loop of blend() would not end. */
 static int check_datasets(Blend *b)
 {
     double room = 0.0;
@@ -648,9 +650,9 @@ exit:
  *     position_ids            0 1 2 3                by documents: 0 1 2 0
  *     cu_seqlens              0     3 4 4 4          by documents: starts of pieces, then S
  *
- * Each number that is read from an array is checked before it becomes an address.  A wrong number
- * in shuffle_index, sample_index, document_index or the .idx ends the loop.  The definition then
- * runs and raises the error.
+ * Each number that is read from an array is checked before it becomes an address.  An invalid
+ * number in shuffle_index, sample_index, document_index or the .idx ends the loop.  The definition
+ * then runs and raises the error.
  *
  * Cost: each piece is read once, and 28 bytes are written for each token.  A second pass over the
  * tokens of a sample is needed only for eod, a mask, padding, or a pad id that tokens may have.
@@ -711,7 +713,8 @@ static int64_t read_pieces(const Batch *b, char *const row[], int64_t j)
 {
     const Py_buffer *array = b->array, *items = &array[ITEMS];
     const int64_t length = b->length, width = items->itemsize;
-    int64_t at = 0, start = 0, longest = 0, documents = 0;  /* start of the current document */
+    int64_t at = 0, longest = 0, documents = 0;
+    int64_t start = 0;                  /* where the current document begins */
     int64_t edge[4];                    /* first document, begin in it, last document, end in it */
 
     for (int k = 0; k < 4; k++)
@@ -923,7 +926,8 @@ static PyModuleDef_Slot slots[] = {{Py_mod_exec, module_exec}, {0, NULL}};
 static struct PyModuleDef definition = {
     .m_base = PyModuleDef_HEAD_INIT, .m_name = "_megatron_min",
     .m_doc = "The slow loops of megatron_min.py, in C.", .m_methods = methods, .m_slots = slots,
-};      /* Py_mod_gil is not set: a free-threaded Python turns its GIL on, as no test ran without */
+};
+/* Py_mod_gil is not set, so a free-threaded Python enables its GIL.  No test ran without it. */
 
 PyMODINIT_FUNC PyInit__megatron_min(void)
 {

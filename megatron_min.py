@@ -2,23 +2,26 @@
 # SPDX-License-Identifier: MIT
 # megatron_min.  Copyright (c) 2026 The megatron_min authors, MIT licence.  This notice stays with
 # copies of the file.
-"""Megatron-LM's GPT data path in one file: from text to training batches that can be resumed.
+"""Megatron-LM's GPT data path in one file: from text to training batches, in resumable runs.
 
 This module writes and reads the files that Megatron-LM trains on, and makes training batches from
 them.  The reference is the package megatron-core 0.16.1, called "upstream" here.  Wherever upstream
-works as intended, the files, index arrays, caches, samples and batches of both are the same bytes.
+works as intended, both make the same files, index arrays, caches, samples and batches, bit for bit.
 
 Part I is the textbook.  Each section asks one question and answers it twice: first with a drawing
 or a table, then in code.  The code defines what happens to good input.  Most bad input is rejected
-by one-line calls of helper functions.  _check_...() raises an error, and sometimes warns.
-_as_...() and _parse_...() convert a value, or raise an error.  _warn_...() only warns.  A block
-"with _naming_place(place)" puts the place in front of the messages of its errors.  Section 13
-defines most of these functions.  Where code uses another name that is defined later, a comment
-usually gives the section.  The module needs only numpy and torch.  The optional accelerator,
-_helpers.c, gives identical results.
+by one-line calls to helper functions.  _check_...() raises an error for bad input; some of these
+functions also warn.  _as_...() and _parse_...() convert a value, or raise an error.  _warn_...()
+only warns.  If an error is raised in a block "with _naming_place(place)", its message begins with
+the place.  Section 13 defines most of these functions.  operator.index(n), which is Python's, makes
+an int of any integer type, such as numpy's, and rejects floats.  If code uses any other name that
+is defined further down, a comment usually gives its section.
+
+The module needs only numpy and torch.  The optional accelerator, _helpers.c, gives identical
+results.
 
 Words       token           an integer that stands for a piece of text
-            document        one text; see the box below for its second meaning
+            document        one text, or one sequence: see the box below
             eod             the token that marks the end of a document
             corpus          a collection of documents
             pair            the two files that hold one corpus, .bin and .idx
@@ -39,20 +42,15 @@ Words       token           an integer that stands for a piece of text
             rank            one process of a job, usually with one GPU.  The processes that read the
                             same samples form one data-parallel rank, which section 8 calls "rank"
             micro-batch     the samples that one data-parallel rank reads at once
-            padding sample  a sample without loss, which completes a short micro-batch
+            padding sample  fills up a micro-batch that has too few samples; it has no loss
             round           one micro-batch on every data-parallel rank
             step            one update of the model; it reads one or more rounds
             global batch    the samples of one step
 
   +-- "document" --------------------------------------------------------------------------------+
-  | In sections 1 and 2, and in the tools of part IV, a document is a text.  document_indices,   |
-  | an array of the .idx file, says which sequences make up a text.  Training does not use it.   |
-  |                                                                                              |
-  | From section 3 on, a document is a sequence of the .idx file.  Upstream does the same,       |
-  | because a text is nearly always one sequence.  document_index, an array of section 4, is     |
-  | the order in which sequences are read.  It has nothing to do with document_indices.          |
-  | Beware: build_sample_idx() takes document_index in an argument that is named                 |
-  | document_indices, as upstream does.                                                          |
+  | In sections 1 and 2, and in the tools of part IV, a document is a text.  From section 3 on,  |
+  | a document is a sequence of the .idx file.  Upstream does the same, because a text is nearly |
+  | always one sequence.                                                                         |
   +----------------------------------------------------------------------------------------------+
 
 Notation    S  input tokens of a sample (sequence_length)    D  sequences in a split
@@ -62,21 +60,22 @@ Notation    S  input tokens of a sample (sequence_length)    D  sequences in a s
             j  number of a sample in the stream              k  number of a sample in its dataset
             d  number of a document in the stream (sections 4 and 5), or of a dataset in the blend
                (section 6)
+            i  number of a sequence in a pair (sections 1 and 5), or of a sample in the blend
 Examples    most use toy_corpus(), which has the documents aaaa, bbb and cccccc, and S = 4
 
 Contents
 Part I, the path of a token
   1. The file pair              where on disk are the tokens of sequence i?
   2. Text to tokens             how do lines of JSON become a pair?
-  3. Split, blend, config       how is each corpus split, and in which shares are corpora blended?
+  3. Split, blend, config       how is each corpus split, and in what proportions are corpora mixed?
   4. Index arrays               in what order are samples read, and where does each one start?
   5. GPTDataset                 what are the tokens, labels and masks of sample k?
   6. BlendedDataset             which sample of which dataset is sample i of the blend?
   7. The builder                which datasets does a config describe, and which rank builds first?
-  8. Samplers                   which samples does rank r read at step t, and how does a run resume?
+  8. Samplers                   which samples does a rank read, and how does a run resume?
   9. Parallel batches           which part of each batch does a rank get, and from where?
 Part II, the training loop
-  10. The loader and its state  how are batches prepared ahead, and what does a checkpoint save?
+  10. The loader and its state  how are batches prepared in advance, and what is in a checkpoint?
   11. Gradients                 how do all data-parallel ranks get the same gradients?
   12. Around the loop           how many samples does a run need, and how can a step be repeated?
 Part III, the workshop
@@ -289,7 +288,7 @@ class _MappedTokens:
     """
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
-        self.tokens = _map_tokens(path, dtype)  # np.memmap(path, dtype, "r"): section 16
+        self.tokens = _map_tokens(path, dtype)  # section 16: np.memmap(path, dtype, "r")
 
     def read(self, first: int, count: int) -> np.ndarray:
         """Return count tokens, starting at token number first of the file."""
@@ -306,8 +305,8 @@ class IndexedDataset(torch.utils.data.Dataset):
     path_prefix            path of the pair without .bin or .idx, or its URL on object storage, such
                            as s3://bucket/corpus (section 16)
     multimodal             True: return modes, too; the .idx must hold them
-    mmap                   True: map the .bin; each access returns a view of the mapping.  False,
-                           and always on object storage: each access reads a new array
+    mmap                   True: map the .bin; each access returns a view of the mapping.  False:
+                           each access reads a new array.  On object storage this is always so
     object_storage_config  an ObjectStorageConfig, or None for its defaults
     check                  True: check every entry of the .idx at the start, as verify() does
 
@@ -346,15 +345,15 @@ class IndexedDataset(torch.utils.data.Dataset):
         self._open()
 
     def _open(self):
-        """Read the .idx and open the .bin, also when a pickle is loaded (see section 15)."""
-        self._memo = {}  # results that are not computed twice: verified, fingerprint, record
+        """Read the .idx and open the .bin.  (Loading a pickle calls this, too: section 15.)"""
+        self._memo = {}  # cached results: verified, fingerprint, record
         self._stamps = {"idx": _stamp_of_pair_file(self._idx_path)}  # size and time (section 15)
         self._set_arrays(_read_idx(self))
         self._stamps["bin"] = _stamp_of_pair_file(self._bin_path)
         self.num_tokens = self._stamps["bin"]["size"] // self._token_bytes
         _check_ends_of_pair(self)
         self._tokens = _open_tokens(self)  # a _MappedTokens, unless mmap is False
-        # what a pickle leaves out, because _open() sets it again: section 15
+        # A pickle leaves these attributes out, because _open() sets them again (section 15).
         self._arrays_in_files = {name: getattr(self, name) for name in _REOPENED_ATTRIBUTES}
         if self.check:
             self.verify()
@@ -456,14 +455,14 @@ class IndexedDataset(torch.utils.data.Dataset):
     def fingerprint(self) -> dict:
         """Return the sizes and checksums of the files as a flat dict for JSON.
 
-        Every copy of the pair has the same fingerprint.  An edit in the middle of the .bin that
-        keeps its size goes unnoticed.  The first call reads all sequence lengths and both ends of
-        the .bin.
+        Every copy of the pair has the same fingerprint.  If an edit in the middle of the .bin keeps
+        its size, the fingerprint stays the same, too.  The first call reads all sequence lengths
+        and both ends of the .bin.
         """
         return _fingerprint_of_pair(self)
 
     def __getstate__(self):
-        """Return what a pickle holds: attributes that are not in the files, and an identity."""
+        """Return the attributes that are not in the files, and what identifies the files."""
         return _picklable_state(self) | {"_identity": _identity_of_pair(self)}
 
     def __setstate__(self, state):
@@ -483,10 +482,9 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     the .bin; if the block raises, the new files are removed.  Without a with block, call finalize()
     yourself; a builder that is deleted before this call removes its file.
 
-    Raises ValueError for wrong input, and TypeError for a length or mode that is not an integer.
-    Wrong input is not written.  After a failed write, for example on a full disk, the builder
-    accepts no more input, and finalize() raises ValueError.  The same holds if add_index() fails
-    while it is copying.
+    Raises ValueError for invalid input, and TypeError for a length or mode that is not an integer.
+    Invalid input is not written.  After a failed write, for example on a full disk, the builder
+    accepts no more input, and finalize() raises ValueError.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     prefix = os.path.join(folder, "pair")
@@ -551,8 +549,9 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     def add_index(self, path_prefix: str | os.PathLike) -> None:
         """Append all sequences and documents of a pair.
 
-        Raises ValueError if the pair has a different dtype, if its modes would be lost, or if it is
-        the pair that is being written.
+        Raises ValueError if the pair has a different dtype, if it has modes but this builder is not
+        multimodal, or if it is the pair that is being written.  After an error during the copy, the
+        builder accepts no more input.
         """
         other = IndexedDataset(path_prefix, multimodal=self.multimodal, check=True)
         _check_appended(self, other)
@@ -570,7 +569,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
             raise
 
     def finalize(self, idx_path: str | os.PathLike) -> None:
-        """Write the .idx file and give both files their names.
+        """Write the .idx file and give both files their final names.
 
         Raises ValueError if sequences were added after the last end_document().  Raises OSError if
         the disk fails; section 14 says which files exist then.  While it runs, this method needs 16
@@ -591,7 +590,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
             index.write(lengths)
             index.write(sequence_pointers)
             index.write(self.document_indices)
-            index.write(self.sequence_modes)
+            index.write(self.sequence_modes)  # empty unless multimodal
             _commit_pair(self._bin, index)
             self._is_final = True
         finally:
@@ -602,7 +601,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
             if kind is None and not self._is_final:
                 self.finalize(get_idx_path(self._bin.path.removesuffix(".bin")))
         finally:
-            self._bin.discard()
+            self._bin.discard()  # removes the file unless finalize() has given it its final name
 
 
 def _encode_tokens(values, dtype):
@@ -616,9 +615,10 @@ def _encode_tokens(values, dtype):
     ids = np.asarray(values).ravel()
     if dtype.kind == "f":
         return ids.astype(dtype).tobytes()
-    if ids.dtype.kind == "U":  # decimal strings, which upstream's tests pass
-        ids = np.array([int(text) for text in ids])
-    return _as_tokens(ids, dtype, values).tobytes()  # values: for the message of an error
+    ids = _as_integers(ids, values)
+    tokens = ids.astype(dtype)
+    _check_ids_fit(ids, tokens)  # tokens equals ids, unless an id has wrapped
+    return tokens.tobytes()
 
 
 def toy_corpus(folder: str | os.PathLike | None = None) -> str:
@@ -632,7 +632,7 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
     """
     if folder is None:
         folder = tempfile.mkdtemp()
-        # with the pid, because a forked process must not remove the folder when it ends
+        # The pid is passed so that a forked process does not remove the folder when it ends.
         atexit.register(_remove_path, folder, os.getpid())  # section 14
     prefix = os.path.join(os.fsdecode(folder), "toy")
     with IndexedDatasetBuilder(get_bin_path(prefix), np.uint8) as builder:
@@ -664,20 +664,20 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #
 # A tokenizer is any object with these attributes; there is no class to inherit from:
 #
-#   vocab_size           the highest id plus one; DType.optimal_dtype() chooses the dtype by it
+#   vocab_size           the highest id plus one; DType.optimal_dtype() chooses the dtype from it
 #   eod                  the id that ends a document
 #   tokenize(text)       takes a str, returns ids in a list, array or tensor
 #   detokenize(ids)      takes ids in a list, array, tensor or iterator, returns a str
 #   unique_identifiers   a dict that identifies the tokenizer; json must be able to write it.  The
 #                        names of cache files depend on it (section 15), and records hold it
 #
-# encode_jsonl() needs vocab_size and tokenize(), and a config needs unique_identifiers.  eod is
-# needed for append_eod and for the three settings above.  These attributes are optional:
+# encode_jsonl() needs vocab_size and tokenize(), and GPTDatasetConfig needs unique_identifiers.
+# eod is needed for append_eod and for the three settings above.  These attributes are optional:
 #
 #   pad                  the id that pads a short sample
 #   eos, special_tokens_dict
-#                        other special ids: one id, and {name: id}.  A pad that equals one of them
-#                        is ambiguous (section 5)
+#                        other special ids: one id, and {name: id}.  A pad that equals eod or one of
+#                        them is ambiguous (section 5)
 #   tokenize_batch       takes a list of str, returns the ids of each one.  It only saves time
 
 
@@ -702,7 +702,7 @@ class ByteTokenizer:
         return list(text.encode("utf-8"))
 
     def tokenize_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the UTF-8 bytes of each text, as an array: it needs 1/8 of a list's memory."""
+        """Return the UTF-8 bytes of each text as an array, which is 8 times smaller than a list."""
         return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
@@ -782,9 +782,9 @@ def encode_jsonl(
 # ==============================================================================
 # 3. Split, blend, config
 # ==============================================================================
-# Question: how is each corpus split, and in which shares are corpora blended?
+# Question: how is each corpus split, and in what proportions are corpora mixed?
 #
-# The setting split cuts every corpus into parts that have no sequence in common.  These parts are
+# The setting "split" cuts every corpus into parts that have no sequence in common.  These parts are
 # called splits, too.  A blend combines corpora, each with a weight:
 #
 #   split "98,1,1"    wiki, 100 documents    code, 1000 documents
@@ -861,13 +861,10 @@ def convert_split_vector_to_split_matrix(
 def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, int]:
     """Turn fractions of a corpus into (first, end), a half-open range of its sequences.
 
-    Both are rounded as round() does: halves go to the even number.  Bounds are sums in float64, so
-    a half on paper may not be one: 0.7 + 0.2 is 0.8999999999999999.
+    Both are rounded as round() does: a half, such as 48.5, goes to the even number.
 
-    >>> split_range((0.98, 0.99), 100), split_range((0.98, 0.99), 1000)
-    ((98, 99), (980, 990))
-    >>> split_range((0.0, 0.5), 95), split_range((0.0, 0.5), 97)         # 47.5 and 48.5
-    ((0, 48), (0, 48))
+    >>> split_range((0.98, 0.99), 100), split_range((0.98, 0.99), 1000), split_range((0, 0.5), 97)
+    ((98, 99), (980, 990), (0, 48))
     """
     begin, end = bounds
     n = operator.index(num_sequences)
@@ -877,7 +874,7 @@ def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, i
 def get_blend_from_list(
     blend: typing.Sequence[str] | None,
 ) -> tuple[list[str], list[float] | None] | None:
-    """Parse a list of prefixes, or of weights and prefixes in turn: return (prefixes, weights).
+    """Parse a list of prefixes, or of alternating weights and prefixes: return (prefixes, weights).
 
     If the list has only prefixes, weights is None.  Decimal numbers are weights, so write ./2023
     for a folder 2023.  Raises ValueError for any other list.  For None, return None.
@@ -891,17 +888,10 @@ def get_blend_from_list(
         return None
     entries = [os.fsdecode(entry) if isinstance(entry, bytes) else str(entry) for entry in blend]
     entries = [entry.strip() for entry in entries]
-    # a decimal number; float() would also accept 2023_01, inf and nan
-    decimal = r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
-    is_number = [re.fullmatch(decimal, entry) is not None for entry in entries]
-    if len(entries) > 0 and not any(is_number):
+    is_weight = [_is_decimal(entry) for entry in entries]
+    if len(entries) > 0 and not any(is_weight):
         return entries, None
-    half = len(entries) // 2
-    if half == 0 or is_number != [True, False] * half:
-        raise ValueError(
-            "blend: expected only prefixes, or weight prefix weight prefix ...; numbers found: "
-            f"{sum(is_number)} of {len(entries)}.  (Write a prefix that is a number as ./2023)"
-        )
+    _check_alternating(is_weight)
     return entries[1::2], [float(weight) for weight in entries[0::2]]
 
 
@@ -915,7 +905,8 @@ class BlendedMegatronDatasetConfig:
       blend_per_split   a separate list of whole corpora for each of train, valid and test
       neither           mock data (see MockGPTDataset in section 21)
 
-    The fields under Data answer the question of section 3.  The others are for later sections.
+    On a first reading, read only the fields under Data.  They answer the question of this section.
+    The sections that use the other fields explain them.
 
     Data
       blend             (prefixes, weights).  weights is a list of numbers, or None: then the weight
@@ -932,22 +923,22 @@ class BlendedMegatronDatasetConfig:
       random_seed       seed of the shuffles of section 4.  (The sampler "cyclic" has its own seed.)
       tokenizer         an object as described in section 2; section 5 uses its eod and pad
       allow_ambiguous_pad_tokens
-                        True: no loss for labels that equal the pad id, even if another special
-                        token, such as eod, has the same id (section 5)
+                        True: treat all tokens that equal the pad id as padding, even if another
+                        special token, such as eod, has the same id (section 5)
 
     Validation
       multiple_validation_sets
                         True: if valid has several corpora, build a list with one dataset for each
                         corpus, not a blend, so that each has its own loss (section 7).  Needs
                         blend_per_split
-      full_validation   True: each validation dataset is one epoch of its corpus, and the size of
-                        valid (section 7) must be None.  Ignored unless multiple_validation_sets
+      full_validation   True: the size of valid (section 7) must be None, so that each validation
+                        dataset is one epoch of its corpus.  Ignored unless multiple_validation_sets
                         gives several datasets
 
     Building and reading
       mid_level_dataset_surplus
-                        how many samples more than its share to build of each corpus in a blend
-                        with weights or phases, as a fraction of the share (section 7)
+                        extra samples to build of each corpus in a blend with weights or phases, as
+                        a fraction of its share (section 7)
       num_dataset_builder_threads
                         how many corpora to build in parallel (section 7)
       path_to_cache     folder for the cached index arrays (section 15).  None: each corpus is
@@ -963,7 +954,7 @@ class BlendedMegatronDatasetConfig:
     Names and defaults are upstream's, except blend_phases.  fast_cache_load and
     defer_npy_index_mmap are accepted and ignored.
 
-    Raises ValueError for a wrong field, and for fields that contradict each other.
+    Raises ValueError for an invalid field, and for fields that contradict each other.
 
     >>> config = BlendedMegatronDatasetConfig(1234, 4, blend=(["p1", "p2"], [30, 70]), split="3,1")
     >>> config.split_matrix, config.mock
@@ -993,8 +984,8 @@ class BlendedMegatronDatasetConfig:
         if self.blend_per_split is not None and not any(self.blend_per_split):
             self.blend_per_split = None  # three times None means the same as None
         _check_config(self)
-        # As ints: the names of cache files depend on the JSON text of both (section 15), and json
-        # writes a numpy integer differently.
+        # Both become ints, because the names of cache files depend on their JSON text (section 15),
+        # and json writes a numpy integer differently.
         self.random_seed = _as_whole(self.random_seed, "random_seed", 0, 2**32 - 1)
         self.sequence_length = _as_whole(self.sequence_length, "sequence_length", 1, 2**32 - 1)
         if self.blend_per_split is not None:
@@ -1006,76 +997,6 @@ class BlendedMegatronDatasetConfig:
         self.split_matrix = convert_split_vector_to_split_matrix(shares)
 
 
-@dataclasses.dataclass
-class GPTDatasetConfig(BlendedMegatronDatasetConfig):
-    """Settings of GPTDataset, in addition to those in BlendedMegatronDatasetConfig.
-
-    The tokenizer is required and must have unique_identifiers.
-
-    Documents that end with eod (the tokenizer must have eod, too)
-      reset_position_ids     True: positions restart after every eod token.  (None means False.)
-      reset_attention_mask   True: no token attends across an eod token.  Needs the dense mask
-      eod_mask_loss          True: no loss where the input token is eod
-
-    Attention
-      create_attention_mask  True: return the dense (1, S, S) mask, which says for each token which
-                             tokens it may not attend to
-      inter_document_masking
-                             True: return document boundaries instead of a mask, and restart
-                             positions at each boundary.  Documents that start at 0 and 3, with
-                             S = 4, give cu_seqlens 0 3 4 4 4 and max_seqlen 3.  cu_seqlens lists
-                             the starts and is filled with S to S + 1 entries.  Keyword only.  Not
-                             in upstream 0.16.1
-
-    Samples
-      drop_last_partial_validation_sequence
-                             False: keep the last, short sample of valid, and pad it
-      add_extra_token_to_sequence
-                             True: x = 1, so the last input token has a label, too
-      stable_order           True: shuffle each epoch separately, so that a longer dataset begins
-                             with the samples of a shorter one.  Section 4 names one exception.
-                             Keyword only.  Not in upstream
-
-    Other
-      object_storage_cache_path
-                             local folder for copies of .idx files (section 16)
-      context_parallel_size  used only by SFTDataset (section 21)
-
-    data_parallel_size, sequence_parallel_size and sequences_per_dataset are accepted and ignored.
-    token_dtype_code is always None.  hybrid_context_parallel must be False.
-
-    Raises ValueError for a wrong tokenizer, and for fields that contradict each other.
-
-    >>> GPTDatasetConfig(1234, 4, tokenizer=ByteTokenizer()).has_dense_mask  # for mock data
-    True
-    """
-
-    reset_position_ids: bool | None = None
-    reset_attention_mask: bool | None = None
-    eod_mask_loss: bool | None = None
-    create_attention_mask: bool = True
-    drop_last_partial_validation_sequence: bool = True
-    add_extra_token_to_sequence: bool = True
-    object_storage_cache_path: str | None = None
-    data_parallel_size: int = 1
-    sequence_parallel_size: int = 0
-    hybrid_context_parallel: bool = False
-    sequences_per_dataset: dict | None = None
-    token_dtype_code: int | None = dataclasses.field(init=False, default=None)
-    context_parallel_size: int | None = None
-    inter_document_masking: bool = dataclasses.field(default=False, kw_only=True)
-    stable_order: bool = dataclasses.field(default=False, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_config_of_samples(self)
-
-    @property
-    def has_dense_mask(self) -> bool:
-        """Return whether a sample holds a (1, S, S) attention mask."""
-        return bool(self.create_attention_mask and not self.inter_document_masking)
-
-
 # ==============================================================================
 # 4. Index arrays
 # ==============================================================================
@@ -1083,21 +1004,21 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 #
 # Three index arrays hold the answer:
 #
-# (1) document_index has the documents of the split, once for each epoch, and shuffled.
+# (1) document_index holds the documents of the split, repeated for each epoch and shuffled.
 #     Concatenated in this order, they are the stream.
 # (2) sample_index cuts the stream into samples of S + x tokens, which start S tokens apart.  Row j
 #     says where sample j starts.
 # (3) shuffle_index shuffles the samples, too.  Sample k of the dataset is sample shuffle_index[k]
 #     of the stream.
 #
-# The drawing shows the cut (2) for the toy corpus, with its documents in file order.  Document
-# document_index[d] is the d-th of the stream, counted from 0.  A sample with the row (d, offset)
-# starts offset tokens after the start of this document.  Here the rows are (0, 0) (1, 0) (2, 1)
-# (2, 5).  The last row says where sample 3 would start.
+# The drawing shows step (2) for the toy corpus, with its documents in file order.  d counts the
+# documents of the stream from 0.  A sample with the row (d, offset) starts offset tokens after the
+# start of document d.  Here the rows are (0, 0) (1, 0) (2, 1) (2, 5).  The last row says where
+# sample 3 would start.
 #
-#   token     0 1 2 3 4 5 6 7 8 9 ...      sample 0 = a a a a b    inputs a a a a   labels a a a b
+#   d         0       1     2              sample 0 = a a a a b    inputs a a a a   labels a a a b
 #   stream    a a a a b b b c c c c c c    sample 1 = b b b c c    inputs b b b c   labels b b c c
-#                                          sample 2 = c c c c c    inputs c c c c   labels c c c c
+#   offset    0 1 2 3 0 1 2 0 1 2 3 4 5    sample 2 = c c c c c    inputs c c c c   labels c c c c
 #
 # With S = 4 and x = 1, a sample has five tokens: four inputs, and an extra token, so that the last
 # input has a label, too.  The next sample begins with this extra token, so no token is a label
@@ -1105,11 +1026,12 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 #
 # The shuffles (1) and (3) can be done in two ways.
 #
-# Upstream shuffles all epochs together, with one exception: if the run needs only a small part of
-# the last epoch (plan_epochs() has the rule), that epoch is shuffled separately and comes last.
-# Otherwise the run would read too many samples of the last epoch, and miss as many of the earlier
-# ones.  If a longer run has more epochs, or its last one is no longer separate, all samples may
-# change, from the first one on.
+# Upstream shuffles all epochs together, with one exception: if fewer than about 80 % of the last
+# epoch are requested (plan_epochs() has the rule), that epoch is shuffled separately and comes
+# last.  Otherwise the run would read too many samples of the last epoch, and miss as many of the
+# earlier ones.  The result of a shuffle depends on the number of shuffled items.  So if a longer
+# run has more epochs, or its last epoch is no longer separate, all samples may change, from the
+# first one on.
 #
 # With stable_order, each epoch is shuffled separately and has its own seed.  So additional epochs
 # leave the order of the earlier ones unchanged:
@@ -1122,8 +1044,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 # (With this seed, the shuffle of one epoch happens to leave the three documents in order.)
 #
 # The samples (3) are shuffled together or separately in the same way.  A sample that begins in one
-# epoch and ends in the next is a sample of the epoch in which it ends.  A short last sample, if it
-# is kept, is shuffled together with the last epoch.  A longer dataset may then have a different
+# epoch and ends in the next belongs to the epoch in which it ends.  A short last sample, if it is
+# kept, is shuffled together with the last epoch.  A longer dataset may then have a different
 # order in this epoch, even with stable_order.
 
 
@@ -1167,7 +1089,7 @@ def plan_epochs(
     drop_last_partial_sequence: bool = True,
     add_extra_token_to_sequence: bool = True,
 ) -> EpochPlan:
-    """Plan how many epochs give the requested samples, in O(1).
+    """Return how many epochs give the requested samples, and what follows from it, in O(1).
 
     tokens_per_epoch   T
     num_samples        how many samples are requested.  None or 0: as many as one epoch has
@@ -1175,7 +1097,7 @@ def plan_epochs(
 
     The number of epochs E is the smallest integer >= 1 with E*T >= num_samples*S + x.
 
-    If the run needs fewer than int(0.80 * n) samples of the last epoch, this epoch is shuffled
+    If fewer than int(0.80 * n) samples of the last epoch are needed, this epoch is shuffled
     separately.  Here n is the number of full samples in one epoch; the factor is upstream's.
 
     Raises ValueError if samples are requested and T is 0.
@@ -1231,7 +1153,7 @@ def build_document_index(
     documents             ints (D,): numbers of the split's documents
     num_epochs            E
     random_state          the generator that shuffles
-    separate_final_epoch  True: shuffle the last epoch separately, and after the earlier ones
+    separate_final_epoch  True: shuffle the last epoch separately, and keep it last
 
     Return int32 (E*D,).  Raises ValueError unless the numbers are integers from 0 to 2**31 - 1.
 
@@ -1264,7 +1186,8 @@ def build_sample_idx(
     Sample j is the tokens [j*S, j*S + S + x) of the stream.
 
     sizes             int32: the sequence_lengths of the .idx file
-    document_indices  int32 (E*D,): the document_index, under upstream's name
+    document_indices  int32 (E*D,): the document_index.  The argument has upstream's name; the array
+                      document_indices of an .idx file is something else
     sequence_length   S, at least 1
     num_epochs        E
     tokens_per_epoch  T
@@ -1275,7 +1198,7 @@ def build_sample_idx(
     offset tokens after the start of the d-th document of the stream.  Row N is where sample N would
     start: x tokens before the end of sample N - 1.
 
-    Raises TypeError if an array has a wrong dtype, and IndexError if sizes lacks a document.
+    Raises TypeError if an array has a wrong dtype, and IndexError if a document is not in sizes.
     Raises ValueError if an array is not 1-D, if S < 1, if a length is negative, or if the documents
     have fewer tokens than the samples need.
 
@@ -1299,9 +1222,8 @@ def build_sample_idx(
     rows = np.empty((N + 1, 2), _sample_index_dtype(len(document_index)))
     end_of_last = min(N * S + x, tokens) if N else 0  # a short last sample ends with the stream
     _fill_rows(rows, sizes, document_index, S, x, end_of_last)
-    # The stream may end with empty documents.  The row that _fill_rows() makes for the end of a
-    # short last sample points to the document before them.  Without the extra token, upstream's row
-    # points to the last of them.
+    # As in upstream, the last row is different in one case: the last sample is short, there is no
+    # extra token, and the stream ends with empty documents.  It then points to the last of these.
     if x == 0 and N * S > tokens:
         rows[-1] = len(document_index) - 1, sizes[document_index[-1]]
     return rows
@@ -1337,8 +1259,8 @@ def build_shuffle_index(
 ) -> np.ndarray:
     """Shuffle 0 .. N - 1 in two parts: the first num_samples numbers, and the rest.
 
-    num_samples   size of the first part: N, or, if the last epoch is shuffled separately, how many
-                  samples end before it begins
+    num_samples   size of the first part: N.  If the last epoch is shuffled separately: the number
+                  of samples that end before it begins
     total_size    N
     random_state  the generator that shuffles
 
@@ -1357,7 +1279,7 @@ def build_shuffle_index(
 
 
 def _shuffle_index_dtype(num_samples):
-    """Return upstream's dtype for the numbers 0 .. N - 1."""
+    """Return upstream's dtype, with upstream's limit, for the numbers 0 .. N - 1."""
     return np.uint32 if num_samples < 2**32 - 2 else np.int64
 
 
@@ -1423,21 +1345,91 @@ def build_stable_orders(
 #   field                     a document starts        effect
 #   reset_position_ids        after an eod token       positions count from 0 again
 #   reset_attention_mask      after an eod token       no attention to earlier documents
-#   eod_mask_loss             after an eod token       no loss where the input token is eod
+#   eod_mask_loss                                      no loss where the input token is eod
 #   inter_document_masking    where a sequence of      positions count from 0 again; cu_seqlens
 #                             the .idx file starts     lists the starts, instead of a mask
 #
-# ds[None] returns a padding sample: sample 0, but with a loss that does not count.  Padding samples
-# complete a micro-batch that has too few samples (section 8).
+# cu_seqlens always has S + 1 entries, so it is filled up with S.  Documents that start at 0 and 3,
+# with S = 4, give cu_seqlens 0 3 4 4 4; max_seqlen, the length of the longest document, is 3.
 #
-# The three index arrays depend on which sequences are in the split, and on their lengths.  Besides,
-# they depend only on the number of samples requested, S, x, the seed, stable_order, and whether a
-# short last sample is kept.  So they are built once and cached in files (section 15), which all
-# ranks and all later jobs read.
+# ds[None] returns a padding sample: sample 0 with a loss_mask of zeros.  Padding samples fill up a
+# micro-batch that has too few samples (section 8).
+#
+# The three index arrays depend on which sequences are in the split, and on their lengths.  Beyond
+# that, they depend only on the number of samples requested, S, x, the seed, stable_order, and
+# whether a short last sample is kept.  So they are built once and cached in files (section 15),
+# which all ranks and all later jobs read.
 
 
-class _Identified(torch.utils.data.Dataset):
-    """Base class of datasets that are cached: it names their files (section 15)."""
+@dataclasses.dataclass
+class GPTDatasetConfig(BlendedMegatronDatasetConfig):
+    """Settings of GPTDataset, in addition to those in BlendedMegatronDatasetConfig.
+
+    The tokenizer is required and must have unique_identifiers.
+
+    Documents that end with eod (the tokenizer must have eod, too)
+      reset_position_ids     True: positions restart after every eod token.  (None means False.)
+      reset_attention_mask   True: no token attends across an eod token.  Needs the dense mask
+      eod_mask_loss          True: no loss where the input token is eod
+
+    Attention
+      create_attention_mask  True: return the dense (1, S, S) mask, which says for each token which
+                             tokens it may not attend to
+      inter_document_masking
+                             True: return cu_seqlens and max_seqlen instead of a mask, and restart
+                             positions at each document.  Keyword only.  Not in upstream 0.16.1
+
+    Samples
+      drop_last_partial_validation_sequence
+                             False: keep the last, short sample of valid, and pad it
+      add_extra_token_to_sequence
+                             True: x = 1, so the last input token has a label, too
+      stable_order           True: shuffle each epoch separately, so that a longer dataset begins
+                             with the samples of a shorter one.  Section 4 names one exception.
+                             Keyword only.  Not in upstream
+
+    Other
+      object_storage_cache_path
+                             local folder for copies of .idx files (section 16)
+      context_parallel_size  used only by SFTDataset (section 21)
+
+    data_parallel_size, sequence_parallel_size and sequences_per_dataset are accepted and ignored.
+    token_dtype_code is always None.  hybrid_context_parallel must be False.
+
+    Raises ValueError for an unsuitable tokenizer, and for fields that contradict each other.
+
+    >>> GPTDatasetConfig(1234, 4, tokenizer=ByteTokenizer()).has_dense_mask
+    True
+    """
+
+    reset_position_ids: bool | None = None
+    reset_attention_mask: bool | None = None
+    eod_mask_loss: bool | None = None
+    create_attention_mask: bool = True
+    drop_last_partial_validation_sequence: bool = True
+    add_extra_token_to_sequence: bool = True
+    object_storage_cache_path: str | None = None
+    data_parallel_size: int = 1
+    sequence_parallel_size: int = 0
+    hybrid_context_parallel: bool = False
+    sequences_per_dataset: dict | None = None
+    token_dtype_code: int | None = dataclasses.field(init=False, default=None)
+    context_parallel_size: int | None = None
+    inter_document_masking: bool = dataclasses.field(default=False, kw_only=True)
+    stable_order: bool = dataclasses.field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_config_of_samples(self)
+
+    @property
+    def has_dense_mask(self) -> bool:
+        """Return whether a sample holds a (1, S, S) attention mask."""
+        return bool(self.create_attention_mask and not self.inter_document_masking)
+
+
+class _CachedDataset(torch.utils.data.Dataset):
+    """Base class of cached datasets.  unique_description names their files (section 15)."""
 
     @functools.cached_property
     def unique_description(self) -> str:
@@ -1450,7 +1442,7 @@ class _Identified(torch.utils.data.Dataset):
         return _md5(self.unique_description)
 
 
-class MegatronDataset(abc.ABC, _Identified):
+class MegatronDataset(abc.ABC, _CachedDataset):
     """Base class of the datasets that the builder (section 7) can build.
 
     dataset        the opened data, as build_low_level_dataset() returned them
@@ -1478,12 +1470,12 @@ class MegatronDataset(abc.ABC, _Identified):
     ) -> None:
         self.dataset = dataset
         self.dataset_path = None if dataset_path is None else os.fsdecode(dataset_path)
-        # what indices holds, but as a range if possible, which needs no memory (section 15)
+        # the argument, kept as a range if possible, because a range needs no memory (section 15)
         self._documents = _as_range(indices)
         self.num_samples = _as_size(num_samples, "num_samples")
         self.index_split = index_split
         self.config = config
-        self.unique_identifiers = collections.OrderedDict()  # upstream's; it names the cache files
+        self.unique_identifiers = collections.OrderedDict()  # as in upstream; it names cache files
         self.unique_identifiers["class"] = type(self).__name__
         self.unique_identifiers["dataset_path"] = self.dataset_path
         self.unique_identifiers["num_samples"] = self.num_samples
@@ -1516,16 +1508,20 @@ class MegatronDataset(abc.ABC, _Identified):
         dataset_path: str | None, config: BlendedMegatronDatasetConfig
     ) -> typing.Any:
         """Open the data at dataset_path.  The builder calls this."""
-        raise NotImplementedError("the builder needs a class that has build_low_level_dataset()")
+        raise NotImplementedError(
+            "build_low_level_dataset() is missing; define it in the class passed to the builder"
+        )
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: typing.Any) -> int:
         """Return how many documents the opened data have.  The builder splits this number."""
-        raise NotImplementedError("the builder needs a class that has numel_low_level_dataset()")
+        raise NotImplementedError(
+            "numel_low_level_dataset() is missing; define it in the class passed to the builder"
+        )
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
-        """Return the fields of the config that name the cache files.  A subclass may add fields."""
+        """Return the config fields that name the cache files.  Subclasses may add fields."""
         return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
 
 
@@ -1597,8 +1593,7 @@ class GPTDataset(MegatronDataset):
             indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
         )
         self._x = int(config.add_extra_token_to_sequence)
-        # by name, because index_split may be a member of upstream's Split
-        is_valid = index_split.name == "valid"
+        is_valid = index_split.name == "valid"  # also for upstream's Split
         self._keeps_short = is_valid and not config.drop_last_partial_validation_sequence
         self._pad_token_id = _pad_id_of_config(config)
         self.eod_token_id = None  # only set if a field needs it
@@ -1620,12 +1615,12 @@ class GPTDataset(MegatronDataset):
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         k = 0 if idx is None else idx
-        # A subclass may return a third value, the lengths of the documents.
-        ids, _, *lengths = self._query_document_sample_shuffle_indices(k)
-        return self._make_sample(idx, ids, *lengths)
+        parts = self._query_document_sample_shuffle_indices(k)
+        lengths = parts[2] if len(parts) > 2 else None  # only a subclass returns a third value
+        return self._make_sample(idx, parts[0], lengths)
 
     def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
-        """Return the same samples as self[idx], read together.  torch's DataLoader calls this."""
+        """Return [self[idx] for idx in indices], but faster.  torch's DataLoader calls this."""
         return _read_gpt_samples(self, indices)  # section 10
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
@@ -1678,7 +1673,7 @@ class GPTDataset(MegatronDataset):
         config = self.config
         S = config.sequence_length
         pad = self._pad_token_id
-        # _query_...() has padded, as upstream's does.  Section 10 or a subclass may not have.
+        # _query_...() pads, as in upstream.  Section 10 and subclasses may pass fewer ids.
         ids = self._pad(ids)
         ids = np.asarray(ids).astype(np.int64, casting="same_kind", copy=False)  # rejects floats
         tokens = ids[:S].copy()
@@ -1693,7 +1688,7 @@ class GPTDataset(MegatronDataset):
         if idx is None:
             loss_mask[:] = 0
 
-        # positions at which documents start, according to the eods
+        # positions after an eod, where a document starts
         after_eod = [0]
         if self.eod_token_id is not None:
             eods = np.flatnonzero(tokens[:-1] == self.eod_token_id)
@@ -1724,8 +1719,7 @@ class GPTDataset(MegatronDataset):
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the index arrays, and set epoch_plan.  A subclass may override this method."""
         # Section 15 loads them from the cache, or calls _build_arrays() and saves them.
-        plan, arrays = _load_or_build_orders(self)
-        self.epoch_plan = EpochPlan(*plan)
+        self.epoch_plan, arrays = _load_or_build_orders(self)
         return arrays
 
     def _build_arrays(self):
@@ -1751,7 +1745,7 @@ class GPTDataset(MegatronDataset):
             )
         else:
             # one generator shuffles the documents first, and then the samples
-            random_state = _random_state(config.random_seed)  # np.random.RandomState, made faster
+            random_state = _random_state(config.random_seed)  # section 18: RandomState(random_seed)
             document_index = build_document_index(
                 self.indices, plan.num_epochs, random_state, plan.separate_final_epoch
             )
@@ -1804,8 +1798,8 @@ def _pad_id_of_config(config):
                                                      allow_ambiguous_pad_tokens is set
 
     The special tokens here are the entries of special_tokens_dict except "pad_token", or, if there
-    are none, eos and eod.  Padding has no loss.  If it shared an id with real tokens, these would
-    have no loss, either.
+    are none, eos and eod.  Tokens with the id of padding become 0 and have no loss, so they should
+    not be real tokens.
     """
     tokenizer = config.tokenizer
     pad = _attribute_of(tokenizer, "pad")  # None if the tokenizer has no pad (section 19)
@@ -1818,8 +1812,9 @@ def _pad_id_of_config(config):
     same = [name for name, token in special.items() if token == pad]
     if same and not config.allow_ambiguous_pad_tokens:
         _warn(
-            f"tokenizer: the pad id {pad} is also the id of {' and '.join(same)}, so padding gets "
-            "-1; use another pad, or set allow_ambiguous_pad_tokens: this id then has no loss"
+            f"tokenizer: the pad id {pad} is also the id of {' and '.join(same)}, so padding uses "
+            "-1 instead.  To silence this warning, give the tokenizer a pad id of its own, or set "
+            f"allow_ambiguous_pad_tokens (then no label with the id {pad} has a loss)"
         )
         return -1
     return int(pad)
@@ -1956,7 +1951,7 @@ def build_exhaustive_blending_indices(
 ) -> None:
     """Fill in a blend that takes exactly sizes[d] samples of each dataset d, evenly spread.
 
-    The rule is the one of build_blending_indices(), with the weights sizes[d] / sum(sizes).  A
+    The rule is that of build_blending_indices(), with the weights sizes[d] / sum(sizes).  A
     dataset that has given all its samples is no longer considered.
 
     dataset_index, dataset_sample_index
@@ -1983,7 +1978,7 @@ def _fill_blend(dataset_index, dataset_sample_index, shares, limits, size):
 
     Section 18 replaces this function with a faster one.
     """
-    # how many samples each dataset has given; infinity, so that its lag is least, if none is left
+    # samples that each dataset has given; inf if it has none left: its lag is then -inf
     taken = np.where(limits > 0, 0.0, np.inf)
     for i in range(size):
         d = np.argmax(shares * max(i, 1) - taken)
@@ -2000,8 +1995,8 @@ def build_phase_indices(
 ) -> None:
     """Fill in a blend of several phases.
 
-    In each phase the rule is the one of build_blending_indices(), and only datasets whose weight in
-    this phase is not 0 are considered.
+    Each phase follows the rule of build_blending_indices().  Only datasets whose weight in this
+    phase is not 0 are considered.
 
     dataset_index, dataset_sample_index
              int16 and int64 (size,), filled in as in build_blending_indices()
@@ -2032,32 +2027,16 @@ def build_phase_indices(
         begin += samples
 
 
-def _as_phases(phases, names):
-    """Return the phases of a blend as [(samples, normalized weights), ...].
-
-    Weights of 0 are left out of the sum, as in a plain blend, which drops their corpora.  numpy
-    might round a sum with zeros differently.
-    """
-    _check_phases(phases, names)
-    normalized = []
-    for samples, weights in phases:
-        shares = np.array(weights, np.float64)
-        is_used = shares > 0
-        shares[is_used] = normalize(shares[is_used])
-        normalized.append((int(samples), shares.tolist()))
-    return normalized
-
-
 def _drop_zero_weights(items, weights, names):
     """Return the items whose weights are not 0, and these weights.  Log the names of the rest."""
     used = [d for d, weight in enumerate(weights) if weight]
     dropped = [str(name) for d, name in enumerate(names) if not weights[d]]
     if dropped:
-        log.warning("dropped from the blend, weight 0: %s", ", ".join(dropped))
+        log.warning("dropped from the blend because their weight is 0: %s", ", ".join(dropped))
     return [items[d] for d in used], [weights[d] for d in used]
 
 
-class BlendedDataset(_Identified):
+class BlendedDataset(_CachedDataset):
     """A blend of datasets, in which each gives its share of the samples.
 
     datasets   MegatronDatasets of one split, at most 32,766
@@ -2084,7 +2063,7 @@ class BlendedDataset(_Identified):
 
     ds[None] is the padding sample of the dataset that sample 0 comes from.
 
-    Raises ValueError if a dataset has fewer samples than the blend takes of it.
+    Raises ValueError if a dataset has fewer samples than the blend takes from it.
 
     Upstream differs: it raises IndexError instead, and only during the run.
 
@@ -2114,7 +2093,7 @@ class BlendedDataset(_Identified):
         self._set_shares(weights, size, phases)
         self.split = self.datasets[0].index_split
 
-        self.unique_identifiers = collections.OrderedDict()  # upstream's; it names the cache files
+        self.unique_identifiers = collections.OrderedDict()  # as in upstream; it names cache files
         self.unique_identifiers["class"] = type(self).__name__
         self.unique_identifiers["datasets"] = [part.unique_identifiers for part in self.datasets]
         self.unique_identifiers["split"] = self.split.name
@@ -2129,7 +2108,10 @@ class BlendedDataset(_Identified):
         self.dataset_index, self.dataset_sample_index = self._build_indices()
         # The builder (section 7) catches this error, and rebuilds the datasets that are too small.
         taken = zip(self.datasets, self.samples_taken().tolist(), strict=True)
-        needed = {part: count for part, count in taken if count > len(part)}
+        needed = {}
+        for part, count in taken:
+            if count > len(part):
+                needed[part] = max(count, needed.get(part, 0))  # a part may be given twice
         if needed:
             raise _error_of_large_blend(needed)  # _BlendTooLarge, a ValueError (section 13)
 
@@ -2146,7 +2128,7 @@ class BlendedDataset(_Identified):
                 self.size = _as_size(size, "size")
                 self.weights = normalize(weights)
             else:
-                self.weights = _as_counts(weights).tolist()
+                self.weights = _as_counts(weights, "weights").tolist()
         else:
             phases = _as_phases(phases, names)
             self.size = sum(samples for samples, _ in phases)
@@ -2159,7 +2141,7 @@ class BlendedDataset(_Identified):
         return sum(self.weights) if self.size is None else self.size
 
     def __repr__(self) -> str:
-        """Describe the blend, and on a line each its first 20 datasets."""
+        """Describe the blend and, one per line, its first 20 datasets."""
         lines = [f"{type(self).__name__}({self.split.name}, samples={len(self)})"]
         taken = self.samples_taken()
         for d, dataset in enumerate(self.datasets[:20]):
@@ -2173,8 +2155,8 @@ class BlendedDataset(_Identified):
 
     def _build_indices(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the two index arrays, and set _taken.  A subclass may override this method."""
-        # Section 15 loads them from the cache, or calls _build_arrays() and saves them.  They are
-        # made from nothing but what is in unique_description: no other settings, and no pair.
+        # Section 15 loads them from the cache, or calls _build_arrays() and saves them.  They
+        # depend only on unique_description: not on other settings (made_from), nor on a pair.
         self._taken, arrays = _load_or_build(self, self.split, made_from={}, pair=None)
         return arrays
 
@@ -2190,7 +2172,7 @@ class BlendedDataset(_Identified):
         return _count_datasets(arrays[0], len(self.datasets)), arrays
 
     def samples_taken(self) -> np.ndarray:
-        """Return how many samples the blend takes of each dataset, int64 (datasets,)."""
+        """Return how many samples the blend takes from each dataset, int64 (datasets,)."""
         if self._taken is None:  # a subclass has overridden _build_indices()
             self._taken = _count_datasets(self.dataset_index, len(self.datasets))
         return np.array(self._taken, np.int64)
@@ -2211,7 +2193,7 @@ class BlendedDataset(_Identified):
         return {"dataset_id": dataset_id, **self.datasets[d][k]}
 
     def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
-        """Return the same samples as self[idx], read together.  torch's DataLoader calls this."""
+        """Return [self[idx] for idx in indices], but faster.  torch's DataLoader calls this."""
         return _read_blend_samples(self, indices)  # section 10
 
     def _locate(self, idx):
@@ -2237,7 +2219,7 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 #
 # In a blend with weights, each corpus has a target of n samples and is built with a surplus:
 #
-#   size            the number of samples requested of the blend
+#   size            the number of samples requested from the blend
 #   w               the weight of the corpus, divided by the sum of all weights
 #   n               ceil(size * w)
 #   n plus surplus  ceil(n * (1 + surplus)), where surplus is mid_level_dataset_surplus
@@ -2246,21 +2228,23 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 # Hence the surplus.  If the rule takes more samples than a corpus has, the builder rebuilds this
 # corpus alone, larger.  (Upstream fails.)
 #
-# For each split, the first row that applies decides what the builder makes:
+# For each split, the first row that applies decides what the builder makes.  size is what the user
+# requests of the split.  Of a corpus, None or 0 requests one epoch.
 #
-#   the split has                          becomes                    samples requested per corpus
+#   the split has                          becomes                      requested of each corpus
 #   no corpora, or an empty share          None
-#   blend_phases (train only); size at     a blend of all phases      sum of the n of each phase,
-#     most the samples of all phases                                    plus surplus
-#   multiple_validation_sets (valid only)  one dataset per corpus     size.  None, 0: one epoch
-#   one corpus, without a weight           the dataset of the corpus  size.  None, 0: one epoch
-#   one corpus, in blend_per_split         the dataset of the corpus  size.  None, 0: one epoch
-#   no weights                             a blend of size samples    one epoch
-#                                          or, if size is None or
-#                                          larger, of all; weights:
-#                                          the numbers of samples
-#   weights, but size is None              ValueError
-#   weights and a size                     a blend of sum(n) samples  n plus surplus
+#   blend_phases (train only)              a blend of all phases        sum of the n of each phase,
+#                                                                       plus surplus
+#   multiple_validation_sets (valid only)  one dataset per corpus       size
+#   one corpus, without a weight           the dataset of the corpus    size
+#   one corpus, in blend_per_split         the dataset of the corpus    size
+#   no weights, and no size                a blend of all samples       one epoch
+#   no weights, and a size                 a blend of size samples or,  one epoch
+#                                          if there are fewer, of all
+#   weights, but no size                   ValueError
+#   weights, and a size                    a blend of sum(n) samples    n plus surplus
+#
+# In a blend without weights, the weights are the numbers of samples of the corpora.
 #
 # Mock data (section 21) count as one corpus.  If samples of a split are requested, but its corpora
 # have none, the split is None, and a warning says so.
@@ -2306,7 +2290,7 @@ def _entries_of_config(config, sizes):
         if split is Split.train and config.blend_phases is not None:
             phases = _as_phases(config.blend_phases, prefixes)
             requested = [math.ceil(n * (1 + surplus)) for n in _targets_of_corpora(phases)]
-            entries.append(_Entry(split, prefixes, bounds, requested, True, phases=phases))
+            entries.append(_Entry(split, prefixes, bounds, requested, is_blend=True, phases=phases))
         elif split is Split.valid and config.multiple_validation_sets:
             _check_size_of_sets(config, prefixes, size)
             entries.append(_Entry(split, prefixes, bounds, [size] * len(prefixes)))
@@ -2314,15 +2298,15 @@ def _entries_of_config(config, sizes):
             entries.append(_Entry(split, prefixes, bounds, [size]))
         elif weights is None:
             requested = [None] * len(prefixes)
-            entries.append(_Entry(split, prefixes, bounds, requested, True, size=size))
+            entries.append(_Entry(split, prefixes, bounds, requested, is_blend=True, size=size))
         else:
             _check_has_size(split, size)
             prefixes, weights = _drop_zero_weights(prefixes, weights, prefixes)
             weights = normalize(weights)
             targets = _targets_of_corpora([(size, weights)])
             requested = [math.ceil(n * (1 + surplus)) for n in targets]
-            # True: a blend, with these weights and this size
-            entries.append(_Entry(split, prefixes, bounds, requested, True, weights, sum(targets)))
+            shares = {"weights": weights, "size": sum(targets)}
+            entries.append(_Entry(split, prefixes, bounds, requested, is_blend=True, **shares))
     return entries
 
 
@@ -2336,13 +2320,17 @@ def _targets_of_corpora(phases):
 
 
 class BlendedMegatronDatasetBuilder:
-    """Builder of the datasets train, valid and test that a config describes.
+    """Build the train, valid and test datasets that a config describes.
 
     cls               a MegatronDataset class, such as GPTDataset
-    sizes             number of samples of train, valid and test.  None: one epoch of each corpus
-                      or, with phases, all their samples.  With weights, None raises ValueError.
-                      0: a blend is empty, but with phases it has all their samples; a dataset
-                      that is not in a blend has one epoch
+    sizes             number of samples of train, valid and test:
+
+                        the split becomes       None                0
+                        a blend of phases       all their samples   all their samples
+                        a blend of weights      ValueError          an empty blend
+                        a blend, no weights     one epoch of each   an empty blend
+                        a dataset per corpus    one epoch           one epoch
+
     is_built_on_rank  function without arguments that returns whether this rank needs the datasets.
                       It is called only with torch.distributed.  If it returns False, build()
                       returns [None, None, None].  (Rank 0 builds in any case, to write the cache.)
@@ -2352,7 +2340,7 @@ class BlendedMegatronDatasetBuilder:
     Lightning, call it in setup(), which runs on every rank, and not in prepare_data().)
 
     In this example both corpora are the toy corpus, with 3 samples per epoch.  With the surplus, 2
-    samples are requested of corpus 0, and 4 of corpus 1, whose second epoch changes the order.
+    samples are requested from corpus 0, and 4 from corpus 1, whose second epoch changes the order.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus(), toy_corpus()], [1, 3]), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
@@ -2383,16 +2371,19 @@ class BlendedMegatronDatasetBuilder:
         """
         if not _is_distributed():
             return self._build_splits()
-        # _on_every_rank() calls a function and waits for the other ranks.  If the call fails on one
-        # rank, every rank raises an error (section 17).  _wait_for_ranks() only waits.  Each of the
-        # two is one exchange of errors: rank 0's call pairs with the other ranks' wait, and the
-        # reverse.  An error of rank 0 is therefore raised on the other ranks while they wait.
+        # _on_every_rank() calls a function, if it is given one, and then waits until every rank has
+        # come so far.  If a call failed, every rank raises an error.  _wait_for_ranks() only waits.
+        # (Both are in section 17.)
+        #
+        #   rank 0             other ranks
+        #   _build_splits()    _wait_for_ranks()                      until rank 0 has built
+        #   _wait_for_ranks()  _build_splits(), if they need datasets  until they have built
         is_built_here = _on_every_rank(self.is_built_on_rank)
         if _rank() == 0:
             datasets = _on_every_rank(self._build_splits)
-            _wait_for_ranks()  # until the other ranks have built
+            _wait_for_ranks()
         else:
-            _wait_for_ranks()  # until rank 0 has built
+            _wait_for_ranks()
             datasets = _on_every_rank(self._build_splits if is_built_here else None)
         _check_same_builds(datasets)  # section 13
         return datasets if is_built_here else [None] * len(Split)
@@ -2437,16 +2428,15 @@ class BlendedMegatronDatasetBuilder:
         if threads == 1:
             return [function(*row) for row in zip(*columns, strict=True)]
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-            # If a call raises, the calls that have not begun are cancelled.
             return list(pool.map(function, *columns))
 
-    def _build_part(self, entry, corpus, prefix, size):
+    def _build_part(self, entry, corpus, prefix, num_samples):
         """Build the dataset of one corpus, from the documents that belong to the split."""
         first, end = split_range(entry.bounds, self.cls.numel_low_level_dataset(corpus))
         documents = range(first, end)
-        if self.cls is not GPTDataset:  # written for upstream, which passes an array
+        if self.cls is not GPTDataset:  # a class written for upstream expects an array
             documents = np.arange(first, end, dtype=np.int32)
-        return self.cls(corpus, prefix, documents, size, entry.split, self.config)
+        return self.cls(corpus, prefix, documents, num_samples, entry.split, self.config)
 
     def _make_blend(self, entry, corpora, parts):
         """Return the blend of parts, the datasets of the corpora."""
@@ -2467,7 +2457,7 @@ class BlendedMegatronDatasetBuilder:
         try:
             return BlendedDataset(parts, weights, size, self.config, phases=entry.phases)
         except _BlendTooLarge as error:
-            needed = error.needed  # {part that is too short: samples that the blend takes of it}
+            needed = error.needed  # {part that is too short: samples that the blend takes from it}
         # Rebuild only these corpora.  If a corpus is built with more samples, its order of samples
         # may change, and the corpora that are large enough must keep upstream's order.
         for i, part in enumerate(parts):
@@ -2479,7 +2469,7 @@ class BlendedMegatronDatasetBuilder:
 # ==============================================================================
 # 8. Samplers
 # ==============================================================================
-# Question: which samples does rank r read at step t, and how does a run resume?
+# Question: which samples does a rank read, and how does a run resume?
 #
 # Each data-parallel rank, in this section called rank, has a sampler.  It yields one list of sample
 # numbers for each micro-batch of its rank; batches_of() reads these samples and stacks them.
@@ -2489,15 +2479,19 @@ class BlendedMegatronDatasetBuilder:
 #           constant, step t reads rounds t*M .. t*M + M - 1.  Samplers do not know steps
 #
 # The sampler "single" keeps the samples in order and deals each rank a block of them.  The sampler
-# "cyclic" shuffles them anew in each pass; with data_sharding=False, which the drawing shows, it
-# deals them one by one.  With micro_batch_size 2, data_parallel_size 2 and 8 samples:
+# "cyclic" shuffles them anew in each pass.  By default, each rank owns a part of the samples and
+# shuffles only this part.  With data_sharding=False, all samples are shuffled together and dealt to
+# the ranks one by one.  With micro_batch_size 2, data_parallel_size 2 and 8 samples:
 #
-#   round                0              1
-#   single   sample      0  1  2  3     4  5  6  7
-#            to rank     0  0  1  1     0  0  1  1
+#   round                            0              1
+#   single               sample      0  1  2  3     4  5  6  7
+#                        to rank     0  0  1  1     0  0  1  1
 #
-#   cyclic   sample      4  0  7  3     2  5  1  6
-#            to rank     0  1  0  1     0  1  0  1
+#   cyclic               sample      0  1  4  5     3  2  7  6     rank 0 owns samples 0 .. 3
+#                        to rank     0  0  1  1     0  0  1  1
+#
+#   cyclic,              sample      4  0  7  3     2  5  1  6
+#   data_sharding=False  to rank     0  1  0  1     0  1  0  1
 #
 # To resume, a sampler needs one number: consumed_samples, the samples that all ranks together have
 # used.  Padding (None) does not count.  "single" counts from the start of the pass, "cyclic" from
@@ -2509,8 +2503,9 @@ class _Sampler:
     """Base class of the samplers.
 
     kind                  name of the sampler in a saved state
-    consumed_samples      the argument; iterating does not change it
-    next_start            where the next iteration starts, counted like consumed_samples
+    consumed_samples      as passed to the constructor; iterating does not change it
+    next_start            where the next iteration starts, counted like consumed_samples.  "single"
+                          sets it to 0 when an iteration begins; "cyclic" advances it with each list
     samples_per_round     micro_batch_size * data_parallel_size
     active_total_samples  number of samples in full rounds
 
@@ -2617,8 +2612,8 @@ class MegatronPretrainingRandomSampler(_Sampler):
 
     dataset        ignored; upstream has this argument
     data_sharding  True (section 10's default): each rank owns a part of the samples and shuffles
-                   only that part: of 8 samples on 2 ranks, rank 1 owns 4 .. 7.  False: the samples
-                   are shuffled together and dealt to the ranks one by one
+                   only this part.  With 8 samples and 2 ranks, rank 1 owns samples 4 .. 7.  False:
+                   the samples are shuffled together and dealt to the ranks one by one
     seed           0 to 2**63 - 1; pass p is shuffled with seed + p.  0 gives upstream's order
 
     All ranks yield the same number of lists.  An iteration ends with its pass; the next iteration
@@ -2672,7 +2667,8 @@ class MegatronPretrainingRandomSampler(_Sampler):
         """Return the samples that this rank reads in a pass, in order."""
         rank = self.data_parallel_rank
         ranks = self.data_parallel_size
-        generator = torch.Generator().manual_seed(self.seed + pass_number)
+        # on the CPU, even if torch's default device is a GPU
+        generator = torch.Generator("cpu").manual_seed(self.seed + pass_number)
         if self.data_sharding:
             own_samples = self.samples_shuffled() // ranks
             return rank * own_samples + torch.randperm(
@@ -2701,7 +2697,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
 # "cyclic", sharded, never read samples 8, 9 and 10.  "cyclic", unsharded, shuffles samples 0 .. 9,
 # and then drops two.
 #
-# A job that resumes may change some settings, and still continues at the same sample:
+# A resumed job may change some settings and still continue at the same sample:
 #
 #   sampler                   may change                   if
 #   single, full_validation   ranks, micro_batch_size      always
@@ -2709,7 +2705,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
 #   cyclic, sharded           micro_batch_size             (a) and (b)
 #
 #   (a) consumed_samples is a multiple of the new number of samples in a round
-#   (b) the pass, the samples consumed in it, and the number of shuffled samples stay the same
+#   (b) divmod(consumed_samples, active_total_samples) and samples_shuffled() stay the same
 
 
 def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
@@ -2722,7 +2718,8 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
     >>> builder = BlendedMegatronDatasetBuilder(GPTDataset, [3, 0, 0], lambda: True, config)
     >>> train, _, _ = builder.build()
-    >>> sampler = MegatronPretrainingSampler(len(train), 0, 2, 0, 1)
+    >>> sampler = MegatronPretrainingSampler(len(train), consumed_samples=0, micro_batch_size=2,
+    ...                                      data_parallel_rank=0, data_parallel_size=1)
     >>> for batch in batches_of(train, sampler):
     ...     print({key: tuple(tensor.shape) for key, tensor in batch.items()})
     {'tokens': (2, 4), 'labels': (2, 4), 'loss_mask': (2, 4), 'position_ids': (2, 4)}
@@ -2932,8 +2929,8 @@ def get_batch_on_this_tp_rank(
     micro_batch_size       B, the rows of a batch
     sequence_length        S, the tokens of a row
     create_attention_mask  True: the first and the last stage get the dense mask, too.  False: a
-                           mask in the batch is left out.  Pass config.has_dense_mask.  (That is
-                           True by default.  Here it is False: a mask has S * S bytes for each row)
+                           mask in the batch is left out.  Pass config.has_dense_mask.  (The default
+                           here differs from the config's, because a mask has S * S bytes a row)
     mtp                    True: this stage predicts several tokens ahead (multi-token prediction).
                            It gets tokens, position_ids, labels and loss_mask, whichever stage it is
     packed                 True: the batches have cu_seqlens and max_seqlen.  Every stage gets them
@@ -2952,7 +2949,7 @@ def get_batch_on_this_tp_rank(
     If the read fails, every rank of the tp group raises an error: StopIteration at the end of the
     data, ValueError for a batch that does not match the arguments (section 13).
 
-    Upstream differs: it broadcasts each tensor separately, and not all of them in one buffer.
+    Upstream differs: it broadcasts each tensor separately.
     """
     batch = dict.fromkeys(_BATCH_KEYS)
     shape = (operator.index(micro_batch_size), operator.index(sequence_length))
@@ -2972,7 +2969,7 @@ def get_batch_on_this_tp_rank(
 
 
 def _layout_of_stage(groups, shape, create_attention_mask, mtp, packed):
-    """Return {key: (shape, dtype)} of what this rank's stage needs, the widest items first."""
+    """Return {key: (shape, dtype)} of what this rank's stage needs, in order of item size."""
     first = groups.is_first_stage
     last = groups.is_last_stage
     B, S = shape
@@ -3005,7 +3002,7 @@ def _read_batch(data_iterator, layout, create_attention_mask):
 #          | flag   | tokens, 2 x 4 int64     | position_ids, 2 x 4     |
 #
 # The receivers know this layout in advance: it follows from their stage and from the arguments of
-# get_batch().  The flag says whether the read failed, 0 or 1.  If it is 1, a second broadcast
+# get_batch().  The flag is 1 if the read failed, otherwise 0.  If it is 1, a second broadcast
 # carries the error message, and every rank of the group raises the error.
 
 
@@ -3013,16 +3010,16 @@ def _share_batch(read, layout, groups, device):
     """Call read() on tp rank 0, send the batch to its tp group, and return it on every rank."""
     sent = {"error_flag": ((), torch.int64)} | layout
     size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sent.values())
-    # from pinned memory, the CPU need not wait for the copy to the GPU
+    # The CPU need not wait for a copy from pinned memory to the GPU.
     buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     views = _views_of_buffer(buffer, sent)
     error = None
     if groups.rank("tp") == 0:
-        # Section 17: errors are caught, except KeyboardInterrupt, SystemExit and GeneratorExit.
+        # It catches errors, except KeyboardInterrupt, SystemExit and GeneratorExit (section 17).
         _, error = _try_call(_read_into, views, read)
         views["error_flag"].fill_(error is not None)
-    # With gloo.  With NCCL, the flag would arrive on the GPU, and a receiver that reads it would
-    # wait for all work that is queued there.
+    # This group uses gloo.  With NCCL, the flag would arrive on the GPU, and a receiver that reads
+    # it would wait for all work that is queued there.
     torch.distributed.broadcast(buffer, group=groups.batch_group, group_src=0)
     if views["error_flag"]:
         _raise_on_every_rank(0, error, groups.batch_group)  # in a second broadcast (section 17)
@@ -3072,11 +3069,11 @@ def get_batch_on_this_cp_rank(
 
     Return a new dict, whose rows have S / cp_size tokens.  The batch is not changed.
 
-    Raises ValueError if cp_rank is not in 0 .. cp_size - 1 and, with cp_size above 1, also if the
-    length of the row, or of a document that is cut, is not a multiple of 2 * cp_size.  SFTDataset
-    pads its documents (context_parallel_size).  GPTDataset does not: with inter_document_masking,
-    set use_per_sequence_balancing.  The shapes and the keys of the batch are checked, too
-    (section 13).
+    Raises ValueError if cp_rank is not in 0 .. cp_size - 1.  If cp_size is above 1, the length of
+    what is cut (the row, or each document) must be a multiple of 2 * cp_size, or ValueError is
+    raised.  SFTDataset pads its documents to such a length if context_parallel_size is set.
+    GPTDataset does not; with inter_document_masking, set use_per_sequence_balancing.  The shapes
+    and the keys of the batch are checked, too (section 13).
 
     Upstream differs: it changes the batch.
 
@@ -3108,7 +3105,7 @@ def get_batch_on_this_cp_rank(
             continue
         dim = 2 if key == "attention_mask" else 1
         _check_axis_to_cut(key, value, dim, S)
-        if value.shape[dim : dim + 1] != (S,):  # no axis of S tokens
+        if value.dim() <= dim or value.shape[dim] != S:  # it has no axis of S tokens
             continue
         if documents_are_cut:
             _check_rows_to_cut(key, value, positions)
@@ -3160,7 +3157,7 @@ def _positions_in_documents(cu_seqlens, S, cp_rank, cp_size):
 # ==============================================================================
 # 10. The loader and its state
 # ==============================================================================
-# Question: how are batches prepared ahead, and what does a checkpoint save?
+# Question: how are batches prepared in advance, and what is in a checkpoint?
 #
 #   sampler         0 1 2 3 4 ...    yields the sample indices of batch 0, batch 1, ...
 #   threads             2 3          prepare the next batches
@@ -3284,8 +3281,8 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             _check_iterator(self, this_iterator)
         if consumed < end:
             raise RuntimeError(
-                f"the batches ended at sample {consumed}, but the pass ends at sample {end}; the "
-                "dataset must not raise StopIteration"
+                f"the batches ended at sample {consumed}, but the pass ends at sample {end}; check "
+                "that neither the dataset nor collate_fn raises StopIteration"
             )
         if self._current_iterator is this_iterator:
             self.is_end_of_pass = int(self._end_of_pass(consumed) == consumed)
@@ -3341,7 +3338,10 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
             yield batch
 
     def _make_batch(self, indices):
-        """Return a batch, in pinned memory if there is a GPU: copies from there are faster."""
+        """Return a batch.
+
+        With pin_memory and a GPU, it is in pinned memory, from which copies to the GPU are faster.
+        """
         batch = _make_batch(self.dataset, indices)
         if self.pin_memory and torch.cuda.is_available():
             batch = {key: values.pin_memory() for key, values in batch.items()}
@@ -3356,7 +3356,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         consumed_samples   how many samples all ranks together have used
         is_end_of_pass     1 if the newest iterator has read its pass to the end, otherwise 0.  With
                            a cyclic sampler always 0, because consumed_samples counts all passes
-        history            what decided the consumed samples, as JSON; "{}" if there are none
+        history            what determined the consumed samples, as JSON; "{}" if there are none
 
         The state is the same on all ranks that read data.  Save the state of one of these ranks:
         on a rank that receives its batches from a different rank, the loader stays at sample 0.
@@ -3382,10 +3382,12 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         Raises ValueError if state_dict is not a state, or if the sampler cannot start at the saved
         position.
         """
+        failure = "this is not what a loader's state_dict() returned"
+        with _naming_failure("cannot resume", failure):
+            version = {"version (the format of the state)": state_dict.get("version")}
         if strict:
-            key = "version (the format of the state)"
-            _check_same_history({key: state_dict.get("version")}, {key: _STATE_VERSION})
-        with _naming_failure("cannot resume", "this is not what a loader's state_dict() returned"):
+            _check_same_history(version, dict.fromkeys(version, _STATE_VERSION))
+        with _naming_failure("cannot resume", failure):
             consumed = operator.index(state_dict["consumed_samples"])
             # older states, which strict=False accepts, lack is_end_of_pass
             had_ended = operator.index(state_dict.get("is_end_of_pass", 0)) > 0
@@ -3400,7 +3402,7 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         self.batch_sampler.next_start = 0 if self.is_end_of_pass else consumed
 
     def _history_json(self, consumed_samples):
-        """Return what decided the consumed samples, as JSON, or "{}" if there are none."""
+        """Return what determined the consumed samples, as JSON, or "{}" if there are none."""
         if consumed_samples == 0:
             return "{}"
         sampler = self.batch_sampler
@@ -3492,12 +3494,12 @@ def _make_batch(dataset: typing.Any, indices: typing.Sequence[int | None]) -> di
 
 
 def _getitems(dataset: typing.Any, indices: typing.Sequence[int | None]) -> list[dict]:
-    """Return several samples of any dataset, by one call of __getitems__() if possible."""
+    """Return several samples of any dataset, with one call to __getitems__() if possible."""
     while type(dataset) in (torch.utils.data.Subset, _PaddedSubset):
         # None, the padding sample, is passed on as it is
         indices = [k if k is None else dataset.indices[k] for k in indices]
         dataset = dataset.dataset
-    if hasattr(dataset, "__getitems__"):
+    if callable(getattr(dataset, "__getitems__", None)):  # torch accepts None, too
         return dataset.__getitems__(indices)
     return [dataset[idx] for idx in indices]
 
@@ -3587,9 +3589,10 @@ def _provenance_of(dataset, n, memo):
 
 
 def _provenance_of_parts(concat, n, memo):
-    """Return what determines the first n samples of a ConcatDataset, for each dataset in them.
+    """Return what determines the first n samples of a ConcatDataset.
 
-    A dataset may grow if no later dataset gave a sample, and datasets may be added at the end.
+    The result has an entry for each dataset that gives some of them.  A dataset may grow if no
+    later dataset gave a sample, and datasets may be added at the end.
     """
     firsts = []
     settings = {"first sample of each dataset": firsts}
@@ -3632,7 +3635,7 @@ def _provenance_of_blend(blend, n, memo):
 def _settings_of(dataset):
     """Return what determines the samples of a dataset that is neither a blend nor a Subset.
 
-    unique_identifiers has the values of the build; the config may have been changed since then.
+    unique_identifiers has the values as of the build; the config may have changed since then.
     """
     label = os.path.basename(_label_of_dataset(dataset))
     settings = {"class": type(dataset).__name__, _LABEL_KEY: label}
@@ -3680,18 +3683,18 @@ def _settings_of_orders(dataset):
     return settings
 
 
-# -- Two histories are compared ----------------------------------------------------------------
+# -- Comparing two histories ---------------------------------------------------------------------
 
 
 def _check_same_history(saved, current):
-    """Raise ValueError that names the first difference, unless two histories are equal."""
+    """Raise a ValueError that names the first difference between two histories, if they differ."""
     if _first_difference(saved, current) is not None:
         difference = _label_of_difference(saved, current, " in the state")
         raise ValueError(
-            f"cannot resume: {difference}.  To resume exactly, restore the data, settings and "
-            "release of the saved run.  To resume anyway, at the risk of repeating or skipping "
-            "samples, call load_state_dict(state, strict=False).  (A run that is to grow needs "
-            "stable_order=True in its first job.)"
+            f"cannot resume: {difference}.  To resume exactly, restore the data, the settings and "
+            "the version of megatron_min that the saved run used.  To resume anyway, at the risk "
+            "of repeating or skipping samples, call load_state_dict(state, strict=False).  (A run "
+            "that is to grow needs stable_order=True in its first job.)"
         )
 
 
@@ -3722,7 +3725,7 @@ def _label_of_difference(was, now, where=""):
 
 
 def _is_secondary(difference):
-    """Return whether a difference is usually the result of another difference: report it last."""
+    """Return whether a difference usually results from another one, and so is reported last."""
     name, was, now = difference
     return name.startswith(_EPOCH_KEYS) or was is None or now is None
 
@@ -3771,8 +3774,9 @@ def _iter_differences(was, now, suffix):
 #   sent together                        | bucket 0 | bucket 1 | bucket 2  |
 #
 # Backward adds each gradient to p.grad, which is the same view.  Small gradients can get lost in a
-# bfloat16 sum: there, 256 + 1 is 256.  With grad_reduce_in_fp32, p.main_grad is then float32;
-# backward creates a new p.grad for each micro-batch, which is added to p.main_grad and dropped.
+# bfloat16 sum, in which 256 + 1 is 256.  grad_reduce_in_fp32 avoids this, because p.main_grad is
+# then float32.  Backward creates a new p.grad for each micro-batch, which is added to p.main_grad
+# and dropped.
 #
 # This is a step with overlap_grad_reduce.  Time runs to the right, and each bar is a bucket that is
 # being sent.  Without overlap_grad_reduce, finish_grad_sync() sends all buckets and then waits.
@@ -3817,21 +3821,22 @@ class DistributedDataParallel(torch.nn.Module):
                                same view.  (torch's optimizers read grad and may set it to None.
                                Upstream's optimizers read main_grad, which stays a view.)
     group                      the process group to average over, usually the group "dp-cp" of
-                               section 9: cp ranks have the same weights and different tokens.
-                               None: all ranks, which is right only without tp and pp
+                               section 9, because cp ranks have the same weights and different
+                               tokens.  None: all ranks, which is right only without tp and pp
     bucket_size                minimum number of elements in a bucket (the last bucket of a buffer
                                may be smaller)
     overlap_grad_reduce        True: send each bucket during backward.  False: send all buckets in
                                finish_grad_sync()
-    use_distributed_optimizer  True: reduce-scatter: only this rank's slice of each bucket, in
-                               grad_shards, becomes the average.  False: all-reduce
+    use_distributed_optimizer  True: use reduce-scatter.  Only this rank's slice of each bucket (see
+                               grad_shards) becomes the average.  False: use all-reduce
     average_in_collective      True: the collective divides by the number of ranks, if the backend
                                is NCCL.  Otherwise the gradients are divided before they are sent
     check_for_nan_in_grad      True: if a gradient is nan or inf, finish_grad_sync() raises
                                ValueError on every rank, with the name of the parameter
     grad_reduce_in_fp32        True: add and average in float32, whatever the dtype of a parameter.
                                grad is None until finish_grad_sync() sets it to main_grad, converted
-                               to the dtype of the parameter.  Only zero_grad_buffer() begins a step
+                               to the dtype of the parameter.  Only zero_grad_buffer() clears
+                               main_grad and begins a step; setting grad to None does neither
 
     grad_buffers   list of tensors: one buffer for each dtype and device
     grad_shards    list of tensors: this rank's slice of each bucket
@@ -3951,7 +3956,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._sync_enabled = before
 
     def _on_gradient(self, param):
-        """Take a gradient that backward has just added, and send the buckets that are complete."""
+        """Handle a gradient that backward has just added, and send the complete buckets."""
         _check_gradient_in_time(self, param)
         self._put_into_buffer(param)
         self._grads_are_averaged = False
@@ -3980,7 +3985,7 @@ class DistributedDataParallel(torch.nn.Module):
     def _send_next_bucket(self):
         """Start the collective of the first bucket that has not been sent in this step."""
         bucket = self._buckets[self._num_sent]
-        shard = self.grad_shards[self._num_sent]  # a slice of the bucket: it is reduced in place
+        shard = self.grad_shards[self._num_sent]  # a slice of the bucket, so it is reduced in place
         self._num_sent += 1
         for param in bucket.params:
             self._put_into_buffer(param)
@@ -4026,18 +4031,18 @@ class DistributedDataParallel(torch.nn.Module):
             self._set_grads()
         if self.check_for_nan_in_grad:
             _on_every_rank(self._report_not_finite, self.group)  # section 17
-        # This check comes last: if it fails on one rank only, this rank has already sent everything
-        # that the other ranks wait for in this method.
+        # This check comes last, so that a rank on which it fails has already sent everything that
+        # the other ranks wait for in this method.
         _check_parameters(self)
 
     def _set_grads(self):
-        """With grad_reduce_in_fp32, set each param.grad to its average, if it is known."""
+        """With grad_reduce_in_fp32, set each param.grad to main_grad once the average is known."""
         if self.grad_reduce_in_fp32 and self._grads_are_averaged:
             for param in self._slices:
                 param.grad = param.main_grad.to(param.dtype)
 
     def _report_not_finite(self):
-        """Raise ValueError if this rank has sent nan or inf, and clear the list of such parameters.
+        """Raise ValueError if this rank has sent nan or inf, and clear the list of parameter names.
 
         The message names the first five parameters.
         """
@@ -4060,8 +4065,8 @@ class DistributedDataParallel(torch.nn.Module):
     def zero_grad_buffer(self) -> None:
         """Begin a step: set all gradients to 0, and each param.main_grad to its view of a buffer.
 
-        If no gradient arrives on a rank in this step, finish_grad_sync() sends zeros there, so the
-        other ranks do not wait for it.
+        If no gradient arrives on a rank in this step, finish_grad_sync() sends zeros from that
+        rank, so the other ranks do not wait for it.
 
         Raises ValueError if a parameter was replaced, frozen or unfrozen after the model was
         wrapped.
@@ -4096,7 +4101,7 @@ class DistributedDataParallel(torch.nn.Module):
             torch.distributed.broadcast(param.data, group=self.group, group_src=0)
 
     def __setstate__(self, state: dict) -> None:
-        """Make new buffers and hooks for a copy or an unpickled object: torch copies no hooks."""
+        """Make new buffers and hooks for a copy or an unpickled object.  torch copies no hooks."""
         super().__setstate__(state)
         self._make_buffers()
 
@@ -4116,11 +4121,11 @@ def finalize_model_grads(
     """Finish the gradients of a step.
 
     model       list of the parts of the model on this rank
-    num_tokens  number of tokens that count on this rank, if the loss is a sum over tokens: an int
-                on every rank, or a tensor on every rank.  The gradients then become those of the
-                mean loss per token.  None: they stay the average over ranks
-    groups      num_tokens is added over the dp-cp ranks of these ParallelGroups.  None: over the
-                group of each part
+    num_tokens  for a loss that is a sum over tokens: how many tokens count on this rank, as an int
+                on every rank or as a tensor on every rank.  The gradients then become the gradients
+                of the mean loss per token.  None: they stay the average over ranks
+    groups      the ParallelGroups over whose dp-cp ranks num_tokens is added.  None: it is added
+                over the group of each part
 
     With num_tokens, the average over R ranks is multiplied by R / (tokens of all ranks).  With
     several pipeline stages, the trainer must send num_tokens from the last stage, which has the
@@ -4274,7 +4279,7 @@ def get_train_valid_test_num_samples(
     """Return how many samples a run needs of train, valid and test.
 
     global_batch_size   samples in a step
-    eval_interval       the run evaluates valid after each eval_interval steps, and at the end
+    eval_interval       the run evaluates valid every eval_interval steps, and at the end
     eval_iters          global batches that each evaluation reads; test is evaluated once
     train_iters         steps of the run
     train_samples       samples of the run; needed if train_iters is None.  If the batch size grows,
@@ -4381,15 +4386,18 @@ def cyclic_iter(iterable: typing.Iterable) -> typing.Iterator:
         for item in iterable:
             empty_passes = 0
             yield item
-    raise ValueError("cyclic_iter: two passes gave nothing; does the dataset have a full round?")
+    raise ValueError(
+        "cyclic_iter: two passes in a row yielded nothing; if the iterable is a loader, check that "
+        "its dataset fills a round (micro_batch_size * data_parallel_size samples)"
+    )
 
 
 class RerunDataIterator(collections.abc.Iterator):
     """An iterator that can yield its last micro-batches again, to run a step a second time.
 
-    rewind() returns to the last advance(), or to the beginning.  Call advance() after each step:
-    all micro-batches since the last advance() are kept in memory.  A dict is yielded as a shallow
-    copy, so a step may change its keys.
+    rewind() returns to the last advance(), or to the beginning.  Call advance() after each step,
+    because all micro-batches since the last advance() are kept in memory.  A dict is yielded as a
+    shallow copy, so a step may change its keys.
 
     >>> numbers = RerunDataIterator(range(9))
     >>> next(numbers), next(numbers), numbers.rewind(), next(numbers), next(numbers)
@@ -4410,7 +4418,7 @@ class RerunDataIterator(collections.abc.Iterator):
         return item.copy() if isinstance(item, dict) else item
 
     def rewind(self) -> None:
-        """Make the iterator yield again all micro-batches since the last advance()."""
+        """Make the iterator yield all micro-batches since the last advance() again."""
         self.replay_pos = 0
 
     def advance(self) -> None:
@@ -4427,7 +4435,10 @@ class RerunDataIterator(collections.abc.Iterator):
         }
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Continue where the state was saved.  The iterable must resume there by itself."""
+        """Continue where the state was saved.
+
+        The iterable must itself resume after the micro-batches that are in the state.
+        """
         self.saved_microbatches = list(state_dict["saved_microbatches"])
         self.replay_pos = len(self.saved_microbatches)
         if state_dict["replaying"]:
@@ -4467,7 +4478,8 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 #   input                  what may be wrong                            when it is checked  result
 #
 #   a pair                 a file is missing                            opening             (b)
-#                          header, size, last entries; a file changes   opening             (a)
+#                          header, file size or last entries            opening             (a)
+#                          a file changes while the pair is opened      opening             (a)
 #                          any entry of the .idx                        verify()            (a)
 #                          a sequence is not in the .bin                each access         (a)
 #   a position             it is not in the sequence or dataset         each access         (c)
@@ -4515,9 +4527,11 @@ class DatasetFormatError(ValueError):
 
 
 def _check_field(path, field, is_right, expected, found):
-    """Raise DatasetFormatError unless is_right: a field of a file has the expected value."""
+    """Raise DatasetFormatError if a field of a file has an unexpected value (is_right is false)."""
     if not is_right:
         advice = "copy the file again, or preprocess again"
+        if _is_remote(path):
+            advice += "; delete its local copy in path_to_idx_cache"
         raise DatasetFormatError(f"{path}: {field}: expected {expected}, got {found}; {advice}")
 
 
@@ -4546,8 +4560,8 @@ def _naming_failure(name, failure, kind=ValueError):
     """Put a name and a failure, such as "cannot be written", in front of the message of an error.
 
     An OSError stays an OSError, and keeps its errno if it has one.  MemoryError, and exceptions
-    such as KeyboardInterrupt, are raised unchanged: their cause may lie elsewhere.  Any other error
-    becomes kind("name: failure: message").
+    such as KeyboardInterrupt, are raised unchanged, because their cause may lie elsewhere.  Any
+    other error becomes kind("name: failure: message").
     """
     try:
         yield
@@ -4568,7 +4582,8 @@ def _warn(message):
     The line is in the innermost frame that is neither in this file nor in an installed library.  If
     no frame is, as in a thread, the warning points to the caller of this function.
     """
-    libraries = (__file__, os.path.dirname(os.__file__), "<frozen ")
+    site_packages = os.path.dirname(os.path.dirname(torch.__file__))
+    libraries = (__file__, os.path.dirname(os.__file__), site_packages, "<frozen ")
     level = 2
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(libraries):
@@ -4608,11 +4623,11 @@ def _as_size(size, name):
     return None if size is None else _as_whole(size, name)
 
 
-def _as_counts(sizes):
+def _as_counts(values, name="sizes"):
     """Return numbers of samples as an int64 array.  Raises ValueError for a fraction."""
-    counts = np.array(sizes, np.int64)
-    if not np.array_equal(counts, sizes):
-        raise ValueError(f"numbers of samples must be whole numbers, got {sizes}")
+    counts = np.array(values, np.int64)
+    if not np.array_equal(counts, values):
+        raise ValueError(f"{name}: expected whole numbers of samples, got {values}")
     return counts
 
 
@@ -4623,8 +4638,8 @@ def _stamp_of_pair_file(path):
     """Return the stamp of the .bin or the .idx of a pair (section 15).
 
     Raises FileNotFoundError if the file is missing.  The message names the first five pairs in the
-    folder whose names begin with the prefix: for the output_prefix "wiki", preprocess() writes the
-    pair "wiki_text_document".
+    folder whose names begin with the prefix.  The user may have given the output_prefix "wiki" of
+    preprocess(), which writes the pair "wiki_text_document".
     """
     try:
         return _file_stamp(path)
@@ -4647,7 +4662,7 @@ def _without_ending(path):
 def _check_unchanged(path, stamp, done):
     """Raise DatasetFormatError unless a file still has this stamp.  done: "opened" or "copied"."""
     if _file_stamp(path) != stamp:
-        advice = "open the pair again when no job writes to it"
+        advice = "open the pair again once no job is writing to it"
         raise DatasetFormatError(f"{path}: the file changed while it was {done}; {advice}")
 
 
@@ -4655,7 +4670,7 @@ def _parse_idx_header(path, content, multimodal):
     """Return the dtype code, n and m from the header of an .idx file.
 
     content is the complete file.  Raises DatasetFormatError if a field of the header is
-    invalid, or if the size of the file does not follow from the header.
+    invalid, or if the file size does not match the header.
     """
     size = len(content)
     _check_field(path, "file size", size >= _HEADER.size, f"at least {_HEADER.size} bytes", size)
@@ -4672,7 +4687,10 @@ def _parse_idx_header(path, content, multimodal):
 
 
 def _check_ends_of_pair(pair):
-    """Raise DatasetFormatError unless document_indices and the .bin end as they should."""
+    """Raise DatasetFormatError unless the last sequence ends where the .bin ends, at a whole token.
+
+    Also raises it unless document_indices begins with 0 and ends with the number of sequences.
+    """
     n = len(pair)
     bin_size = pair._stamps["bin"]["size"]
     item = pair._token_bytes
@@ -4688,9 +4706,10 @@ def _check_ends_of_pair(pair):
 def _check_entries_of_idx(pair):
     """Check each entry of the .idx, as IndexedDataset.verify() says.
 
-    The arrays are checked in chunks that fit the CPU's cache: whole arrays would take four times as
-    long, and 32 GB for a billion sequences.  Each chunk is copied, because unaligned reads are
-    slow.  The arrays of the file are checked, even if a user has set different attributes.
+    The arrays are checked in chunks that fit the CPU's cache, because whole arrays would take four
+    times as long and, for a billion sequences, 32 GB of memory.  Each chunk is copied, because
+    unaligned reads are slow.  The arrays of the file are checked, even if a user has set different
+    attributes.
     """
     chunk = 1 << 15
     in_file = pair._arrays_in_files
@@ -4731,15 +4750,21 @@ def _check_span(pair, i, pointer, size, offset, length):
 
 
 def _as_lengths_and_modes(builder, content, lengths, modes):
-    """Return lengths and modes as arrays.  Raises ValueError unless they fit content and .idx."""
+    """Return lengths as an int32 array and modes as an int8 array, as the .idx stores them.
+
+    Raises ValueError if a value does not fit, or if a length is negative.  Also raises it if the
+    lengths do not sum to the tokens in content, or if there is not one mode for each length.
+    """
     path = builder._bin.path
     try:
         lengths = array.array("i", iter(lengths))  # array("i", bytes) would copy their memory
-        if builder.multimodal:
-            modes = array.array("b", bytes(len(lengths)) if modes is None else modes)
     except OverflowError:
-        given = f"lengths {lengths!s:.60}, modes {modes!s:.60}"
-        raise ValueError(f"{path}: a length does not fit int32, or a mode int8: {given}") from None
+        raise ValueError(f"{path}: lengths must fit int32, got {lengths!s:.60}") from None
+    if builder.multimodal:
+        try:
+            modes = array.array("b", bytes(len(lengths)) if modes is None else modes)
+        except OverflowError:
+            raise ValueError(f"{path}: modes must fit int8, got {modes!s:.60}") from None
     num_tokens = len(content) // builder._token_dtype.itemsize
     if min(lengths, default=0) < 0:
         raise ValueError(f"{path}: lengths must be at least 0, got {min(lengths)}")
@@ -4751,7 +4776,7 @@ def _as_lengths_and_modes(builder, content, lengths, modes):
 
 
 def _check_appended(builder, other):
-    """Raise ValueError if a pair cannot be appended, as add_index() of the builder says."""
+    """Raise ValueError if a pair cannot be appended, for one of the reasons in add_index()."""
     source = get_bin_path(other.path_prefix)
     if os.path.realpath(source) == os.path.realpath(builder._bin.path):
         raise ValueError(f"{source} is both input and output; choose a different output prefix")
@@ -4772,21 +4797,27 @@ def _check_finished(builder):
         raise ValueError(f"{path}: call end_document(): sequence {last_end} is in no document yet")
 
 
-def _as_tokens(ids, dtype, values):
-    """Return the ids as an array of an integer dtype.
+def _as_integers(ids, values):
+    """Return an array of token ids as integers.  Raises ValueError unless they are integers.
 
-    Raises ValueError if an id is not an integer, or would become a different number.  The message
-    shows values, the ids as the user gave them.
+    Decimal strings, which upstream's tests pass, are converted.  The message of the error shows
+    values, the ids as the user gave them.
     """
+    if ids.dtype.kind == "U":
+        ids = np.array([int(text) for text in ids])
     if len(ids) and ids.dtype.kind not in "biu":  # bool, signed, unsigned
-        raise ValueError(f"token ids must be integers of at most 64 bits, got {values!s:.60}")
-    tokens = ids.astype(dtype)
+        form = "integers of one type, of at most 64 bits"  # numpy makes floats of uint64 and int
+        raise ValueError(f"token ids must be {form}, got {values!s:.60}")
+    return ids
+
+
+def _check_ids_fit(ids, tokens):
+    """Raise ValueError for the first id that its conversion to the dtype of tokens has changed."""
     misfits = (tokens != ids).nonzero()[0]
     if len(misfits):
         i = misfits[0]
         advice = "choose a larger dtype, or correct the tokenizer's vocab_size, which determines it"
-        raise ValueError(f"token id {ids[i]} (index {i}) does not fit {dtype}; {advice}")
-    return tokens
+        raise ValueError(f"token id {ids[i]} (index {i}) does not fit {tokens.dtype}; {advice}")
 
 
 def _as_sentences(text):
@@ -4835,6 +4866,7 @@ def _check_config(config):
         raise ValueError("multiple_validation_sets needs blend_per_split")
     elif config.blend is not None and config.split is None:
         raise ValueError('a blend needs a split, such as "98,1,1"')
+    _as_whole(config.num_dataset_builder_threads, "num_dataset_builder_threads", 1)
     for blend in blends:
         if blend is not None:
             _check_blend(blend)
@@ -4847,7 +4879,7 @@ def _check_config(config):
 def _check_blend(blend):
     """Raise ValueError unless a blend is (prefixes, weights or None).
 
-    Messages show only the type of an invalid value: it could contain a URL with a password.
+    Messages show only the type of an invalid value, because it could contain a URL with a password.
     """
     form = "blend: expected ([prefix, ...], [weight, ...] or None), got"
     if not isinstance(blend, collections.abc.Sequence) or len(blend) != 2:
@@ -4862,7 +4894,7 @@ def _check_blend(blend):
 
 
 def _check_has_prefix(dataset_path):
-    """Raise ValueError if a corpus is to be opened with a config of mock data, without a prefix."""
+    """Raise ValueError if dataset_path is None, as it is if the config describes mock data."""
     if dataset_path is None:
         raise ValueError("config: no blend is given; give one, or build MockGPTDataset")
 
@@ -4880,6 +4912,22 @@ def _check_config_of_samples(config):
         raise ValueError(f"reset_attention_mask needs {needs}")
 
 
+def _is_decimal(text):
+    """Return whether a text is a decimal number.  (float() also accepts 2023_01, inf and nan.)"""
+    return re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) is not None
+
+
+def _check_alternating(is_weight):
+    """Raise ValueError unless the entries of a blend are weights and prefixes, in alternation."""
+    if len(is_weight) == 0 or is_weight != [True, False] * (len(is_weight) // 2):
+        positions = [i for i, each in enumerate(is_weight) if each]
+        raise ValueError(
+            "blend: expected only prefixes, or weight, prefix, weight, prefix, ..., got "
+            f"{len(is_weight)} entries, with numbers at the indices {positions!s:.60}; write a "
+            "prefix that is a number as ./2023"
+        )
+
+
 def _check_phases(phases, names, field="phases"):
     """Raise ValueError unless phases are [(samples, weights), ...] with weights for these names."""
     if not isinstance(phases, collections.abc.Sequence) or len(phases) == 0:
@@ -4892,6 +4940,22 @@ def _check_phases(phases, names, field="phases"):
             _check_weights(phase[1], names)
 
 
+def _as_phases(phases, names):
+    """Return the phases of a blend as [(samples, normalized weights), ...].
+
+    Weights of 0 are left out of the sum, as in a plain blend, which drops their corpora.  numpy
+    might round a sum with zeros differently.
+    """
+    _check_phases(phases, names)
+    normalized = []
+    for samples, weights in phases:
+        shares = np.array(weights, np.float64)
+        is_used = shares > 0
+        shares[is_used] = normalize(shares[is_used])
+        normalized.append((int(samples), shares.tolist()))
+    return normalized
+
+
 class _BlendTooLarge(ValueError):
     """Datasets are too small for a blend.
 
@@ -4902,8 +4966,8 @@ class _BlendTooLarge(ValueError):
 def _error_of_large_blend(needed):
     """Return a _BlendTooLarge for {dataset: samples to take}."""
     part, count = next(iter(needed.items()))
-    taken = f"{count:,} samples of {_label_of_dataset(part)}, which has {len(part):,}"
-    error = _BlendTooLarge(f"the blend takes {taken}; use larger datasets, or other weights")
+    taken = f"{count:,} samples from {_label_of_dataset(part)}, which has {len(part):,}"
+    error = _BlendTooLarge(f"the blend takes {taken}; use larger datasets or different weights")
     error.needed = needed
     return error
 
@@ -4924,9 +4988,9 @@ def _check_size_of_sets(config, prefixes, size):
 
 
 def _warn_of_few_samples(split, total, size):
-    """Warn if more samples of a split are requested than the total that it has."""
+    """Warn if size, the samples requested from a split, is above total, the samples that it has."""
     if size is not None and size > total:
-        has = f"only {total:,}; give weights, to read its corpora repeatedly, or request fewer"
+        has = f"only {total:,}; request fewer, or give weights, so that corpora are read repeatedly"
         if total == 0:
             has = "none; add corpora to it, or give it a larger share in split"
         _warn(f"{size:,} samples are requested from {split.name}, which has {has}")
@@ -4942,7 +5006,8 @@ def _check_has_size(split, size):
 def _warn_of_short_corpora(split, size, parts):
     """Warn if corpora of a split are shorter than a sample, or if no corpus has a sample.
 
-    parts are the datasets of the corpora.  A corpus without tokens in this split is not short.
+    parts are the datasets of the corpora.  A corpus without tokens in this split does not count as
+    short.
     """
     short = []
     for part in parts:
@@ -4976,8 +5041,8 @@ def _check_same_builds(datasets):
     """Raise ValueError on every rank unless all ranks have built the same samples.
 
     datasets are the datasets of this rank, or None if it has built nothing.  The message names the
-    ranks that differ from rank 0, and the first difference.  If the ranks agree, a single
-    all_reduce is sent.
+    ranks that differ from rank 0, and the first difference.  If the ranks agree, two all_reduces of
+    a few bytes are enough; _on_every_rank() makes one of them.
     """
     text = _on_every_rank(functools.partial(_provenance_of_build, datasets))
     ends = torch.full((2,), 2**63 - 1, device=_device_of_group())
@@ -5035,11 +5100,11 @@ def _as_document_numbers(documents):
     return documents.astype(np.int32, copy=False)
 
 
-def _check_has_tokens(tokens_per_epoch, num_samples):
-    """Raise ValueError if samples are requested, but an epoch has no tokens."""
+def _check_has_tokens(tokens_per_epoch, num_samples, unit="tokens"):
+    """Raise ValueError if samples are requested, but an epoch has no tokens (or no rows)."""
     if tokens_per_epoch == 0:
-        advice = "choose a larger share of the split or a larger corpus, or request no samples"
-        raise ValueError(f"num_samples is {num_samples}, but there are no tokens; {advice}")
+        advice = "give the split a larger share, use a larger corpus, or request no samples"
+        raise ValueError(f"num_samples is {num_samples}, but there are no {unit}; {advice}")
 
 
 def _check_document_index(document_index, sizes):
@@ -5077,7 +5142,7 @@ def _check_phase_has_weight(samples, weights):
 
 
 def _check_blending(dataset_index, dataset_sample_index, shares, num_datasets):
-    """Check what the loops of section 6 are given; their docstrings name the errors."""
+    """Check the arguments of the functions of section 6, whose docstrings list the errors."""
     _check_array(dataset_index, "dataset_index", np.int16)
     _check_array(dataset_sample_index, "dataset_sample_index", np.int64)
     _as_whole(num_datasets, "num_datasets", 1, 2**15 - 2)
@@ -5104,7 +5169,7 @@ def _check_corpus(dataset):
     if last_tokens and dataset.eod_token_id not in last_tokens:
         _warn(
             f"{_label_of_dataset(dataset)}: none of the first {len(documents)} documents ends with "
-            "an eod, so reset_position_ids, reset_attention_mask and eod_mask_loss find none; "
+            "an eod, which reset_position_ids, reset_attention_mask and eod_mask_loss need; "
             "preprocess the corpus with append_eod=True (--append-eod)"
         )
 
@@ -5112,8 +5177,9 @@ def _check_corpus(dataset):
 def _check_rows_of_sample(dataset, k, j, rows):
     """Raise IndexError unless rows j and j + 1 of sample_index lead to sequences of the corpus.
 
-    Index arrays of different data may lead outside it, or to an index below 0, which numpy would
-    count from the end.  The offsets are checked later, when the sequences are read.
+    Index arrays that were built from different data may point outside the corpus, or hold an index
+    below 0, which numpy would count from the end.  The offsets are checked later, when the
+    sequences are read.
     """
     sequences = []
     if j >= 0 and len(rows) == 2:
@@ -5154,7 +5220,8 @@ def _check_start(sampler, consumed_samples):
     if is_cyclic and total < sampler.samples_per_round:
         raise ValueError(f"total_samples: expected at least {size}, got {total}")
     if is_cyclic and consumed_samples % sampler.samples_per_round:
-        got = f"got {consumed_samples}; choose sizes whose product divides it"
+        advice = f"choose the two sizes so that their product divides {consumed_samples}"
+        got = f"got {consumed_samples}; {advice}"
         raise ValueError(f"consumed_samples: expected a multiple of {size}, {got}")
 
 
@@ -5207,9 +5274,10 @@ def _check_batch(batch, layout, create_attention_mask):
 
 
 def _check_batch_to_cut(batch):
-    """Raise ValueError if one of the five keys holds no tensor, or if only other keys have values.
+    """Raise ValueError if a _BATCH_KEYS value is not a tensor, or if only other keys have values.
 
-    A batch whose values are all None, as in a pipeline stage that reads nothing, is accepted.
+    None counts as no value.  So a batch whose values are all None, as in a pipeline stage that
+    reads nothing, is accepted.
     """
     given = {key for key, value in batch.items() if value is not None}
     for key in _BATCH_KEYS:
@@ -5222,9 +5290,9 @@ def _check_batch_to_cut(batch):
 
 
 def _check_axis_to_cut(key, value, dim, length):
-    """Raise ValueError if one of the five keys has neither length nor 1 entries along dim.
+    """Raise ValueError if a tensor of _BATCH_KEYS has neither length nor 1 entries along dim.
 
-    An axis of 1 is accepted, for example of a mask that is the same for all queries.
+    A length of 1 is accepted, for example in a mask that is the same for all queries.
     """
     if key in _BATCH_KEYS and value.shape[dim : dim + 1] not in ((length,), (1,)):
         rows = f"expected {length} tokens along dim {dim}, got shape {tuple(value.shape)}"
@@ -5246,7 +5314,7 @@ def _check_divisible_row(length, cp_size):
 
 
 def _as_bounds(cu_seqlens, S):
-    """Return cu_seqlens as int64 on the CPU, with one more 0 in front and one more S at the end.
+    """Return cu_seqlens as int64 on the CPU, with an added 0 in front and an added S at the end.
 
     A cu_seqlens from elsewhere may lack them.  If it has them, this adds only empty documents.
     """
@@ -5291,7 +5359,7 @@ def _check_iterator(loader, iterator):
 
 
 def _check_data_of_loader(dataset, rank, size):
-    """Raise ValueError for several datasets, or if several processes give no rank or no size."""
+    """Raise ValueError for several datasets, or if several processes lack the rank or the size."""
     if isinstance(dataset, (list, tuple)) and isinstance(dataset[0], torch.utils.data.Dataset):
         raise ValueError(f"dataset: got {len(dataset)} datasets; build one loader for each")
     if _num_processes() > 1 and (rank is None or size is None):
@@ -5307,9 +5375,9 @@ def _check_gradient_in_time(ddp, param):
     """
     if ddp._bucket_of[param] < ddp._num_sent:
         raise RuntimeError(
-            f"a gradient of {ddp._names[param]} arrived after its bucket was sent; run every "
-            "backward of a step except the last under no_sync(), and use activation checkpoints "
-            "with use_reentrant=False, or set overlap_grad_reduce=False"
+            f"a gradient of {ddp._names[param]} arrived after its bucket was sent; set "
+            "overlap_grad_reduce=False, or run all backward passes of a step but the last under "
+            "no_sync() and use activation checkpoints with use_reentrant=False"
         )
     if ddp._grads_are_averaged and ddp.grad_reduce_in_fp32:
         event = f"a gradient of {ddp._names[param]} arrived after finish_grad_sync()"
@@ -5325,7 +5393,8 @@ def _check_parameters(ddp):
     for name, param in ddp.module.named_parameters():
         if param.requires_grad != (param in ddp._slices):
             change = "replaced or unfrozen" if param.requires_grad else "frozen"
-            raise ValueError(f"{name} was {change} after the wrapping; change it before wrapping")
+            advice = "make this change before wrapping the model"
+            raise ValueError(f"{name} was {change} after the model was wrapped; {advice}")
 
 
 def _check_loss_is_mean(model):
@@ -5343,8 +5412,9 @@ def _check_loss_is_mean(model):
             if kind.__name__ in averaging and kind.__module__.startswith("torch."):
                 raise ValueError(
                     f"torch's {kind.__name__} averages gradients over ranks, so a sum of losses "
-                    "would be divided by the tokens of this rank only; return a mean from "
-                    "loss_func, (loss, report), or use megatron_min.DistributedDataParallel"
+                    "would be divided by the tokens of this rank only; have loss_func return "
+                    "(mean loss, report), or wrap the model in megatron_min's "
+                    "DistributedDataParallel instead"
                 )
 
 
@@ -5388,7 +5458,9 @@ def _md5(data):
 
 def _import_extra(module, user):
     """Import a module of an optional package.  An ImportError names user, which needs it."""
-    with _naming_failure(user, f"needs pip install {module.partition('.')[0]}", ImportError):
+    package = module.partition(".")[0]
+    failure = f"needs the package {package} (pip install {package})"
+    with _naming_failure(user, failure, ImportError):
         return importlib.import_module(module)
 
 
@@ -5400,7 +5472,8 @@ def _is_remote(path):
 def _absolute_path(path):
     """Return a path as an absolute path, and a URL unchanged.
 
-    The path is not normalized: if link is a symbolic link, only the system knows what link/.. is.
+    The path is not normalized, because only the system knows what link/.. is if link is a symbolic
+    link.
     """
     path = os.fsdecode(path)
     return path if _is_remote(path) or os.path.isabs(path) else os.path.join(os.getcwd(), path)
@@ -5455,18 +5528,18 @@ def _num_processes():
 #   3      new          new                                                 the folder is synced
 #
 # If the job ends before step 1, the old pair stays.  (Without an old .idx, this holds until step
-# 2.)  If it ends later, by an error, a signal or a kill, the new pair is complete, but both files
-# or only the .idx may still have temporary names.  An OSError names the two files.  Rename them
-# yourself, the .bin first.
+# 2.)  If the job ends later, because of an error or any signal, the new pair is complete.  But both
+# files or only the .idx may still have temporary names.  An OSError names the two files.  Rename
+# them yourself, the .bin first.
 #
-# All other temporary files are removed, at the latest when the process ends.  After a kill, delete
+# All other temporary files are removed, at the latest when the process ends.  After SIGKILL, delete
 # these files yourself.
 
 
 class _NewFile(contextlib.AbstractContextManager):
     """A binary file that is renamed to its final name when complete, at the end of a with block.
 
-    path       its final name, made absolute: the working directory may change meanwhile
+    path       its final name, made absolute, because the working directory may change meanwhile
     synced     True: the content is on the disk before the file is renamed to its final name.
                False: the file can be made again, so it need not wait for the disk
     suffix     part of the temporary name.  "": a random suffix
@@ -5486,10 +5559,13 @@ class _NewFile(contextlib.AbstractContextManager):
         try:
             with _naming_failure(path, f"cannot make a file in {os.path.dirname(self.path)}"):
                 self.file = open(self.temporary, "xb", 1 << 20)
+        except FileExistsError:  # e.g. an .idx is to get the path of its .bin, which is this file
+            self._remove.detach()
+            raise
         except BaseException:  # on a network disk, an open() that fails may have created the file
             self._remove()
             raise
-        weakref.finalize(self, self.file.raw.close)  # for a file that nobody closes
+        weakref.finalize(self, self.file.raw.close)  # in case nobody closes the file
 
     @property
     def is_open(self) -> bool:
@@ -5502,23 +5578,28 @@ class _NewFile(contextlib.AbstractContextManager):
             self.file.write(content)
         except BaseException:
             self.discard()  # the file may have a part of the content
-            with _naming_failure(self.temporary, "cannot be written"):  # 1 us, so only for errors
+            # Entering this block costs 1 us, so it is entered only after an error.
+            with _naming_failure(self.temporary, "cannot be written"):
                 raise
 
     def finish(self) -> None:
         """Close the complete file, which keeps its temporary name.  A second call does nothing."""
         if self.file.closed:
             return
-        with _naming_failure(self.temporary, "cannot be written"):
-            self.file.flush()
-            if self.synced:
-                os.fsync(self.file.fileno())
-            self.file.close()
+        try:
+            with _naming_failure(self.temporary, "cannot be written"):
+                self.file.flush()
+                if self.synced:
+                    os.fsync(self.file.fileno())
+                self.file.close()
+        except BaseException:
+            self.discard()  # after a failed fsync(), a second one may report success
+            raise
 
     def discard(self) -> None:
         """Close the file, and remove it unless it has already been renamed."""
         with contextlib.suppress(OSError):
-            self.file.raw.close()  # without writing what is still in the buffer
+            self.file.raw.close()  # discards what is still in the buffer
         self._remove()
 
     def __exit__(self, kind, error, traceback):
@@ -5546,7 +5627,7 @@ def _commit_pair(tokens, idx_file):
     idx_file.finish()
     for file in (tokens, idx_file):
         os.stat(file.temporary)  # raises if somebody removed it, while the old pair is still there
-    has_old = _exists(idx_file.path)
+    had_old_idx = _exists(idx_file.path)
     try:
         tokens._remove.detach()  # from now on, discard() only closes the file
         idx_file._remove.detach()
@@ -5558,20 +5639,21 @@ def _commit_pair(tokens, idx_file):
             _sync_folder(folder)
     except BaseException:
         # On a network disk, a step that reports failure may still have taken effect.
-        is_first = _exists(tokens.temporary)
-        if is_first and has_old == _exists(idx_file.path):
+        bin_is_temporary = _exists(tokens.temporary)
+        if bin_is_temporary and had_old_idx == _exists(idx_file.path):
             _remove_path(idx_file.temporary, os.getpid())
             _remove_path(tokens.temporary, os.getpid())
             raise
-        names = [tokens.temporary if is_first else tokens.path]
+        names = [tokens.temporary if bin_is_temporary else tokens.path]
         names.append(idx_file.temporary if _exists(idx_file.temporary) else idx_file.path)
-        advice = "the new pair is complete in these two files; rename any .tmp, the .bin first"
-        with _naming_failure(" and ".join(names), advice):
+        state = "the new pair is complete in these two files"
+        advice = f"remove .{idx_file.suffix}.tmp from each name that has it, the .bin first"
+        with _naming_failure(" and ".join(names), f"{state}; {advice}"):
             raise
 
 
 def _exists(path):
-    """Return whether a name exists.  Raises OSError if the file system cannot tell."""
+    """Return whether a name exists.  Raises OSError if this cannot be determined."""
     with contextlib.suppress(FileNotFoundError):
         os.lstat(path)
         return True
@@ -5599,10 +5681,10 @@ def _sync_folder(folder):
 # The first job that needs an index array builds and saves it; later jobs load it.  A saved array is
 # valid if the same thing was requested and the data are the same.  Three values decide this:
 #
-#   description   What was requested: upstream's text of the settings, and our own settings that do
-#                 not have their defaults.  The MD5 of this text is in every file name.
-#   stamp         The size of a file and the time of its last change (on object storage, its ETag,
-#                 for example).  If the stamp is the same, the file counts as unchanged.
+#   description   What was requested: upstream's text of the settings, plus our own settings that
+#                 differ from their defaults.  The MD5 of this text is in every file name.
+#   stamp         The size of a file and the time of its last change (on object storage, a version
+#                 such as the ETag).  If the stamp is the same, the file counts as unchanged.
 #   fingerprint   The sizes of both files of the pair, and checksums of the sequence lengths and of
 #                 both ends of the .bin.  It is the same for every copy of the pair.  It does not
 #                 notice an edit in the middle of the .bin that keeps the size.
@@ -5649,7 +5731,7 @@ def _load_or_build(dataset, split, made_from, pair):
     made_from   a flat dict that json can write (see above)
     pair        the IndexedDataset that the arrays are made from, or None
 
-    dataset._build_arrays() builds facts and arrays; its errors are raised.  If the arrays are in
+    dataset._build_arrays() builds facts and arrays; its errors are passed on.  If the arrays are in
     files, dataset._arrays_in_files becomes {name: array}.
     """
     if not dataset._cache_folder:
@@ -5662,7 +5744,7 @@ def _load_or_build(dataset, split, made_from, pair):
     try:
         facts, in_files = _read_arrays(stem, made_from, pair)
     except Exception as error:
-        _warn(f"the index cache {stem}-* is rebuilt: {_message_of(error)}")
+        _warn(f"the index cache {stem}-* cannot be used and is rebuilt: {_message_of(error)}")
     if not in_files:
         facts, arrays = dataset._build_arrays()
         identity = None if pair is None else _identity_of_pair(pair)
@@ -5696,7 +5778,7 @@ def _read_arrays(stem, made_from, pair):
         raise DatasetFormatError("manifest.json is damaged (its CRC-32 differs)")
     _check_equal(manifest["made_from"], made_from, "it was made from different data")
     if pair is not None:
-        _accept_identity(pair, manifest["pair"], "the corpus has changed")
+        _check_identity(pair, manifest["pair"], "the corpus has changed")
     in_files = {}
     for name, entry in manifest["files"].items():
         content, mtime_ns = _read_or_map_file(f"{stem}-{name}.npy")
@@ -5734,8 +5816,8 @@ def _read_or_map_file(path: str | os.PathLike) -> tuple[np.ndarray, int]:
 def _as_array(content, entry):
     """Return the array in the bytes of an .npy file, which ends with the array's values.
 
-    The manifest's entry has its dtype and shape: parsing the headers of hundreds of small files
-    would take a fifth of the time of a start.
+    The manifest's entry has its dtype and shape, so no header is parsed.  For hundreds of small
+    files, parsing would take a fifth of the startup time.
     """
     dtype = np.dtype(entry["dtype"])
     header_bytes = len(content) - math.prod(entry["shape"]) * dtype.itemsize
@@ -5753,20 +5835,20 @@ def _size_and_crc32(content):
 def _write_arrays(stem, dataset, arrays, manifest):
     """Write the cache files.  Return {name: array}, opened from the files as a later job does.
 
-    The old manifest and description are removed first, and the new files are renamed to these names
+    The old manifest and description are removed first, and their replacements are put in place
     last.  After a crash, neither is beside a mixture of old and new arrays.  (Upstream trusts
     arrays that have a description.)
     """
     os.makedirs(os.path.dirname(stem), exist_ok=True)
     in_files = {}
     manifest["files"] = {}
-    with contextlib.ExitStack() as new_files:  # at its end, the files are renamed
+    with contextlib.ExitStack() as new_files:  # its end renames the files
         for name, values in zip(dataset.index_names, arrays, strict=True):
             new_file = new_files.enter_context(_NewFile(f"{stem}-{name}.npy"))
             np.save(new_file, values)
             new_file.synced = new_file.file.tell() > _FULL_CHECK_LIMIT
             new_file.finish()
-            # Open the temporary name: another job may write a file with the final name meanwhile.
+            # Open the temporary name, because another job may write to the final name meanwhile.
             content, mtime_ns = _read_or_map_file(new_file.temporary)
             entry = {"dtype": values.dtype.str, "shape": values.shape} | _size_and_crc32(content)
             if entry["size"] > _FULL_CHECK_LIMIT:
@@ -5796,7 +5878,7 @@ def _file_stamp(path: str | os.PathLike) -> dict:
 
 
 def _file_exists(path):
-    """Return whether a file exists.  Raises OSError if the system does not say."""
+    """Return whether a file exists.  Raises OSError if this cannot be determined."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return bool(_file_stamp(path))
     return False
@@ -5811,7 +5893,10 @@ def _read_idx(pair):
 
 
 def _open_tokens(pair):
-    """Open the .bin, and check that both files are still the ones that have the stamps."""
+    """Open the .bin, and check that neither file has changed since its stamp was taken.
+
+    A .bin on object storage is not opened and not checked.
+    """
     if _is_remote(pair._bin_path):
         tokens = _RemoteFile(pair._bin_path, pair.dtype)
     else:
@@ -5843,7 +5928,7 @@ def _identity_of_pair(pair):
     return {"stamps": pair._stamps, "fingerprint": pair.fingerprint()}
 
 
-def _accept_identity(pair, identity, problem):
+def _check_identity(pair, identity, problem):
     """Raise DatasetFormatError unless a pair has the fingerprint in a saved identity.
 
     If the stamps are the same, and both have a time, the saved fingerprint becomes the pair's.
@@ -5873,10 +5958,10 @@ def _lengths_in_use(reader, name):
         in_file = reader._arrays_in_files["sequence_lengths"]
         if lengths is in_file or np.array_equal(lengths, in_file):
             return {}
-    return {name: zlib.crc32(np.asarray(lengths, np.int64))}
+    return {name: zlib.crc32(np.ascontiguousarray(lengths, np.int64))}
 
 
-# Attributes of an IndexedDataset that its pickle leaves out: _open() sets them again.
+# Attributes of an IndexedDataset that its pickle leaves out, because _open() sets them again.
 _REOPENED_ATTRIBUTES = (
     "sequence_lengths", "sequence_pointers", "document_indices", "sequence_modes", "_tokens",
     "_stamps", "_memo",
@@ -5912,7 +5997,7 @@ def _restore_pair(pair, state):
     identity = state.pop("_identity")
     vars(pair).update(state)
     pair._open()
-    _accept_identity(pair, identity, f"{pair.path_prefix} {_REPLACED_AFTER_PICKLE}")
+    _check_identity(pair, identity, f"{pair.path_prefix} {_REPLACED_AFTER_PICKLE}")
     vars(pair).update(state)  # arrays that a user has set replace the arrays of the files
 
 
@@ -5944,7 +6029,8 @@ def _load_or_build_orders(dataset):
     made_from = {"documents": _digest_of_documents(dataset)} | _identifiers_of_orders(dataset)
     made_from |= _lengths_in_use(dataset.dataset, "lengths_crc32")
     pair = dataset.dataset if isinstance(dataset.dataset, IndexedDataset) else None
-    return _load_or_build(dataset, dataset.index_split, made_from, pair)
+    plan, arrays = _load_or_build(dataset, dataset.index_split, made_from, pair)
+    return EpochPlan(*plan), arrays  # a plan from the cache is a list
 
 
 def _folder_of_cache(dataset):
@@ -5967,7 +6053,10 @@ def _folder_of_cache(dataset):
 
 
 def _digest_of_documents(dataset):
-    """Return a text for the documents of a MegatronDataset: their range, or an MD5 of the array."""
+    """Return a text that identifies the documents of a MegatronDataset.
+
+    It is their range, or the MD5 of their array.
+    """
     documents = dataset._documents
     if not isinstance(documents, range):
         documents = _md5(documents.astype(np.int64).tobytes())
@@ -6015,7 +6104,7 @@ class ObjectStorageConfig:
 
     path_to_idx_cache   folder for local copies of .idx files; a relative path becomes absolute.
                         None: ~/.cache/megatron_min
-    bin_chunk_nbytes    accepted and ignored: exact ranges of the .bin are read
+    bin_chunk_nbytes    accepted and ignored, because exact ranges of the .bin are read
 
     Copies of .idx files are never removed, not even after the object has changed.
 
@@ -6031,7 +6120,10 @@ class ObjectStorageConfig:
 
 
 def _map_tokens(path, dtype):
-    """Map a file of tokens into memory, read-only.  An error says how to read it without a map."""
+    """Map a file of tokens into memory, read-only.
+
+    The error message says how to read the file without mapping it.
+    """
     if os.path.getsize(path) == 0:  # an empty file cannot be mapped
         return np.zeros(0, dtype)
     advice = "to read it, pass mmap=False, or mmap_bin_files=False in a config"
@@ -6131,7 +6223,7 @@ class _RemoteFile:
             elif len(content) == end - begin:
                 contents[begin, end] = content
             else:
-                error = OSError(f"asked for {end - begin} bytes at {begin}, got {len(content)}")
+                error = OSError(f"expected {end - begin} bytes at {begin}, got {len(content)}")
                 if len(content) > end - begin:
                     advice = "copy the object to storage that supports range requests"
                     raise io.UnsupportedOperation(f"the server ignores ranges ({error}); {advice}")
@@ -6142,7 +6234,8 @@ class _RemoteFile:
         """Return the stamp of the object: {"size": bytes, "changed": version, or "" if unknown}."""
         info = self._with_retries(self._info)
         if info["size"] is None:
-            raise OSError(f"{self.url}: the storage reports no size; copy the object elsewhere")
+            advice = "copy the object to a local disk, or to storage that reports it"
+            raise OSError(f"{self.url}: the storage does not report the object's size; {advice}")
         changed = [str(info[name]) for name in self._VERSION_KEYS if name in info]
         return {"size": info["size"], "changed": " ".join(changed)}
 
@@ -6202,9 +6295,9 @@ _file_systems = {}  # {id: file system}; a set would drop a file system that equ
 def _keep_file_systems():
     """Keep all file systems of fsspec alive in this process, and so in processes forked from it.
 
-    A forked process could otherwise collect the parent's file systems.  Their finalizers would
-    remove the parent's sockets from the event loop, which both processes share, and the parent's
-    next request would wait 300 s.
+    A forked process could otherwise garbage-collect the parent's file systems.  Their finalizers
+    would remove the parent's sockets from the event loop, which both processes share, and the
+    parent's next request would wait 300 s.
     """
     import fsspec  # it is installed with torch
 
@@ -6229,8 +6322,9 @@ def _fetch_idx(url, stamp, config):
     return copied
 
 
-# Matches a URL, or a link of a chain, that may contain a password: its first part, up to a slash,
-# is not only a name or an [IPv6 address] with an optional port.  Also matches https://user@host.
+# Matches a URL, or one URL of a chain, that may contain a password.  A URL may, unless the part
+# between :// and the next slash is only a name or an [IPv6 address], with an optional port.  For
+# http and https, a name with an @, as in https://user@host, matches, too.
 _PASSWORD = re.compile(
     r"://(?![^/:]*(\[[^/\]]*\])?(:[0-9]+)?(/|\Z|::[^/@]*://))|https?://[^/]*@", re.IGNORECASE
 )
@@ -6239,19 +6333,21 @@ _PASSWORD = re.compile(
 def _check_no_secrets(names, is_input=False):
     """Check that URLs hold no secrets.  names may be a nested list.
 
-    Raises ValueError for a URL with a password.  For URLs of pairs, it also rejects a query (which
-    may hold a signature) and an fsspec chain such as simplecache::s3://... (whose cache would hide
-    changes to the object).  No message repeats the URL.
+    Raises ValueError for a URL with a password.  The URL of a pair must also have no query, which
+    may hold a signature.  Nor may it be an fsspec chain such as simplecache::s3://..., whose cache
+    would hide changes to the object.  No message repeats the URL.
     """
     if isinstance(names, (str, bytes, os.PathLike)):
         url = os.fsdecode(names)
         if _PASSWORD.search(url) or (not is_input and re.search(r"://.*\?", url)):
-            raise ValueError(
-                f"{'input' if is_input else 'path'}: the URL may contain a secret (a password, or "
-                'what follows "?"); pass it to fsspec in a variable, such as FSSPEC_S3_SECRET'
-            )
+            secret = "input: the URL may contain a password"
+            if not is_input:
+                secret = 'path: the URL may contain a secret (a password, or what follows "?")'
+            advice = "pass it to fsspec in an environment variable, such as FSSPEC_S3_SECRET"
+            raise ValueError(f"{secret}; remove it from the URL, and {advice}")
         if not is_input and re.search(r"::[^/]*://", url):
-            raise ValueError('the URL of a pair is an fsspec chain ("a::b"); pass the last URL')
+            found = "the URL of a pair must not be an fsspec chain (a::b)"
+            raise ValueError(f"path: {found}; pass only the last URL of the chain (b)")
     elif isinstance(names, collections.abc.Sequence):
         for name in names:
             _check_no_secrets(name, is_input)
@@ -6366,8 +6462,8 @@ def _raise_on_every_rank(failed_rank, error, group):
 #
 # An adapter takes the arguments of its definition, and returns the same result or raises the same
 # error.  functools.wraps() gives it the docstring of the definition, and keeps the definition as
-# adapter.__wrapped__.  A loop rejects an array with gaps, or an index out of range.  The adapter
-# then calls the definition, which handles this input or raises the error.
+# adapter.__wrapped__.  A loop rejects an array that is not contiguous, or an index out of range.
+# The adapter then calls the definition, which handles this input or raises the error.
 #
 # _helpers.c is built as the extension module _megatron_min.  The environment variable
 # MEGATRON_MIN_C says whether to use it:
@@ -6422,7 +6518,8 @@ def _random_state(seed: int) -> np.random.RandomState:
     """Return np.random.RandomState(seed), which is valid until the next call in this thread.
 
     numpy needs 0.25 ms to make a RandomState, because it draws a random seed first.  This is a
-    fifth of the time that a small corpus takes, so each thread seeds a single RandomState.
+    fifth of the time that it takes to build a small GPTDataset, so each thread seeds a single
+    RandomState.
     """
     if not hasattr(_generators, "random_state"):
         _generators.random_state = np.random.RandomState()
@@ -6503,8 +6600,8 @@ def _make_columns(dataset, indices):
         return None
     columns |= _empty_columns(dataset.config, len(indices))
     for part, rows, ks in rows_of_parts:
-        is_served = type(part) is GPTDataset and part.config is dataset.config
-        if not is_served or not _fill_columns(part, columns, rows, ks):
+        c_can_read = type(part) is GPTDataset and part.config is dataset.config
+        if not c_can_read or not _fill_columns(part, columns, rows, ks):
             return None
     for row, idx in enumerate(indices):
         if idx is None:  # the padding sample has no loss
@@ -6531,7 +6628,7 @@ def _empty_columns(config, count):
 def _fill_columns(dataset, columns, rows, samples):
     """Write samples into these rows of a table.  Return whether C could do it.
 
-    C cannot do it if an array has the wrong type, or if an index in an array is out of range.
+    C cannot do it if an array has an unexpected type, or if an index in an array is out of range.
     """
     config = dataset.config
     corpus = dataset.dataset
@@ -6587,12 +6684,12 @@ if IMPLEMENTATION == "c":
 #   bytes            ByteTokenizer(), see section 2
 #   null:50000       NullTokenizer(50000), for texts of decimal ids
 #   FILE             HuggingFaceTokenizer(FILE).  FILE is a tokenizer.json or its folder
-#   gigatoken:FILE   the same tokenizer, many times faster: the package gigatoken reads FILE
+#   gigatoken:FILE   the same tokenizer, but the package gigatoken reads FILE.  Many times faster
 #   module:thing     the attribute thing of your module: a tokenizer, or a class or function that
 #                    makes one when it is called without arguments
 #
 # Functions take any object with the attributes that section 2 lists.  They check these attributes
-# once, and what tokenize() returns at each call.
+# once, and the result of tokenize() at each call.
 
 _TOKENIZER_NAMES = "bytes, null:N, a tokenizer.json or its folder, gigatoken:FILE, or module:name"
 
@@ -6630,9 +6727,9 @@ class HuggingFaceTokenizer:
     """A tokenizer loaded from a tokenizer.json by the Hugging Face package tokenizers.
 
     path                the tokenizer.json, or its folder, as save_pretrained() writes it
-    eod_token           text of the end-of-document token.  None: the eos_token, if the folder has
-                        a tokenizer_config.json that names it, otherwise <|endoftext|> or </s>,
-                        whichever of the two the file has first in this order
+    eod_token           text of the end-of-document token.  None: the eos_token in the folder's
+                        tokenizer_config.json.  If path is not a folder, or it has no eos_token:
+                        <|endoftext|> if the tokenizer.json has this token, otherwise </s>
     add_special_tokens  True: let the file's post-processor add its special tokens to each text,
                         such as BOS, which marks the beginning of a text
 
@@ -6661,7 +6758,9 @@ class HuggingFaceTokenizer:
         names = [str(eod_token)] if eod_token else ["<|endoftext|>", "</s>"]
         known = [name for name in names if self._tokenizer.token_to_id(name) is not None]
         if len(known) == 0:
-            raise ValueError(f"{self.path}: no token {' or '.join(names)}; name one (--eod-token)")
+            found = f"it has no token {' or '.join(names)}"
+            advice = "give the text of its end-of-document token as eod_token (--eod-token)"
+            raise ValueError(f"{self.path}: {found}; {advice}")
         self.eod = self._tokenizer.token_to_id(known[0])
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1  # ids may have gaps
         self.unique_identifiers = {"class": "HuggingFaceTokenizer", "package": "tokenizers"}
@@ -6697,11 +6796,11 @@ def _read_eos_token(folder):
 
 
 class _GigatokenTokenizer(HuggingFaceTokenizer):
-    """A HuggingFaceTokenizer whose ids the package gigatoken computes."""
+    """A HuggingFaceTokenizer that gets its ids from the package gigatoken."""
 
-    # gigatoken 0.10 keeps all words that it has seen, in about 11 bytes of memory for each byte.
-    # Its tokenizer is therefore replaced by a new one after this many bytes of text.  This costs
-    # 7 % of the time, and keeps a worker below 1 GiB.
+    # gigatoken 0.10 caches all words that it has seen, and so needs about 11 bytes of memory for
+    # each byte of text.  Its tokenizer is therefore replaced by a new one after this many bytes of
+    # text.  This costs 7 % of the time, and keeps a worker below 1 GiB.
     _RESET_AFTER_BYTES = 48 << 20
     _PROBE_TEXTS = (
         "The quick brown fox isn't THE cat's; they'll go to the lab, of course (or not).",
@@ -6716,15 +6815,15 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
         super().__init__(path, eod_token)
         self.unique_identifiers["package"] = "gigatoken"
         self._gigatoken = None
-        # Both packages make the same ids for usual files, such as those of GPT-2 and Llama 3.  With
-        # unusual settings, such as tokens that span words, they may differ.
+        # Both packages make the same ids for usual files, such as the files of GPT-2 and Llama 3.
+        # With unusual settings, such as tokens that span words, they may differ.
         some_ids = range(0, self.vocab_size, self.vocab_size // 1000 + 1)
         texts = [*self._PROBE_TEXTS, *(self.detokenize([token]) for token in some_ids)]
         for added in self._tokenizer.get_added_tokens_decoder().values():
             texts += [added.content, f"a{added.content}b", f"a {added.content} b"]
         for text, ids in zip(texts, self.tokenize_batch(texts), strict=True):
-            # One text at a time: for a batch the package tokenizers would start threads, which are
-            # lost when a worker is forked.
+            # Pass one text at a time, because for a batch the package tokenizers would start
+            # threads, which are lost when a worker is forked.
             if ids.tolist() != super().tokenize(text):
                 reason = f"{self.path}: gigatoken and tokenizers disagree on {text!r:.60}"
                 raise ValueError(f'{reason}; leave out "gigatoken:" to use tokenizers')
@@ -6769,8 +6868,8 @@ def build_tokenizer(
 
     With module:thing, the current folder is searched first; it then stays at the end of sys.path.
 
-    Raises FileNotFoundError for a path at which there is nothing, ImportError if a module or a
-    package cannot be imported, and ValueError for any other name.
+    Raises FileNotFoundError if a path does not exist, ImportError if a module or a package cannot
+    be imported, and ValueError for any other name.
 
     >>> build_tokenizer("null:100").eod
     100
@@ -6781,7 +6880,8 @@ def build_tokenizer(
         raise FileNotFoundError(f"{path}: no such file or folder; expected {_TOKENIZER_NAMES}")
     if name.startswith("gigatoken:"):
         if add_special_tokens:
-            raise ValueError(f'{name}: for add_special_tokens, leave out "gigatoken:"')
+            unsupported = "add_special_tokens is not supported with gigatoken"
+            raise ValueError(f'{name}: {unsupported}; leave out "gigatoken:"')
         return _GigatokenTokenizer(path, eod_token)
     if name.endswith(".json") or (name != "bytes" and os.path.isdir(name)):
         return HuggingFaceTokenizer(name, eod_token, add_special_tokens)
@@ -6914,7 +7014,7 @@ def preprocess(
     output_prefix    the first part of the name of each pair
     tokenizer        a tokenizer object (section 2) or the name of one (section 19)
     texts            instead of input: an iterable of strings, or of dicts with the JSON keys.
-                     Messages call its items lines
+                     Messages count its items as lines
     append_eod       True: append tokenizer.eod to each document that has tokens
     json_keys        the keys to tokenize; each gets its own pair
     split_sentences  True: store each sentence, as nltk finds it, as a sequence.  Names then end in
@@ -6988,14 +7088,14 @@ def preprocess(
 
 
 def _check_preprocess_arguments(input, output_prefix, texts, json_keys, workers, shard, on_error):
-    """Raise ValueError if an argument of preprocess() is wrong."""
+    """Raise ValueError if an argument of preprocess() is invalid."""
     index, count = shard
     if not 0 <= index < count:
         raise ValueError(f"shard: expected (i, n) with 0 <= i < n, got ({index}, {count})")
     if on_error not in ("stop", "skip"):
         raise ValueError(f'on_error: expected "stop" or "skip", got {on_error!r}')
     if _as_whole(workers, "workers", 1) > 1 and multiprocessing.current_process().daemon:
-        raise ValueError("workers: this process is daemonic and cannot start others; use workers=1")
+        raise ValueError("workers: this process is daemonic and can start no worker; use workers=1")
     if len(json_keys) == 0:
         raise ValueError("json_keys: expected at least one key, got none")
     if output_prefix is None:
@@ -7003,7 +7103,7 @@ def _check_preprocess_arguments(input, output_prefix, texts, json_keys, workers,
     if (input is None) == (texts is None):
         got = "neither" if texts is None else "both"
         raise ValueError(f"pass either input (paths) or texts; got {got}")
-    is_table = hasattr(texts, "columns") or hasattr(texts, "to_pylist")  # the latter: a column
+    is_table = hasattr(texts, "columns") or hasattr(texts, "to_pylist")  # a table, or its column
     if is_table or isinstance(texts, (str, bytes, collections.abc.Mapping)):
         got = f"expected an iterable of strings or dicts, got a {type(texts).__name__}"
         raise ValueError(f"texts: {got}; convert a table with .to_pylist() or .to_dict('records')")
@@ -7045,19 +7145,20 @@ def _write_pairs(prefixes, encoder, inputs, workers, on_error, verbose):
                     builders[key].document_indices.extend(begin + end for end in ends)
                 source.documents += len(ends)  # the same number for each key
             if num_bad > 0 and on_error == "stop":
-                raise ValueError(f'{first_bad[0]}; to skip, use on_error="skip" (--on-error skip)')
+                advice = 'to skip bad lines, use on_error="skip" (--on-error skip)'
+                raise ValueError(f"{first_bad[0]}; {advice}")
             num_bytes += sum(map(len, lines))
             if bar is not None:
                 bar.update(num_bytes - bar.n)
         if num_bad > 0 and num_bad == sum(each.documents for each in inputs):
-            raise ValueError(f"every line is bad; the first: {'; '.join(first_bad)}")
+            raise ValueError(f"every line is bad, for example {'; '.join(first_bad)}")
         for builder in builders.values():
             builder._bin.finish()  # raises OSError if the disk is full, before any pair is renamed
     return num_bytes, num_bad, first_bad
 
 
 def _progress_bar(inputs, verbose):
-    """Return tqdm's bar as a context manager.  Without tqdm or verbose, it has no bar."""
+    """Return tqdm's bar as a context manager.  Without tqdm or verbose, entering it gives None."""
     if verbose:
         with contextlib.suppress(ModuleNotFoundError):
             import tqdm
@@ -7072,7 +7173,7 @@ def _progress_bar(inputs, verbose):
 
 
 class _Input:
-    """An input as it is when the job begins, and how far the job has read it.
+    """An input, as it was when the job began, and how far the job has read it.
 
     path        path or URL.  "-": standard input
     file_size   in bytes.  None: not known, for example because path is a pipe
@@ -7083,12 +7184,12 @@ class _Input:
         self.path = path
         self.file_size = file_size
         self.mtime_ns = _modification_time(path)
-        self.name = _label_of_input(path)  # for messages and records
+        self.name = _label_of_input(path)  # used in messages and records
         self.compression = _decompressor_of(self.name)
         # bytes of all lines.  inf: not known; tqdm then shows no total
         self.progress_total = math.inf if file_size is None or self.compression else file_size
         self.lines = _iter_lines(self) if lines is None else lines
-        self.lines_read = 0  # lines that are encoded
+        self.lines_read = 0  # lines encoded so far
         self.documents = 0  # documents that were made from these lines
 
 
@@ -7135,7 +7236,10 @@ def _modification_time(path):
 
 
 def _label_of_input(path):
-    """Return the path of an input for messages; without the query of a URL, which may be secret."""
+    """Return what messages call an input: its path, or its URL without the query.
+
+    The query may be secret.
+    """
     return path.partition("?")[0] if _is_remote(path) else path
 
 
@@ -7181,8 +7285,9 @@ def _inputs_of_shard(inputs, index, count):
     shards = [min(start * count // max(total, 1), count - 1) for start in starts]  # total may be 0
     num_filled = len(set(shards))
     if num_filled < count or max(sizes) * count > total:
-        unequal = f"the shards are unequal, and {num_filled:,} of {count:,} have inputs"
-        _warn(f"{unequal}; divide large inputs, e.g. split -n l/16 --additional-suffix=.jsonl")
+        unequal = f"the shards are unequal ({num_filled:,} of {count:,} have inputs)"
+        why = "because no input is divided"
+        _warn(f"{unequal}, {why}; divide large ones, e.g. split -n l/16 --additional-suffix=.jsonl")
     return [each for each, shard in zip(inputs, shards, strict=True) if shard == index]
 
 
@@ -7209,7 +7314,10 @@ def _iter_lines(source):
 
 
 def _iter_lines_of_rows(texts, json_keys):
-    """Yield each text or dict as a line of JSON.  For anything else, yield a str: what is wrong."""
+    """Yield each text or dict as a line of JSON.
+
+    For anything else, yield a str that says what is wrong.
+    """
     for row in texts:
         line = None
         if isinstance(row, str):
@@ -7341,7 +7449,7 @@ class _Encoder:
         if len(arrays) != len(texts):
             raise ValueError(f"tokenize_batch returned {len(arrays)} lists for {len(texts)} texts")
         all_ids = iter(arrays)
-        pieces = [self.eod[:0]]  # an empty array: np.concatenate() needs at least one
+        pieces = [self.eod[:0]]  # an empty array, because np.concatenate() needs at least one
         lengths = []
         ends = []
         for sentences in documents:
@@ -7367,7 +7475,7 @@ def _iter_encoded_blocks(encoder, blocks, workers):
     # however, a library may crash in a forked process, or the system cannot fork.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     if sys.platform != "linux":
-        encoder = pickle.dumps(encoder)  # _run_worker() knows where its modules may be
+        encoder = pickle.dumps(encoder)  # _run_worker() extends sys.path before it unpickles this
     slots = []  # for each worker: (process, pipe to the worker, its current block or None)
     try:
         for _ in range(workers):
@@ -7380,7 +7488,8 @@ def _iter_encoded_blocks(encoder, blocks, workers):
                 with warnings.catch_warnings():
                     # Python 3.12 and later warn if the process has threads; workers use none.
                     warnings.filterwarnings("ignore", ".*multi-threaded.* fork", DeprecationWarning)
-                    # In a thread: Python loses a signal that arrives while its main thread forks.
+                    # A thread forks, because a signal that arrives while the main thread forks is
+                    # lost.
                     with concurrent.futures.ThreadPoolExecutor(1) as thread:
                         thread.submit(process.start).result()
                 far_end.close()  # the worker holds it, so the pipe closes when the worker ends
@@ -7396,8 +7505,10 @@ def _iter_encoded_blocks(encoder, blocks, workers):
                 process.join()
                 code = process.exitcode  # if negative, the number of a signal
                 name = f", {signal.strsignal(-code)}" if code < 0 else ""
-                end = f"a worker process ended (exit code {code}{name})"
-                raise ChildProcessError(f"{end}; run with workers=1 to see an error") from None
+                raise ChildProcessError(
+                    f"a worker process ended (exit code {code}{name}); if the system ran out of "
+                    "memory, use fewer workers; otherwise use workers=1 to see its error"
+                ) from None
             if isinstance(result, Exception):
                 raise result
             if previous_block is not None:
@@ -7433,7 +7544,8 @@ def _run_worker(pipe, encoder):
 def _end_with_parent():
     """End this worker when its parent has ended, even in the middle of a block.
 
-    The pipe does not show this: workers that were forked later hold copies of the parent's end.
+    The pipe does not show this, because workers that were forked later hold copies of the parent's
+    end.
     """
     multiprocessing.parent_process().join()
     os._exit(1)
@@ -7453,8 +7565,8 @@ def merge(
     output_prefix   path of the new pair, which must not be one of these pairs
     multimodal      True: the pairs have modes, which the new pair keeps
 
-    The new pair has the same bytes as if one builder had written it, and each byte is copied once.
-    Its record lists the inputs of all pairs, and the prefix of each pair that has no record.
+    The new pair has the same bytes as if one builder had written it.  Its record lists the inputs
+    of all pairs, and the prefix of each pair that has no record.
 
     If the pairs are shards, all shards of the job must be given, in order, with their records; they
     may be in different folders.  Raises ValueError if the pairs cannot be joined, for example
@@ -7510,9 +7622,11 @@ def _check_shards(prefixes, records):
 
 
 def _make_record(path_prefix, tokenizer, inputs, fields):
-    """Return the record of a pair whose files are complete.  Raises an error for wrong arguments.
+    """Return the record of a pair whose files are complete.
 
     fields   a dict that may have the keys append_eod (older records lack it) and job
+
+    Raises an exception, of any class, if an argument does not have the expected form.
     """
     record = {
         "tokenizer": None if tokenizer is None else dict(tokenizer),
@@ -7535,10 +7649,11 @@ def _write_record(path_prefix, tokenizer, inputs, fields=()):
 
 
 def _record_of(pair):
-    """Return the record of an IndexedDataset, or {} if it is missing, damaged or of other files.
+    """Return the record of an IndexedDataset, or {} if it has none.
 
-    The record is read once.  The key "begins" is added: a list with the index of each input's first
-    document and, at the end, the number of all documents.
+    A record that is damaged, or belongs to different files, does not count.  The record is read
+    once.  The key "begins" is added: a list with the index of each input's first document and, at
+    the end, the number of all documents.
     """
     if "record" not in pair._memo:
         pair._memo["record"] = {}
@@ -7562,7 +7677,7 @@ def _identifiers_of(tokenizer):
 def _common_tokenizer(records, advice="preprocess all of them with one tokenizer"):
     """Return the tokenizer in {name: record}, or None if no record names one.
 
-    Raises ValueError, with the first value that differs, if records name different tokenizers.
+    Raises ValueError, which names the first value that differs, if the tokenizers differ.
     """
     tokenizers = {name: record.get("tokenizer") for name, record in records.items()}
     tokenizers = {name: each for name, each in tokenizers.items() if each is not None}
@@ -7583,12 +7698,13 @@ _LABELS_OF_EOD = {True: "with eod", False: "without eod", None: "partly with eod
 def _common_eod(records):
     """Return {"append_eod": value} for {name: record}, or {} if no record has the key.
 
-    If the records differ, the value is None, and a warning names a pair of each kind.
+    If the records differ, the value is None, and a warning names one pair for each value.
     """
     examples = {each["append_eod"]: name for name, each in records.items() if "append_eod" in each}
     if len(examples) > 1:
         made = (f"{name} {_LABELS_OF_EOD[value]}" for value, name in examples.items())
-        _warn(f"only some pairs have eods ({', '.join(made)}); if in error, preprocess one again")
+        advice = "if this is a mistake, preprocess them with the same append_eod"
+        _warn(f"the pairs differ in append_eod ({', '.join(made)}); {advice}")
         return {"append_eod": None}
     return {"append_eod": next(iter(examples))} if len(examples) > 0 else {}
 
@@ -7631,8 +7747,9 @@ def _check_tokenizers(opened, tokenizer):
 #   labels      all targets but the first: the label of a token is the target of the next token
 #   cu_seqlens  0                    ^ conversation 1 starts              S S S ...
 #
-# A row may hold several conversations: each message with the role "system" begins a new one.  The
-# attention kernel of the model uses cu_seqlens to keep the conversations of a sample apart.
+# A row may hold several conversations, because each message with the role "system" begins a new
+# one.  The attention kernel of the model uses cu_seqlens to keep the conversations of a sample
+# apart.
 #
 # Sample k is made from row k of the split, modulo the number of rows.  The row is tokenized when
 # the sample is read, so there is no file pair, no index array and no cache.  SFTDataset does not
@@ -7658,7 +7775,7 @@ class MockGPTLowLevelDataset:
         return len(self.sequence_lengths)
 
     def fingerprint(self) -> dict:
-        """Return the two values that decide the tokens."""
+        """Return the two values that determine the tokens."""
         return {"vocab_size": self.tokenizer.vocab_size, "eod": self.tokenizer.eod}
 
     def __getitem__(self, idx: int) -> np.ndarray:
@@ -7714,7 +7831,8 @@ class SFTDataset(MegatronDataset):
     ds[k] is a dict of new tensors:
 
       tokens         int64 (S,)
-      labels         int64 (S,): the next token, or -100 if it is not learned; the pad in padding
+      labels         int64 (S,): the next token, or -100 if it is not learned; in padding, the id
+                     of the padding (see below)
       loss_mask      float32 (S,), 0: the label is -100 or padding
       position_ids   int64 (S,), counted from 0 in each conversation
       cu_seqlens     int32 (S+1,): the positions at which conversations start, then S in all other
@@ -7735,8 +7853,8 @@ class SFTDataset(MegatronDataset):
     If context_parallel_size is cp > 1, each conversation is padded to a multiple of 2 * cp tokens,
     so that section 9 can cut it.  S must also be a multiple of 2 * cp.
 
-    Raises ValueError for a config or a tokenizer that does not fit, and for a row that cannot be
-    used.  A warning reports the first sample without any loss.
+    Raises ValueError for a config, a tokenizer or a row that cannot be used.  A warning reports the
+    first sample without any loss.
 
     >>> rows = [{"messages": [{"role": "user", "content": "2+2"},
     ...                       {"role": "assistant", "content": "4"}]}]
@@ -7759,11 +7877,11 @@ class SFTDataset(MegatronDataset):
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         cp = config.context_parallel_size or 1
-        self._granularity = 2 * cp if cp > 1 else 1
-        _check_config_of_sft(config, self._granularity)
+        self._pad_multiple = 2 * cp if cp > 1 else 1
+        _check_config_of_sft(config, self._pad_multiple)
         if num_samples:
             with _naming_place(f"{_label_of_dataset(self)}, {index_split.name}"):
-                _check_has_tokens(len(self.indices), num_samples)
+                _check_has_tokens(len(self.indices), num_samples, "rows")
         # Unlike in GPTDataset, a pad that is also a special token stays the pad.
         pad = _attribute_of(config.tokenizer, "pad")
         self._has_pad = pad is not None
@@ -7779,7 +7897,7 @@ class SFTDataset(MegatronDataset):
             raise ValueError(f"{dataset_path}: fine-tuning data must not be compressed; {advice}")
         is_parquet = dataset_path.endswith(".parquet")
         rows = _ParquetRows(dataset_path) if is_parquet else _JsonlRows(dataset_path)
-        if len(rows) > 0:  # a file with different contents is rejected now
+        if len(rows) > 0:  # reject a file without conversations now, not in the middle of a run
             _conversations_of_row(dataset_path, rows, 0)
         return rows
 
@@ -7800,7 +7918,7 @@ class SFTDataset(MegatronDataset):
         row = int(self.indices[k % len(self.indices)])
         S = self.config.sequence_length
         tokens, targets, is_padding, ends = _pack_conversations(
-            self._iter_encoded(row), S, self._pad_token_id, self._granularity
+            self._iter_encoded(row), S, self._pad_token_id, self._pad_multiple
         )
         labels = targets[1:].copy()
         has_loss = labels != _IGNORED
@@ -7845,13 +7963,13 @@ class SFTDataset(MegatronDataset):
                 yield np.stack([np.asarray(tokens, np.int64), np.asarray(targets, np.int64)])
 
 
-def _check_config_of_sft(config, granularity):
+def _check_config_of_sft(config, pad_multiple):
     """Raise ValueError for a config, or a tokenizer in it, that SFTDataset cannot use."""
     for name in ("create_attention_mask", "reset_attention_mask", "reset_position_ids"):
         if getattr(config, name):
             raise ValueError(f"{name} must be False for SFTDataset, which returns cu_seqlens")
-    if config.sequence_length % granularity:
-        expected = f"a multiple of {granularity} (2 * context_parallel_size)"
+    if config.sequence_length % pad_multiple:
+        expected = f"a multiple of {pad_multiple} (2 * context_parallel_size)"
         raise ValueError(f"sequence_length: expected {expected}, got {config.sequence_length}")
     _check_tokenizer(config.tokenizer, ["tokenize", "eod"])
     if _attribute_of(config.tokenizer, "tokenize_conversation") is None:
@@ -7920,11 +8038,11 @@ def _check_message(message):
             raise ValueError(f"the message key {key!r} would be lost ({value!r:.60}); {advice}")
 
 
-def _pack_conversations(encoded, sequence_length, pad_id, granularity):
+def _pack_conversations(encoded, sequence_length, pad_id, pad_multiple):
     """Concatenate conversations, and cut or pad them to the S + 1 positions of a sample.
 
     encoded has the tokens and targets of each conversation, int64 (2, n).  Each conversation that
-    ends before S is padded to a multiple of granularity.  The last position holds padding, as in
+    ends before S is padded to a multiple of pad_multiple.  The last position holds padding, as in
     upstream.
 
     Return tokens and targets, int64 (S+1,), is_padding, bool (S+1,), and a list of the positions at
@@ -7940,7 +8058,7 @@ def _pack_conversations(encoded, sequence_length, pad_id, granularity):
         end = begin + kept.shape[1]
         columns[:, begin:end] = kept
         is_padding[begin:end] = False
-        ends.append(_ceil_div(end, granularity) * granularity)
+        ends.append(_ceil_div(end, pad_multiple) * pad_multiple)
         if ends[-1] >= S:
             break
     ends[-1] = S
@@ -8006,7 +8124,7 @@ class _JsonlRows(_Rows):
 
     def __getitem__(self, row):
         begin = self.row_offsets[row]
-        size = self.row_offsets[row + 1] - begin  # with the blank lines after it
+        size = self.row_offsets[row + 1] - begin  # includes the blank lines after it
         line = _read_bytes(self._file, begin, size, self.path).rstrip()
         if os.fstat(self._file.fileno()).st_mtime_ns != self._mtime_ns:
             advice = "build the dataset again"
@@ -8141,12 +8259,14 @@ def find(
     of_pair = [d for d, part in enumerate(parts) if _is_pair_of(part, path_prefix)]
     if len(of_pair) == 0:
         names = ", ".join(_label_of_dataset(part) for part in parts)
-        raise ValueError(f"{path_prefix} is not a pair of this dataset, which has {names}")
+        found = f"expected a pair of the dataset ({names}), got {path_prefix}"
+        raise ValueError(f"path_prefix: {found}")
     all_samples = []
     for d in of_pair:
         samples = _samples_of_sequence(parts[d], sequence)
         if isinstance(dataset, BlendedDataset):
-            # A blend takes samples 0, 1, 2, ... of a part in this order, maybe not up to the last.
+            # A blend takes samples 0, 1, 2, ... from a part, in this order, and may stop before the
+            # last.
             i_of_k = np.flatnonzero(dataset.dataset_index == d)
             samples = [int(i_of_k[k]) for k in samples if k < len(i_of_k)]
         all_samples += samples
@@ -8211,7 +8331,7 @@ def _samples_of_sequence(dataset, sequence):
 #   how a command ends                              exit code
 #   without an error                                0
 #   an error: one line on stderr                    1
-#   wrong arguments: argparse prints the usage      2
+#   invalid arguments: argparse prints the usage    2
 #   Ctrl-C (SIGINT)                                 130
 #   SIGTERM, which a cluster sends before it kills  143
 #   SIGHUP, which a terminal sends when it closes   129
@@ -8237,7 +8357,7 @@ def main(argv: list[str] | None = None) -> int:
             args.run(args)
     except Exception as error:
         message = _message_of(error)
-        if isinstance(error, OSError) and error.strerror is not None:  # without its errno
+        if isinstance(error, OSError) and error.strerror is not None:  # leave out the errno
             message = f"{error.filename or ''}: {error.strerror}".removeprefix(": ")
         print(f"{program}: {message}", file=sys.stderr)
         return 1
@@ -8253,7 +8373,7 @@ def _exit_at_signals():
     received = []
 
     def exit_at_signal(number, frame):
-        """End the command as an exception does."""
+        """End the command by raising SystemExit."""
         received.append(number)
         sys.exit(128 + number)  # the code by which a shell reports a signal
 
@@ -8327,14 +8447,15 @@ def _make_parser(program):
         ("merge", _run_merge, "join pairs of the same dtype into one pair"),
         ("inspect", _run_inspect, "show the size and the first tokens of a pair"),
         ("verify", _run_verify, "check every entry of the .idx of one or more pairs"),
-        ("demo", _run_demo, "run a short end-to-end example, from text to resumed batches"),
+        ("demo", _run_demo, "run a short end-to-end example, from text to a resumed run"),
     ):
         commands[name] = subparsers.add_parser(name, help=text, description=text)
         commands[name].set_defaults(run=run, program=program)
 
     several = {"nargs": "+", "action": "extend"}  # a flag that is repeated adds values
     switch = {"action": "store_true"}
-    pair = {"type": _without_ending, "metavar": "PREFIX"}  # accepts .idx, which a shell completes
+    # PREFIX.idx is accepted, too, because this is what a shell completes.
+    pair = {"type": _without_ending, "metavar": "PREFIX"}
     output = {"required": True, "metavar": "PREFIX"}
     add = commands["preprocess"].add_argument
     text = 'files, glob patterns or URLs; .gz and .zst are decompressed; "-" is standard input'
@@ -8344,7 +8465,7 @@ def _make_parser(program):
     add("--json-keys", metavar="KEY", help="keys to tokenize (default: text)", **several)
     add("--split-sentences", help="store each sentence as its own sequence (needs nltk)", **switch)
     add("--workers", type=_parse_workers, default=1, help="number of processes (default: 1)")
-    text = "process only shard i of n (from 0); merge joins the shards"
+    text = "process only shard i of n, where i counts from 0; merge joins the shards"
     add("--shard", type=_parse_shard, default=(0, 1), metavar="i/n", help=text)
     text = "stop at a bad line (the default), or skip it with a warning"
     add("--on-error", choices=("stop", "skip"), default="stop", help=text)
@@ -8361,7 +8482,9 @@ def _make_parser(program):
     for name in ("preprocess", "inspect"):
         add = commands[name].add_argument
         add("--tokenizer", default="bytes", help=f"one of {_TOKENIZER_NAMES} (default: bytes)")
-        add("--eod-token", metavar="TOKEN", help="end-of-document token of a tokenizer.json")
+        text = "text of the end-of-document token in a tokenizer.json (default: the eos_token of "
+        text += "the folder's tokenizer_config.json, otherwise <|endoftext|> or </s>)"
+        add("--eod-token", metavar="TOKEN", help=text)
         text = "add the special tokens of a tokenizer.json, such as BOS, to each text"
         add("--add-special-tokens", help=text, **switch)
     return parser
@@ -8423,7 +8546,8 @@ def _run_inspect(args):
     if difference is None and are_ids:
         _print_line(f"as text: {tokenizer.detokenize(tokens)!r}")
     else:
-        _print_line(f"not decoded: {difference or advice}")
+        reason = f"some of these tokens are not ids of the tokenizer {args.tokenizer}; {advice}"
+        _print_line(f"not decoded: {difference or reason}")
 
 
 def _run_verify(args):
@@ -8464,7 +8588,8 @@ def _run_demo(args):
         same = [torch.equal(batch["tokens"], again["tokens"]) for batch, again in pairs]
         end = f"identical to an uninterrupted run: {all(same)}"
         _print_line(f"4. Resumed: {len(same)} batches, {end}")
-    _print_line('Next, your own text: in corpus.jsonl, a line {"text": "..."} for each document')
+    _print_line('Next, try your own text.  Write one line {"text": "..."} for each document to')
+    _print_line("corpus.jsonl, and run:")
     _print_line(
         f"{args.program} preprocess --input corpus.jsonl --output-prefix corpus --append-eod"
     )
