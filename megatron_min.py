@@ -8,14 +8,14 @@ This module writes and reads the files that Megatron-LM trains on, and makes tra
 them.  The reference is the package megatron-core 0.16.1, called "upstream" here.  Wherever upstream
 works as intended, both make the same files, index arrays, caches, samples and batches, bit for bit.
 
-Part I is the textbook.  Each section asks one question and answers it twice: first with a drawing
+Part I is the textbook.  Each section asks a question and answers it twice: first with a drawing
 or a table, then in code.  The code defines what happens to good input.  Most bad input is rejected
 by one-line calls to helper functions.  _check_...() raises an error for bad input; some of these
 functions also warn.  _as_...() and _parse_...() convert a value, or raise an error.  _warn_...()
 only warns.  If an error is raised in a block "with _naming_place(place)", its message begins with
 the place.  Section 13 defines most of these functions.  operator.index(n), which is Python's, makes
 an int of any integer type, such as numpy's, and rejects floats.  If code uses any other name that
-is defined further down, a comment gives its section, unless it is a small helper.
+is defined further down, a comment usually gives its section.
 
 The module needs only numpy and torch.  The optional accelerator, _helpers.c, gives identical
 results.
@@ -39,18 +39,18 @@ Words       token           an integer that stands for a piece of text
             pass            once through all samples of a dataset, which may cover many epochs
             job             one set of processes, from its start to its end
             run             the training of one model; several jobs may continue it in turn
-            rank            one process of a job, usually with one GPU.  The processes that read the
-                            same samples form one data-parallel rank, which section 8 calls "rank"
-            micro-batch     the samples that one data-parallel rank reads at once
+            rank            one process of a job, usually with one GPU
+            dp rank         a data-parallel rank: the processes that read the same samples
+            micro-batch     the samples that one dp rank reads at once
             padding sample  fills up a micro-batch that has too few samples; it has no loss
-            round           one micro-batch on every data-parallel rank
+            round           one micro-batch on every dp rank
             step            one update of the model; it reads one or more rounds
             global batch    the samples of one step
 
   +-- "document" --------------------------------------------------------------------------------+
   | In sections 1 and 2, and in the tools of part IV, a document is a text.  From section 3 on,  |
   | a document is a sequence of the .idx file.  Upstream does the same, because a text is nearly |
-  | always one sequence.                                                                         |
+  | always one sequence.  (Only the settings about eod look for texts inside of sequences.)      |
   +----------------------------------------------------------------------------------------------+
 
 Notation    S  input tokens of a sample (sequence_length)    D  sequences in a split
@@ -198,8 +198,9 @@ log = logging.getLogger("megatron_min")
 #   count = sequence_lengths[i]                                      3
 #   tokens[first : first + count]                                    b b b
 #
-# The .idx file describes n sequences and m - 1 documents.  All integers are little-endian.  Arrays
-# are read and written as they are in memory, so the machine must be little-endian, too.
+# The .idx file describes n sequences.  document_indices has m entries.  All integers are
+# little-endian.  Arrays are read and written as they are in memory, so the machine must be
+# little-endian, too.
 #
 #   OFFSET      SIZE   FIELD
 #   0           9      magic b"MMIDIDX\0\0"
@@ -584,8 +585,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         num_bytes = lengths.astype(np.int64) * self._token_dtype.itemsize
         sequence_pointers = np.cumsum(num_bytes)
         sequence_pointers -= num_bytes  # where each sequence begins
-        # The same random part in both temporary names marks the files as a pair (section 14).
-        index = _NewFile(idx_path, suffix=self._bin.suffix)
+        index = _NewFile(idx_path, suffix=self._bin.suffix)  # a temporary name: section 14
         try:
             index.write(_HEADER.pack(_MAGIC, _VERSION, code, n, m))
             index.write(lengths)
@@ -677,8 +677,7 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #
 #   pad                  the id that pads a short sample
 #   eos, special_tokens_dict
-#                        other special ids: one id, and {name: id}.  A pad that is also the id of
-#                        a special token is ambiguous (see _pad_id_of_config() in section 5)
+#                        other special ids: one id, and {name: id}
 #   tokenize_batch       takes a list of str, returns the ids of each one.  It only saves time
 
 
@@ -932,8 +931,8 @@ class BlendedMegatronDatasetConfig:
                         True: if valid has several corpora, build a list with one dataset for each
                         corpus, not a blend, so that each has its own loss (section 7).  Needs
                         blend_per_split
-      full_validation   True, with several of these datasets: each is one epoch of its corpus, and
-                        the size of valid (section 7) must be None
+      full_validation   True, with several of these datasets: the size of valid must be None, so
+                        that each is one epoch of its corpus (section 7)
 
     Building and reading
       mid_level_dataset_surplus
@@ -1028,8 +1027,9 @@ class BlendedMegatronDatasetConfig:
 #
 # Upstream shuffles all epochs together, with one exception: if fewer than about 80 % of the last
 # epoch are requested (plan_epochs() has the rule), that epoch is shuffled separately and comes
-# last.  Without this exception, the run would read too many samples of the last epoch, and miss as
-# many of the earlier ones.  One generator shuffles the documents first, and then the samples, so
+# last.  The dataset has all samples of its epochs, but the run reads only the first ones.  Without
+# this exception, it would read too many samples of the last epoch, and miss as many of the earlier
+# ones.  One generator shuffles the documents first, and then the samples, so
 # the result of a shuffle depends on all items that have been shuffled before.  If a longer run has
 # more epochs, or its last epoch is no longer separate, all samples may therefore change, from the
 # first one on.
@@ -1046,9 +1046,7 @@ class BlendedMegatronDatasetConfig:
 # (With this seed, the shuffle of one epoch happens to leave the three documents in order.)
 #
 # The samples (3) are shuffled together or separately in the same way.  A sample that begins in one
-# epoch and ends in the next belongs to the epoch in which it ends.  A short last sample, if it is
-# kept, is shuffled together with the last epoch.  A longer dataset may then have a different
-# order in this epoch, even with stable_order.
+# epoch and ends in the next belongs to the epoch in which it ends.
 
 
 def count_samples(
@@ -1099,8 +1097,9 @@ def plan_epochs(
 
     The number of epochs E is the smallest integer >= 1 with E*T >= num_samples*S + x.
 
-    If fewer than int(0.80 * n) samples of the last epoch are needed, this epoch is shuffled
-    separately.  Here n is the number of full samples in one epoch; the factor is upstream's.
+    If E > 1 and fewer than int(0.80 * n) samples of the last epoch are needed, this epoch is
+    shuffled separately.  Here n is the number of full samples in one epoch.  The factor is
+    upstream's.
 
     Raises ValueError if samples are requested and T is 0.
 
@@ -1227,7 +1226,7 @@ def build_sample_idx(
     # As in upstream, the last row is different in one case: the last sample is short, there is no
     # extra token, and the stream ends with empty documents.  It then points to the last of these.
     # (If the last document has tokens, the line changes nothing.)
-    if x == 0 and N * S > tokens:
+    if x == 0 and N * S > tokens == sizes[document_index].sum(dtype=np.int64):
         rows[-1] = len(document_index) - 1, sizes[document_index[-1]]
     return rows
 
@@ -1292,7 +1291,8 @@ def build_stable_orders(
     """Shuffle each epoch separately: its documents, then the samples that end in it.
 
     Epoch 0 has the seed random_seed, so a dataset of one epoch has upstream's order.  A later epoch
-    e has the seed [random_seed, e].
+    e has the seed [random_seed, e].  A short last sample, if it is kept, is shuffled together with
+    the last epoch.  The order of this epoch may therefore be different in a longer dataset.
 
     documents     ints (D,): numbers of the split's documents
     sample_edges  E + 1 ints: samples sample_edges[e] .. sample_edges[e + 1] - 1 of the stream end
@@ -1343,17 +1343,18 @@ def build_stable_orders(
 #   labels                           b b c c               all but the first
 #
 # A sample may contain the end of one document and the start of the next.  Fields of the config say
-# how the two are kept apart, and what counts as the start of a document:
+# how the two are kept apart, and where a new part of the sample starts:
 #
-#   field                     a document starts        effect
+#   field                     a part starts            effect
 #   reset_position_ids        after an eod token       positions count from 0 again
-#   reset_attention_mask      after an eod token       no attention to earlier documents
+#   reset_attention_mask      after an eod token       no attention to earlier parts
 #   eod_mask_loss                                      no loss where the input token is eod
 #   inter_document_masking    where a sequence of      positions count from 0 again; cu_seqlens
 #                             the .idx file starts     lists the starts, instead of a mask
 #
-# cu_seqlens always has S + 1 entries, so it is filled up with S.  Documents that start at 0 and 3,
-# with S = 4, give cu_seqlens 0 3 4 4 4; max_seqlen, the length of the longest document, is 3.
+# cu_seqlens (cumulative lengths) always has S + 1 entries, so it is filled up with S.  Documents
+# that start at 0 and 3, with S = 4, give cu_seqlens 0 3 4 4 4; max_seqlen, the length of the
+# longest document, is 3.
 #
 # ds[None] returns a padding sample: sample 0 with a loss_mask of zeros.  Padding samples fill up a
 # micro-batch that has too few samples (section 8).
@@ -1388,8 +1389,9 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
       add_extra_token_to_sequence
                              True: x = 1, so the last input token has a label, too
       stable_order           True: shuffle each epoch separately, so that a longer dataset begins
-                             with the samples of a shorter one.  Section 4 names one exception.
-                             Keyword only.  Not in upstream
+                             with the samples of a shorter one.  (If the shorter one keeps a short
+                             last sample, the order of its last epoch may change.)  Keyword only.
+                             Not in upstream
 
     Other
       object_storage_cache_path
@@ -1431,23 +1433,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
         return bool(self.create_attention_mask and not self.inter_document_masking)
 
 
-class _CachedDataset(torch.utils.data.Dataset):
-    """Base class of cached datasets.  unique_description names their files (section 15)."""
-
-    _arrays_in_files = {}  # {name: array}: what a pickle leaves out
-
-    @functools.cached_property
-    def unique_description(self) -> str:
-        """Return unique_identifiers, a dict, as the JSON text that upstream writes."""
-        return json.dumps(self.unique_identifiers, indent=4, default=_json_default)  # section 15
-
-    @functools.cached_property
-    def unique_description_hash(self) -> str:
-        """Return the MD5 of unique_description."""
-        return _md5(self.unique_description)
-
-
-class MegatronDataset(abc.ABC, _CachedDataset):
+class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
     """Base class of the datasets that the builder (section 7) can build.
 
     dataset        the opened data, as build_low_level_dataset() returned them
@@ -1487,6 +1473,7 @@ class MegatronDataset(abc.ABC, _CachedDataset):
         self.unique_identifiers["index_split"] = self.index_split.name
         for name in self._key_config_attributes():
             self.unique_identifiers[name] = getattr(config, name)
+        _name_cache_files(self)  # from unique_identifiers: section 15
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -1600,14 +1587,14 @@ class GPTDataset(MegatronDataset):
         self._x = int(config.add_extra_token_to_sequence)
         is_valid = index_split.name == "valid"  # also for upstream's Split
         self._keeps_short = is_valid and not config.drop_last_partial_validation_sequence
-        self._pad_token_id = _pad_id_of_config(config)
+        self._pad_token_id = _pad_id_of_config(config)  # -1 if the tokenizer has no pad of its own
         self.eod_token_id = None  # only set if a field needs it
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
             self.eod_token_id = config.tokenizer.eod
 
-        # The index arrays, and the files in which they are cached (section 15).
+        # the index arrays, and the names of the files in which they are cached (section 15)
         self.unique_identifiers |= _identifiers_of_orders(self)
-        self._cache_folder = _folder_of_cache(self)
+        _name_cache_files(self)
         self.epoch_plan = None
         arrays = self._build_document_sample_shuffle_indices()
         self.document_index, self.sample_index, self.shuffle_index = arrays
@@ -1691,17 +1678,17 @@ class GPTDataset(MegatronDataset):
         if idx is None:
             loss_mask[:] = 0
 
-        # positions after an eod, where a document starts
         eod_starts = [0]
         if self.eod_token_id is not None:
             eods = np.flatnonzero(tokens[:-1] == self.eod_token_id)
             eod_starts += (eods + 1).tolist()
         mask_starts = eod_starts if config.reset_attention_mask else [0]
-        position_starts = eod_starts if config.reset_position_ids else [0]
         if config.inter_document_masking:
             if lengths is None:
                 lengths = [length for _, _, length in self.pieces(0 if idx is None else idx)]
             position_starts = _starts_of_documents(lengths, S)
+        else:
+            position_starts = eod_starts if config.reset_position_ids else [0]
 
         # Padding becomes 0.  As in upstream, so do real tokens that equal the pad id.
         tokens[tokens == pad] = 0
@@ -1789,38 +1776,6 @@ class GPTDataset(MegatronDataset):
     def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
         """Return the number of sequences in the pair."""
         return len(low_level_dataset)
-
-
-def _pad_id_of_config(config):
-    """Return the id that pads short samples.
-
-      the tokenizer has                              the id is
-      no pad                                         -1
-      a pad that differs from all special tokens     the pad
-      a pad that is also a special token's id        -1, with a warning
-      the same, with allow_ambiguous_pad_tokens      the pad
-
-    The special tokens here are the entries of special_tokens_dict except "pad_token", or, if there
-    are none, eos and eod.  Tokens with the id of padding become 0 and have no loss, so they should
-    not be real tokens.
-    """
-    tokenizer = config.tokenizer
-    pad = _attribute_of(tokenizer, "pad")  # None if the tokenizer has no pad (section 19)
-    if pad is None:
-        return -1
-    special = dict(_attribute_of(tokenizer, "special_tokens_dict") or {})
-    special.pop("pad_token", None)
-    if not special:
-        special = {name: _attribute_of(tokenizer, name) for name in ("eos", "eod")}
-    same = [name for name, token in special.items() if token == pad]
-    if same and not config.allow_ambiguous_pad_tokens:
-        _warn(
-            f"tokenizer: the pad id {pad} is also the id of {' and '.join(same)}, so padding uses "
-            "-1 instead.  To silence this warning, give the tokenizer a pad id of its own, or set "
-            f"allow_ambiguous_pad_tokens (then no label with the id {pad} has a loss)"
-        )
-        return -1
-    return int(pad)
 
 
 def _read_pieces(reader: typing.Any, pieces: list[tuple[int, int, int]]) -> list[np.ndarray]:
@@ -1923,7 +1878,8 @@ def build_blending_indices(
     """Fill in, for each sample of a blend, its dataset and its number in that dataset.
 
     Sample i comes from the dataset with the largest lag, as defined above.  Lags are computed in
-    IEEE doubles.  Ties go to the lowest d.  Rounding decides near-ties, so pass normalized weights.
+    IEEE doubles.  Ties go to the lowest d.  Pass normalized weights, because rounding decides
+    which of two nearly equal lags is the largest.
 
     dataset_index         int16 (size,), filled in: the dataset of each sample
     dataset_sample_index  int64 (size,), filled in: the number of the sample in its dataset
@@ -2019,7 +1975,7 @@ def build_phase_indices(
     for samples, weights in phases:
         samples = operator.index(samples)
         shares = np.array(weights, np.float64)
-        limits = np.where(shares > 0, np.inf, 0.0)
+        limits = np.where(shares > 0, np.inf, 0.0)  # without it, a weight of 0 could win a tie
         which = dataset_index[begin : begin + samples]
         sample = dataset_sample_index[begin : begin + samples]
         _check_blending(which, sample, shares, len(taken))
@@ -2039,7 +1995,7 @@ def _drop_zero_weights(items, weights, names):
     return [items[d] for d in used], [weights[d] for d in used]
 
 
-class BlendedDataset(_CachedDataset):
+class BlendedDataset(torch.utils.data.Dataset):
     """A blend of datasets, in which each gives its share of the samples.
 
     datasets   MegatronDatasets of one split, at most 32,766
@@ -2105,17 +2061,11 @@ class BlendedDataset(_CachedDataset):
         if self.phases is not None:
             self.unique_identifiers["phases"] = self.phases
 
-        self._cache_folder = _folder_of_cache(self)
+        _name_cache_files(self)  # section 15
         self._taken = None  # see samples_taken()
         self.dataset_index, self.dataset_sample_index = self._build_indices()
-        # The builder (section 7) catches this error, and rebuilds the datasets that are too small.
-        taken = zip(self.datasets, self.samples_taken().tolist(), strict=True)
-        needed = {}
-        for part, count in taken:
-            if count > len(part):
-                needed[part] = max(count, needed.get(part, 0))  # a part may be given twice
-        if needed:
-            raise _error_of_large_blend(needed)  # _BlendTooLarge, a ValueError (section 13)
+        # The builder (section 7) catches the error, and rebuilds the datasets that are too small.
+        _check_blend_fits(self.datasets, self.samples_taken().tolist())
 
     def _set_shares(self, weights, size, phases):
         """Set size, weights and phases as in the table above, and drop datasets of weight 0."""
@@ -2204,15 +2154,6 @@ class BlendedDataset(_CachedDataset):
         return int(self.dataset_index[i]), k
 
 
-def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
-    """Count how often each dataset occurs in dataset_index."""
-    taken = np.zeros(num_datasets, np.int64)
-    # in parts: bincount() copies its input to int64, and a blend may have billions of entries
-    for low in range(0, len(dataset_index), 1 << 14):
-        taken += np.bincount(dataset_index[low : low + (1 << 14)], minlength=num_datasets)
-    return taken.tolist()
-
-
 # ==============================================================================
 # 7. The builder
 # ==============================================================================
@@ -2230,12 +2171,12 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 # corpus alone, larger.  (Upstream fails.)
 #
 # For each split, the first row that applies decides what the builder makes.  size is what the user
-# requests of the split.  Of a corpus, None or 0 requests one epoch.
+# requests from the split.  From a corpus, None or 0 requests one epoch.
 #
 #   the split has                          becomes                      requested of each corpus
 #   no corpora, or an empty share          None
-#   blend_phases (train only)              a blend of all phases        sum of the n of each phase,
-#                                                                       plus surplus
+#   blend_phases (train only); a size may  a blend of all phases        sum of the n of each phase,
+#     be smaller, but has no effect                                     plus surplus
 #   multiple_validation_sets (valid only)  one dataset per corpus       size
 #   one corpus, without a weight           the dataset of the corpus    size
 #   one corpus, in blend_per_split         the dataset of the corpus    size
@@ -2247,8 +2188,8 @@ def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
 #
 # In a blend without weights, the weights are the numbers of samples of the corpora.
 #
-# Mock data (section 21) count as one corpus.  If samples of a split are requested, but its corpora
-# have none, the split is None, and a warning says so.
+# Mock data (section 21) count as one corpus.  If the size is not 0, but the corpora of the split
+# have no samples, the split is None, and a warning says so.
 #
 # In a job of several ranks, rank 0 builds first:
 #
@@ -2330,7 +2271,8 @@ class BlendedMegatronDatasetBuilder:
                         the split becomes       None                0
                         a blend of phases       all their samples   all their samples
                         a blend of weights      ValueError          an empty blend
-                        a blend, no weights     one epoch of each   an empty blend
+                        a blend, no weights     one epoch of each   an empty blend, or None if no
+                                                                    corpus has a sample
                         a dataset per corpus    one epoch           one epoch
 
     is_built_on_rank  function without arguments that returns whether this rank needs the datasets.
@@ -2373,20 +2315,20 @@ class BlendedMegatronDatasetBuilder:
         """
         if not _is_distributed():
             return self._build_splits()
-        # _on_every_rank() calls a function, if it is given one, and then waits until every rank has
+        # _call_and_wait() calls a function, if it is given one, and then waits until all ranks have
         # come so far.  If a call failed, every rank raises an error.  _wait_for_ranks() only waits.
         # (Both are in section 17.)
         #
         #   rank 0                   other ranks
-        #   _on_every_rank(build)    _wait_for_ranks()        until rank 0 has built
-        #   _wait_for_ranks()        _on_every_rank(build)    until all have built
-        is_built_here = _on_every_rank(self.is_built_on_rank)
+        #   _call_and_wait(build)    _wait_for_ranks()        until rank 0 has built
+        #   _wait_for_ranks()        _call_and_wait(build)    until all ranks have built
+        is_built_here = _call_and_wait(self.is_built_on_rank)
         if _rank() == 0:
-            datasets = _on_every_rank(self._build_splits)
+            datasets = _call_and_wait(self._build_splits)
             _wait_for_ranks()
         else:
             _wait_for_ranks()
-            datasets = _on_every_rank(self._build_splits if is_built_here else None)
+            datasets = _call_and_wait(self._build_splits if is_built_here else None)
         _check_same_builds(datasets)  # section 13
         return datasets if is_built_here else [None] * len(Split)
 
@@ -2474,33 +2416,57 @@ class BlendedMegatronDatasetBuilder:
 # ==============================================================================
 # Question: which samples does a rank read, and how does a run resume?
 #
-# Each data-parallel rank, in this section called rank, has a sampler.  It yields one list of sample
-# numbers for each micro-batch of its rank; batches_of() reads these samples and stacks them.
+# Each dp rank has a sampler.  The sampler yields one list of sample numbers for each micro-batch of
+# its dp rank; batches_of() reads these samples and stacks them.
 #
 #   round   micro_batch_size * data_parallel_size samples
 #   step    M rounds; M is the global batch size divided by the samples in a round.  If M is
 #           constant, step t reads rounds t*M .. t*M + M - 1.  Samplers do not know steps
 #
-# The sampler "single" keeps the samples in order and deals each rank a block of them.  The sampler
-# "cyclic" shuffles them anew in each pass.  By default, each rank owns a part of the samples and
-# shuffles only this part; all parts are shuffled in the same way.  With data_sharding=False, all
-# samples are shuffled together and dealt to the ranks one by one.  With micro_batch_size 2,
-# data_parallel_size 2 and 8 samples:
+# The sampler "single" keeps the samples in order and deals each dp rank a block of them.  The
+# sampler "cyclic" shuffles them anew in each pass.  With data_sharding, the loader's default, each
+# dp rank owns a part of the samples and shuffles only this part; all parts are shuffled in the same
+# way.  Without it, all samples are shuffled together and dealt to the dp ranks one by one.  With
+# micro_batch_size 2, data_parallel_size 2 and 8 samples:
 #
 #   round                            0              1
 #   single               sample      0  1  2  3     4  5  6  7
-#                        to rank     0  0  1  1     0  0  1  1
+#                        dp rank     0  0  1  1     0  0  1  1
 #
-#   cyclic               sample      0  1  4  5     3  2  7  6     rank 0 owns samples 0 .. 3
-#                        to rank     0  0  1  1     0  0  1  1
+#   cyclic, sharded      sample      0  1  4  5     3  2  7  6     dp rank 0 owns samples 0 .. 3
+#                        dp rank     0  0  1  1     0  0  1  1
 #
-#   cyclic,              sample      4  0  7  3     2  5  1  6
-#   data_sharding=False  to rank     0  1  0  1     0  1  0  1
+#   cyclic, unsharded    sample      4  0  7  3     2  5  1  6
+#                        dp rank     0  1  0  1     0  1  0  1
 #
-# To resume, a sampler needs one number: consumed_samples, the samples that all ranks together have
-# used.  Padding (None) does not count.  "single" counts from the start of the pass, "cyclic" from
-# the start of the run.  A sampler that is created with this number yields the rest of the pass.
-# The loader of section 10 saves the number.
+# At the end of a pass, some samples may not fill a round.  What happens to them:
+#
+#   single                    dropped; they are always the last samples of the dataset
+#   single, drop_last=False   read in a short last round, which the dp ranks share evenly.  None,
+#   full_validation           which asks for a padding sample, completes each short micro-batch
+#   cyclic, sharded           dropped before the shuffle; they are the last ones of the dataset
+#   cyclic, unsharded         dropped after the shuffle, so different ones in each pass.  Samples
+#                             that do not fill a micro-batch are dropped before the shuffle
+#
+# For example, with 11 samples, rounds of 4 and micro-batches of 2, "single" with drop_last and
+# "cyclic", sharded, never read samples 8, 9 and 10.  "cyclic", unsharded, shuffles samples 0 .. 9,
+# and then drops two.
+#
+# To resume, a sampler needs one number: consumed_samples, the samples that all dp ranks together
+# have used.  Padding (None) does not count.  "single" counts from the start of the pass, "cyclic"
+# from the start of the run.  A sampler that is created with this number yields the rest of the
+# pass.  The loader of section 10 saves the number.  A resumed job may change some settings and
+# still continue at the same sample:
+#
+#   sampler                   may change                      if
+#   single                    dp ranks, micro_batch_size      always
+#   full_validation           dp ranks                        always
+#   cyclic, unsharded         dp ranks, micro_batch_size      (a) and (b)
+#   cyclic, sharded           micro_batch_size                (a) and (b)
+#
+#   (a) consumed_samples is a multiple of the new number of samples in a round
+#   (b) with the new sizes, consumed_samples means the same pass and the same place in it, and as
+#       many samples are shuffled.  (The sizes decide how many are dropped in each pass.)
 
 
 class _Sampler:
@@ -2508,8 +2474,7 @@ class _Sampler:
 
     kind                  name of the sampler in a saved state
     consumed_samples      as passed to the constructor; iterating does not change it
-    next_start            where the next iteration starts, counted like consumed_samples.  "single"
-                          sets it to 0 when an iteration begins; "cyclic" advances it with each list
+    next_start            where the next iteration starts, counted like consumed_samples
     samples_per_round     micro_batch_size * data_parallel_size
     active_total_samples  number of samples in full rounds
 
@@ -2550,8 +2515,8 @@ class _Sampler:
 class MegatronPretrainingSampler(_Sampler):
     """Sampler that yields the samples in order, from consumed_samples on.
 
-    It yields lists of micro_batch_size sample numbers; rank r gets block r of each round.  All
-    ranks yield the same number of lists.  Every later iteration starts at sample 0.
+    It yields lists of micro_batch_size sample numbers; dp rank r gets block r of each round.  All
+    dp ranks yield the same number of lists.  Every later iteration starts at sample 0.
 
     drop_last  True: drop samples that do not fill a round.  False: pad this round with None
 
@@ -2567,20 +2532,20 @@ class MegatronPretrainingSampler(_Sampler):
         rank = self.data_parallel_rank
         ranks = self.data_parallel_size
         begin = self.next_start
-        self.next_start = 0
+        self.next_start = 0  # for the next iteration
         for first in range(begin, self.total_samples, self.samples_per_round):
             count = min(self.samples_per_round, self.total_samples - first)
             if self.drop_last and count < self.samples_per_round:
                 return
-            # In a full round, each rank gets micro_batch_size samples.  In a short round, the
-            # numbers of samples of two ranks differ by at most 1.  No rank has more than rank 0.
+            # In a full round, each dp rank gets micro_batch_size samples.  In a short round, the
+            # numbers of samples of two dp ranks differ by at most 1, and dp rank 0 has the most.
             own_first = first + _ceil_div(rank * count, ranks)
             own_end = first + _ceil_div((rank + 1) * count, ranks)
             padding = [None] * (self.micro_batch_size - (own_end - own_first))
             yield [*range(own_first, own_end), *padding]
 
     def get_start_end_idx(self) -> tuple[int, int]:
-        """Return (first, end), this rank's block in a full round.  Upstream's; nothing calls it."""
+        """Return (first, end), this dp rank's block in a full round.  (Nothing here calls it.)"""
         first = self.data_parallel_rank * self.micro_batch_size
         return first, first + self.micro_batch_size
 
@@ -2588,7 +2553,7 @@ class MegatronPretrainingSampler(_Sampler):
 class MegatronFullValidationSampler(MegatronPretrainingSampler):
     """Sampler "single" with micro_batch_size 1 and drop_last=False: it yields every sample.
 
-    In the last round, ranks without a sample get None.  Every later iteration starts at sample 0.
+    In the last round, dp ranks without a sample get None.  Later iterations start at sample 0.
 
     Upstream differs: it has no consumed_samples.
 
@@ -2615,12 +2580,11 @@ class MegatronPretrainingRandomSampler(_Sampler):
     """Sampler that yields the samples in a new random order in each pass.
 
     dataset        ignored; upstream has this argument
-    data_sharding  True (section 10's default): each rank owns a part of the samples and shuffles
-                   only this part.  With 8 samples and 2 ranks, rank 1 owns samples 4 .. 7.  False:
-                   the samples are shuffled together and dealt to the ranks one by one
+    data_sharding  True: each dp rank owns a part of the samples and shuffles only this part.
+                   False: the samples are shuffled together and dealt to the dp ranks one by one
     seed           0 to 2**63 - 1; pass p is shuffled with seed + p.  0 gives upstream's order
 
-    All ranks yield the same number of lists.  An iteration ends with its pass; the next iteration
+    All dp ranks yield the same number of lists.  An iteration ends with its pass; the next one
     continues after the last list that was yielded.
 
     Upstream differs: without data_sharding, ranks may yield different numbers of lists, and so
@@ -2668,7 +2632,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
             yield order[first : first + self.micro_batch_size].tolist()
 
     def _order_of_rank(self, pass_number):
-        """Return the samples that this rank reads in a pass, in order."""
+        """Return the samples that this dp rank reads in a pass, in order."""
         rank = self.data_parallel_rank
         ranks = self.data_parallel_size
         # on the CPU, even if torch's default device is a GPU
@@ -2688,34 +2652,8 @@ class MegatronPretrainingRandomSampler(_Sampler):
         return self.total_samples - self.total_samples % self.micro_batch_size
 
 
-# What happens to the samples at the end of a pass that do not fill a round:
-#
-#   single                    dropped; they are always the last samples of the dataset
-#   single, drop_last=False   read in a short last round, which the ranks share evenly.  None, which
-#   full_validation           asks for a padding sample, completes each short micro-batch
-#   cyclic, sharded           dropped before the shuffle; they are the last ones of the dataset
-#   cyclic, unsharded         dropped after the shuffle, so different ones in each pass.  Samples
-#                             that do not fill a micro-batch are dropped before the shuffle
-#
-# For example, with 11 samples, rounds of 4 and micro-batches of 2, "single" with drop_last and
-# "cyclic", sharded, never read samples 8, 9 and 10.  "cyclic", unsharded, shuffles samples 0 .. 9,
-# and then drops two.
-#
-# A resumed job may change some settings and still continue at the same sample:
-#
-#   sampler                   may change                   if
-#   single                    ranks, micro_batch_size      always
-#   full_validation           ranks                        always
-#   cyclic, unsharded         ranks, micro_batch_size      (a) and (b)
-#   cyclic, sharded           micro_batch_size             (a) and (b)
-#
-#   (a) consumed_samples is a multiple of the new number of samples in a round
-#   (b) the pass, the samples consumed in it, and the number of shuffled samples stay the same.
-#       (The new sizes may drop a different number of samples at the end of each pass.)
-
-
 def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
-    """Yield the micro-batches of this rank: the samples of each list of the sampler, stacked.
+    """Yield the micro-batches of a dp rank: the samples of each list of the sampler, stacked.
 
     This function defines what PretrainingDataLoader (section 10) yields.  The loader can also
     prepare batches in advance and save its position.
@@ -2737,7 +2675,7 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
             [99, 99, 99, 99]])
     """
     for indices in sampler:
-        samples = [dataset[k] for k in indices]
+        samples = [dataset[idx] for idx in indices]
         yield torch.utils.data.default_collate(samples)
 
 
@@ -2746,8 +2684,8 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 # ==============================================================================
 # Question: which part of each batch does a rank get, and from where?
 #
-# A big model is trained by many ranks, which divide the work along up to four axes.  A rank, here
-# one process, has a coordinate on each axis.  (The rank of section 8 is the dp coordinate.)
+# A big model is trained by many ranks, which divide the work along up to four axes.  A rank has a
+# coordinate on each axis.  (A dp rank is a coordinate on the axis dp.)
 #
 #   tp  tensor parallel     each coordinate has a part of every layer; all need the same batch
 #   cp  context parallel    each coordinate has a part of every row of the batch
@@ -2769,7 +2707,8 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 #   mtp      The stage predicts several tokens ahead (multi-token prediction).  Then it needs
 #            tokens, positions, labels and loss mask.
 #
-# With 2 ranks on each axis, the number of a rank is tp + 2 cp + 4 dp + 8 pp:
+# With 2 ranks on each axis, the number of a rank is tp + 2 cp + 4 dp + 8 pp.  Each row divides the
+# part that the row above gives to a rank:
 #
 #   a round (section 8)  --sampler-->    dp 0: ranks 0-3, 8-11          dp 1: ranks 4-7, 12-15
 #   batch of a dp rank   --stage---->    pp 0: tokens, positions        pp 1: labels, loss mask
@@ -3027,7 +2966,7 @@ def _share_batch(read, layout, groups, device):
     # it would wait for all work that is queued there.
     torch.distributed.broadcast(buffer, group=groups.batch_group, group_src=0)
     if views["error_flag"]:
-        _raise_on_every_rank(0, error, groups.batch_group)  # in a second broadcast (section 17)
+        _raise_call_and_wait(0, error, groups.batch_group)  # in a second broadcast (section 17)
     batch = _views_of_buffer(buffer.to(device, non_blocking=True), sent)
     del batch["error_flag"]
     return batch
@@ -3065,12 +3004,12 @@ def get_batch_on_this_cp_rank(
 
                  attention_mask                         cut along dim 2, the queries; all keys stay
                  other tensors with S tokens in dim 1   cut along dim 1
-                 all other values, and cu_seqlens       passed on as they are; cu_seqlens still
-                                                        describes the full row
+                 all other values, and cu_seqlens       passed on as they are.  Attention, which
+                                                        needs the full row, reads cu_seqlens
 
     use_per_sequence_balancing
-               True: cut the full row, even with cu_seqlens.  (In this name, which is upstream's,
-               "sequence" means a row.)
+               False: with cu_seqlens, cut each document.  True: cut the full row.  (In this name,
+               which is upstream's, "sequence" means a row.)
 
     Return a new dict, whose rows have S / cp_size tokens.  The batch is not changed.
 
@@ -3146,8 +3085,8 @@ def _positions_in_documents(cu_seqlens, S, cp_rank, cp_size):
     bounds = _as_bounds(cu_seqlens, S)  # begins with 0 and ends with S
     _check_divisible_documents(bounds, cp_size)
     positions = torch.arange(S, device="cpu").repeat(len(bounds), 1)
-    # in each row, bounds[ends] is where the document of each position ends
     ends = torch.searchsorted(bounds, positions, right=True)
+    # in each row, bounds[ends] is where the document of each position ends
     start = bounds.gather(1, ends - 1)
     length = bounds.gather(1, ends) - start
     chunk = (positions - start) * (2 * cp_size) // length
@@ -4035,7 +3974,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._grads_are_averaged = True
             self._set_grads()
         if self.check_for_nan_in_grad:
-            _on_every_rank(self._report_not_finite, self.group)  # section 17
+            _call_and_wait(self._report_not_finite, self.group)  # section 17
         # This check comes last, so that a rank on which it fails has already sent everything that
         # the other ranks wait for in this method.
         _check_parameters(self)
@@ -4904,6 +4843,38 @@ def _check_has_prefix(dataset_path):
         raise ValueError("config: no blend is given; give one, or build MockGPTDataset")
 
 
+def _pad_id_of_config(config):
+    """Return the id that pads short samples.
+
+      the tokenizer has                              the id is
+      no pad                                         -1
+      a pad that differs from all special tokens     the pad
+      a pad that is also a special token's id        -1, with a warning
+      the same, with allow_ambiguous_pad_tokens      the pad
+
+    The special tokens here are the entries of special_tokens_dict except "pad_token", or, if there
+    are none, eos and eod.  Tokens with the id of padding become 0 and have no loss, so they should
+    not be real tokens.
+    """
+    tokenizer = config.tokenizer
+    pad = _attribute_of(tokenizer, "pad")  # None if the tokenizer has no pad (section 19)
+    if pad is None:
+        return -1
+    special = dict(_attribute_of(tokenizer, "special_tokens_dict") or {})
+    special.pop("pad_token", None)
+    if not special:
+        special = {name: _attribute_of(tokenizer, name) for name in ("eos", "eod")}
+    same = [name for name, token in special.items() if token == pad]
+    if same and not config.allow_ambiguous_pad_tokens:
+        _warn(
+            f"tokenizer: the pad id {pad} is also the id of {' and '.join(same)}, so padding uses "
+            "-1 instead.  To silence this warning, give the tokenizer a pad id of its own, or set "
+            f"allow_ambiguous_pad_tokens (then no label with the id {pad} has a loss)"
+        )
+        return -1
+    return int(pad)
+
+
 def _check_config_of_samples(config):
     """Raise ValueError if fields exclude each other, or if the tokenizer lacks what they need."""
     names = ["unique_identifiers"]
@@ -4968,13 +4939,18 @@ class _BlendTooLarge(ValueError):
     """
 
 
-def _error_of_large_blend(needed):
-    """Return a _BlendTooLarge for {dataset: samples to take}."""
-    part, count = next(iter(needed.items()))
-    taken = f"{count:,} samples from {_label_of_dataset(part)}, which has {len(part):,}"
-    error = _BlendTooLarge(f"the blend takes {taken}; use larger datasets or different weights")
-    error.needed = needed
-    return error
+def _check_blend_fits(datasets, taken):
+    """Raise _BlendTooLarge if a blend takes more samples from a dataset than it has."""
+    needed = {}
+    for part, count in zip(datasets, taken, strict=True):
+        if count > len(part):
+            needed[part] = max(count, needed.get(part, 0))  # a part may be in the blend twice
+    if needed:
+        part, count = next(iter(needed.items()))
+        taken = f"{count:,} samples from {_label_of_dataset(part)}, which has {len(part):,}"
+        error = _BlendTooLarge(f"the blend takes {taken}; use larger datasets, or other weights")
+        error.needed = needed
+        raise error
 
 
 def _check_sizes(config, sizes):
@@ -5047,9 +5023,9 @@ def _check_same_builds(datasets):
 
     datasets are the datasets of this rank, or None if it has built nothing.  The message names the
     ranks that differ from rank 0, and the first difference.  If the ranks agree, two all_reduces of
-    a few bytes are enough; _on_every_rank() makes one of them.
+    a few bytes are enough; _call_and_wait() makes one of them.
     """
-    text = _on_every_rank(functools.partial(_provenance_of_build, datasets))
+    text = _call_and_wait(functools.partial(_provenance_of_build, datasets))
     ends = torch.full((2,), 2**63 - 1, device=_device_of_group())
     if text is not None:
         digest = int(_md5(text)[:15], 16)
@@ -6046,12 +6022,32 @@ def _load_or_build_orders(dataset):
     return EpochPlan(*plan), arrays  # a plan from the cache is a list
 
 
+def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
+    """Count how often each dataset occurs in dataset_index."""
+    taken = np.zeros(num_datasets, np.int64)
+    # in parts: bincount() copies its input to int64, and a blend may have billions of entries
+    for low in range(0, len(dataset_index), 1 << 14):
+        taken += np.bincount(dataset_index[low : low + (1 << 14)], minlength=num_datasets)
+    return taken.tolist()
+
+
 def _load_or_build_blend(dataset):
     """Return (samples taken, arrays) as BlendedDataset._build_arrays() does, or from the cache.
 
     The arrays depend only on unique_description: not on other settings, nor on a pair.
     """
     return _load_or_build(dataset, dataset.split, made_from={}, pair=None)
+
+
+def _name_cache_files(dataset):
+    """Set what the names of cache files are made of: unique_description, its MD5, and the folder.
+
+    unique_description is unique_identifiers, a dict, as the JSON text that upstream writes.
+    """
+    identifiers = dataset.unique_identifiers
+    dataset.unique_description = json.dumps(identifiers, indent=4, default=_json_default)
+    dataset.unique_description_hash = _md5(dataset.unique_description)
+    dataset._cache_folder = _folder_of_cache(dataset)
 
 
 def _folder_of_cache(dataset):
@@ -6419,7 +6415,7 @@ def _device_of_group(group=None):
     return torch.device("cpu")
 
 
-def _on_every_rank(step, group=None):
+def _call_and_wait(step, group=None):
     """Call step() on every rank of a group.  If it fails on one rank, raise an error on every rank.
 
     A rank whose step is None calls nothing, and only waits for the other ranks.
@@ -6437,16 +6433,16 @@ def _on_every_rank(step, group=None):
     first_failed = torch.tensor(mine, device=_device_of_group(group))
     torch.distributed.all_reduce(first_failed, torch.distributed.ReduceOp.MIN, group=group)
     if first_failed < world:
-        _raise_on_every_rank(int(first_failed), error, group)
+        _raise_call_and_wait(int(first_failed), error, group)
     return result
 
 
 def _wait_for_ranks():
     """Wait for the other ranks, and raise their error if one of them failed."""
-    _on_every_rank(None)
+    _call_and_wait(None)
 
 
-def _raise_on_every_rank(failed_rank, error, group):
+def _raise_call_and_wait(failed_rank, error, group):
     """Raise an error on every rank of a group, because its rank failed_rank has failed.
 
     Every rank of the group calls this function, with its own error or with None.  A rank that has

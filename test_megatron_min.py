@@ -4638,17 +4638,17 @@ def an_error_on_one_rank_is_raised_on_all(job):
             elif job.rank > failing + 1:
                 mine = ValueError("not heard")
             with pytest.raises(BaseException) as caught:
-                job.mm._on_every_rank(mock.Mock(side_effect=mine))
+                job.mm._call_and_wait(mock.Mock(side_effect=mine))
             if mine is not None:
                 assert caught.value is mine
             else:
                 assert type(caught.value) is kind
                 assert str(caught.value) == f"rank {failing}: {words}"
     with counted("all_reduce") as all_reduce, counted("broadcast_object_list") as broadcast:
-        assert job.mm._on_every_rank(mock.Mock(return_value=job.rank)) == job.rank
+        assert job.mm._call_and_wait(mock.Mock(return_value=job.rank)) == job.rank
         for kind in (KeyboardInterrupt, SystemExit, GeneratorExit):
             with pytest.raises(kind):
-                job.mm._on_every_rank(mock.Mock(side_effect=kind))
+                job.mm._call_and_wait(mock.Mock(side_effect=kind))
     assert (all_reduce.call_count, broadcast.call_count) == (1, 0)
 
 
@@ -4659,10 +4659,10 @@ def an_error_stays_in_its_group(job):
     step = mock.Mock(side_effect=ValueError("broken") if job.rank == last else None)
     for kind, first_told in (("tp", last - 1), ("cp", last)):
         if job.rank < first_told:
-            job.mm._on_every_rank(step, groups.group(kind))
+            job.mm._call_and_wait(step, groups.group(kind))
             continue
         with pytest.raises(ValueError) as caught:
-            job.mm._on_every_rank(step, groups.group(kind))
+            job.mm._call_and_wait(step, groups.group(kind))
         assert str(caught.value) == ("broken" if job.rank == last else f"rank {last}: broken")
 
 
@@ -7296,7 +7296,7 @@ def test_readmes_pretrain_and_documents_as_they_stand(one, readme, inputs, capsy
     train, tokenizer = names["train"], names["tokenizer"]
     first = f"{train}\n{tokenizer.detokenize(train[0]['tokens'])}\n"
     assert printed.startswith(f"{first}step 19, samples 152 to 159: validation loss ")
-    begin = [*str(train).splitlines(), "continuing at step 40"]
+    begin = [*str(train).splitlines(), "continuing at step 40 of 100"]
     assert lines[: len(begin)] == begin
     steps = ["step 59, samples 472 to 479", "step 79, samples 632 to 639"]
     steps.append("step 99, samples 792 to 799")
@@ -7322,7 +7322,7 @@ def test_readmes_pretrain_and_documents_as_they_stand(one, readme, inputs, capsy
     document = shown.replace("72p", "3p").replace("wiki/0", "books/1")
     done = subprocess.run(document, shell=True, stdout=-1, check=True)
     assert json.loads(done.stdout)["text"] == inputs["books/1.jsonl.gz"][2]
-    assert run_here(capsys, "pretrain.py")[1][len(begin) - 1 :] == ["continuing at step 100"]
+    assert run_here(capsys, "pretrain.py")[1][len(begin) - 1 :] == ["continuing at step 100 of 100"]
 
     change("pretrain.py", ("seed=1234", "seed=5"))
     raises(ValueError, "seed", run_here, capsys, "documents.py", "136", "143")
@@ -7336,9 +7336,9 @@ def test_readmes_common_tasks(inputs, capsys):
     assert lines[-1] == "step 19, samples 152 to 159: validation loss nan"
     change("pretrain.py", ("S = 20, 8,", "S = 20, 24,"))  # 160 samples are not full batches
     _, lines = run_here(capsys, "pretrain.py")
-    assert "continuing at step 7" in lines and "step 19, samples 448 to 471" in lines[-1]
+    assert "continuing at step 7 of 20" in lines and "step 19, samples 448 to 471" in lines[-1]
     assert torch.load("checkpoint.pt")["loader"]["consumed_samples"] == 160 + 13 * 24
-    assert run_here(capsys, "pretrain.py")[1][-1] == "continuing at step 20"
+    assert run_here(capsys, "pretrain.py")[1][-1] == "continuing at step 20 of 20"
     change("pretrain.py", ("S = 20, 24,", "S = 20, 16,"), ("100,0,0", "95,5,0"))
 
     model = "    model = make_model()"
@@ -7376,7 +7376,7 @@ def test_readmes_fine_tuning(readme, inputs, capsys):
     assert "step 19, samples 152 to 159" in run_here(capsys, "pretrain.py")[1][-1]
     change("pretrain.py", ("S = 20, 8,", "S = 40, 8,"))
     names, lines = run_here(capsys, "pretrain.py")
-    assert "continuing at step 20" in lines and "step 39, samples 312 to 319" in lines[-1]
+    assert "continuing at step 20 of 40" in lines and "step 39, samples 312 to 319" in lines[-1]
     train, k = names["train"], 17
     part = train.datasets[train.dataset_index[k]]
     i = train.dataset_sample_index[k]
@@ -7481,7 +7481,7 @@ def test_training_script_of_two_processes_continues_with_one_or_four(inputs):
     run_script("pretrain.py", ranks=4)
     change("pretrain.py", ("S = 80,", "S = 100,"))
     *_, stopped, last = run_script("pretrain.py", ranks=1)
-    assert (stopped, last) == ("continuing at step 80", wanted[-1])
+    assert (stopped, last) == ("continuing at step 80 of 100", wanted[-1])
     found = torch.load("checkpoint.pt")
     assert found["loader"] == model["loader"]
     torch.testing.assert_close(found["model"], model["model"], rtol=1e-3, atol=1e-3)
