@@ -14,8 +14,8 @@ by one-line calls to helper functions.  _check_...() raises an error for bad inp
 functions also warn.  _as_...() and _parse_...() convert a value, or raise an error.  _warn_...()
 only warns.  If an error is raised in a block "with _naming_place(place)", its message begins with
 the place.  Section 13 defines most of these functions.  operator.index(n), which is Python's, makes
-an int of any integer type, such as numpy's, and rejects floats.  If code uses any other name that
-is defined further down, a comment usually gives its section.
+an int of any integer type, such as numpy's, and rejects floats.  For any other name that is defined
+further down, the name or a comment says what it does.
 
 The module needs only numpy and torch.  The optional accelerator, _helpers.c, gives identical
 results.
@@ -40,7 +40,8 @@ Words       token           an integer that stands for a piece of text
             job             one set of processes, from its start to its end
             run             the training of one model; several jobs may continue it in turn
             rank            one process of a job, usually with one GPU
-            dp rank         a data-parallel rank: the processes that read the same samples
+            dp rank         a data-parallel rank: the processes that read the same samples, or the
+                            number of this group of processes
             micro-batch     the samples that one dp rank reads at once
             padding sample  fills up a micro-batch that has too few samples; it has no loss
             round           one micro-batch on every dp rank
@@ -355,7 +356,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.num_tokens = self._stamps["bin"]["size"] // self._token_bytes
         _check_ends_of_pair(self)
         self._tokens = _open_tokens(self)  # a _MappedTokens, if the .bin is mapped
-        _remember_files(self)  # section 15: a pickle leaves out what has been read from the files
+        _remember_files(self)  # for pickles, which leave out what is in the files: section 15
         if self.check:
             self.verify()
 
@@ -585,7 +586,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         num_bytes = lengths.astype(np.int64) * self._token_dtype.itemsize
         sequence_pointers = np.cumsum(num_bytes)
         sequence_pointers -= num_bytes  # where each sequence begins
-        index = _NewFile(idx_path, suffix=self._bin.suffix)  # a temporary name: section 14
+        index = _NewFile(idx_path, suffix=self._bin.suffix)  # marks them as a pair: section 14
         try:
             index.write(_HEADER.pack(_MAGIC, _VERSION, code, n, m))
             index.write(lengths)
@@ -655,8 +656,9 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #   {"text": ""}           ->     (no tokens)    ->                          0 1 1
 #   {"text": "bbb"}        ->     b b b $        ->  b b b $      4          0 1 1 2
 #
-# Each line that is not blank is a document, and becomes one sequence.  If the text is a list of
-# sentences, each sentence that has tokens becomes one.  A document without tokens adds no sequence.
+# Each line that is not blank is a document.  If its text is a str, the document becomes one
+# sequence.  If its text is a list of sentences, each sentence that has tokens becomes one.  A
+# document without tokens adds no sequence.
 # As in upstream, it still adds an entry to document_indices, which repeats the previous one.
 #
 # The end-of-document token, eod, shows a model where one text ends and an unrelated text begins.
@@ -791,6 +793,7 @@ def encode_jsonl(
 #   train             0 .. 97                0 .. 979
 #   valid             98                     980 .. 989
 #   test              99                     990 .. 999
+#
 #   weights           30                     70
 #
 # Each split is blended with these weights: in train, in valid and in test, 3 of 10 samples are from
@@ -832,7 +835,7 @@ def parse_and_normalize_split(split: str) -> list[float]:
     with _naming_place(f'split {split!r} (write, for example, "98,1,1")'):
         shares = [float(field) for field in fields]
         shares += [0.0] * (len(Split) - len(shares))
-        _check_weights(shares, Split.__members__)
+        _check_weights(shares, Split.__members__)  # three numbers; none negative, not all 0
     return normalize(shares)
 
 
@@ -1025,25 +1028,23 @@ class BlendedMegatronDatasetConfig:
 #
 # The shuffles (1) and (3) can be done in two ways.
 #
-# Upstream shuffles all epochs together, with one exception: if fewer than about 80 % of the last
-# epoch are requested (plan_epochs() has the rule), that epoch is shuffled separately and comes
-# last.  The dataset has all samples of its epochs, but the run reads only the first ones.  Without
-# this exception, it would read too many samples of the last epoch, and miss as many of the earlier
-# ones.  One generator shuffles the documents first, and then the samples, so
-# the result of a shuffle depends on all items that have been shuffled before.  If a longer run has
-# more epochs, or its last epoch is no longer separate, all samples may therefore change, from the
-# first one on.
+# Upstream shuffles all epochs together, with one exception.  A run reads only the first samples of
+# its epochs.  If it needs only a part of the last epoch, a common shuffle would give it too many
+# samples of the last epoch, and too few of the earlier ones.  So if fewer than about 80 % of the
+# last epoch are requested (plan_epochs() has the rule), that epoch is shuffled separately and comes
+# last.
+#
+# One generator shuffles the documents first, and then the samples, so the result of a shuffle
+# depends on all items that have been shuffled before.  If a longer run has more epochs, or its last
+# epoch is no longer separate, all samples may therefore change, from the first one on.
 #
 # With stable_order, a field of the config in section 5, each epoch is shuffled separately and has
-# its own seed.  So additional epochs
-# leave the order of the earlier ones unchanged:
+# its own seed.  So additional epochs leave the order of the earlier ones unchanged:
 #
-#   documents 0 1 2, seed 1234    upstream, together    stable_order
-#   1 epoch                       0 1 2                 0 1 2
-#   2 epochs                      2 1 2 0 1 0           0 1 2 | 1 0 2
-#   3 epochs                      2 2 1 0 1 1 2 0 0     0 1 2 | 1 0 2 | 1 2 0
-#
-# (With this seed, the shuffle of one epoch happens to leave the three documents in order.)
+#   documents 0 1 2, seed 2    upstream, together    stable_order
+#   1 epoch                    2 1 0                 2 1 0
+#   2 epochs                   1 1 0 2 2 0           2 1 0 | 0 2 1
+#   3 epochs                   1 1 0 2 0 0 2 1 2     2 1 0 | 0 2 1 | 1 0 2
 #
 # The samples (3) are shuffled together or separately in the same way.  A sample that begins in one
 # epoch and ends in the next belongs to the epoch in which it ends.
@@ -1156,7 +1157,7 @@ def build_document_index(
     random_state          the generator that shuffles
     separate_final_epoch  True: shuffle the last epoch separately, and keep it last
 
-    Return int32 (E*D,).  Raises ValueError unless the numbers are integers from 0 to 2**31 - 1.
+    Return int32 (E*D,).  Raises ValueError unless the documents are integers from 0 to 2**31 - 1.
 
     Upstream: _build_document_index
 
@@ -1226,7 +1227,8 @@ def build_sample_idx(
     # As in upstream, the last row is different in one case: the last sample is short, there is no
     # extra token, and the stream ends with empty documents.  It then points to the last of these.
     # (If the last document has tokens, the line changes nothing.)
-    if x == 0 and N * S > tokens == sizes[document_index].sum(dtype=np.int64):
+    is_short = N * S > tokens
+    if x == 0 and is_short and tokens == sizes[document_index].sum(dtype=np.int64):
         rows[-1] = len(document_index) - 1, sizes[document_index[-1]]
     return rows
 
@@ -1261,7 +1263,7 @@ def build_shuffle_index(
 ) -> np.ndarray:
     """Shuffle 0 .. N - 1 in two parts: the first num_samples numbers, and the rest.
 
-    num_samples   size of the first part: N.  If the last epoch is shuffled separately: the number
+    num_samples   size of the first part: N or, if the last epoch is shuffled separately, the number
                   of samples that end before it begins
     total_size    N
     random_state  the generator that shuffles
@@ -1300,7 +1302,7 @@ def build_stable_orders(
     random_seed   an int from 0 to 2**32 - 1
 
     Return document_index, int32 (E*D,), and shuffle_index, uint32 or int64 (N,).  Raises ValueError
-    unless the numbers are integers from 0 to 2**31 - 1.
+    unless the documents are integers from 0 to 2**31 - 1.
 
     >>> for sample_edges in [0, 3], [0, 3, 6], [0, 3, 6, 9]:          # 1, 2 and 3 epochs
     ...     document_index, shuffle_index = build_stable_orders([0, 1, 2], sample_edges, 1234)
@@ -1371,7 +1373,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
     The tokenizer is required and must have unique_identifiers.
 
-    Documents that end with eod (the tokenizer must have eod, too)
+    Documents that end with eod (the tokenizer must have an eod)
       reset_position_ids     True: positions restart after every eod token.  (None means False.)
       reset_attention_mask   True: no token attends across an eod token.  Needs the dense mask
       eod_mask_loss          True: no loss where the input token is eod
@@ -1570,7 +1572,7 @@ class GPTDataset(MegatronDataset):
     ('bbbc', 'bbcc')
     """
 
-    index_names = ("document_index", "sample_index", "shuffle_index")  # attributes, cached in files
+    index_names = ("document_index", "sample_index", "shuffle_index")  # for section 15
 
     def __init__(
         self,
@@ -1587,7 +1589,7 @@ class GPTDataset(MegatronDataset):
         self._x = int(config.add_extra_token_to_sequence)
         is_valid = index_split.name == "valid"  # also for upstream's Split
         self._keeps_short = is_valid and not config.drop_last_partial_validation_sequence
-        self._pad_token_id = _pad_id_of_config(config)  # -1 if the tokenizer has no pad of its own
+        self._pad_token_id = _pad_id_of_config(config)  # -1, if it would be ambiguous
         self.eod_token_id = None  # only set if a field needs it
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
             self.eod_token_id = config.tokenizer.eod
@@ -1981,7 +1983,7 @@ def build_phase_indices(
         _check_blending(which, sample, shares, len(taken))
         _check_phase_has_weight(samples, weights)
         _fill_blend(which, sample, shares, limits, samples)
-        sample += taken[which]
+        sample += taken[which]  # in place: sample is a view
         taken += np.bincount(which, minlength=len(taken))
         begin += samples
 
@@ -2036,7 +2038,7 @@ class BlendedDataset(torch.utils.data.Dataset):
     ([1, 0, 1, 1], [0, 0, 1, 2])
     """
 
-    index_names = ("dataset_index", "dataset_sample_index")  # attributes, cached in files
+    index_names = ("dataset_index", "dataset_sample_index")  # for section 15
 
     def __init__(
         self,
@@ -2064,7 +2066,7 @@ class BlendedDataset(torch.utils.data.Dataset):
         _name_cache_files(self)  # section 15
         self._taken = None  # see samples_taken()
         self.dataset_index, self.dataset_sample_index = self._build_indices()
-        # The builder (section 7) catches the error, and rebuilds the datasets that are too small.
+        # raises _BlendTooLarge; the builder (section 7) then rebuilds the datasets that are too small
         _check_blend_fits(self.datasets, self.samples_taken().tolist())
 
     def _set_shares(self, weights, size, phases):
@@ -2082,7 +2084,7 @@ class BlendedDataset(torch.utils.data.Dataset):
             else:
                 self.weights = _as_counts(weights, "weights").tolist()
         else:
-            phases = _as_phases(phases, names)
+            phases = _as_normalized_phases(phases, names)
             _, first_weights = phases[0]
             is_plain = len(phases) == 1 and all(first_weights)
             self.size = sum(samples for samples, _ in phases)
@@ -2175,8 +2177,8 @@ class BlendedDataset(torch.utils.data.Dataset):
 #
 #   the split has                          becomes                      requested of each corpus
 #   no corpora, or an empty share          None
-#   blend_phases (train only); a size may  a blend of all phases        sum of the n of each phase,
-#     be smaller, but has no effect                                     plus surplus
+#   blend_phases (train only)              a blend of all phases        sum of the n of each phase,
+#                                                                       plus surplus
 #   multiple_validation_sets (valid only)  one dataset per corpus       size
 #   one corpus, without a weight           the dataset of the corpus    size
 #   one corpus, in blend_per_split         the dataset of the corpus    size
@@ -2186,7 +2188,9 @@ class BlendedDataset(torch.utils.data.Dataset):
 #   weights, but no size                   ValueError
 #   weights, and a size                    a blend of sum(n) samples    n plus surplus
 #
-# In a blend without weights, the weights are the numbers of samples of the corpora.
+# As in upstream, sum(n) may be a few more than size.  In a blend without weights, the weights are
+# the numbers of samples of the corpora.  A blend of phases has all samples of its phases; a size
+# may be smaller, but has no effect.
 #
 # Mock data (section 21) count as one corpus.  If the size is not 0, but the corpora of the split
 # have no samples, the split is None, and a warning says so.
@@ -2229,18 +2233,19 @@ def _entries_of_config(config, sizes):
             _warn_of_few_samples(split, 0, size)
             continue
         prefixes, weights = list(corpora[0]), corpora[1]
+        requested = [size] * len(prefixes)
+        blend = {}  # arguments of the BlendedDataset
         if split is Split.train and config.blend_phases is not None:
-            phases = _as_phases(config.blend_phases, prefixes)
+            phases = _as_normalized_phases(config.blend_phases, prefixes)
             requested = [math.ceil(n * (1 + surplus)) for n in _targets_of_corpora(phases)]
-            entries.append(_Entry(split, prefixes, bounds, requested, is_blend=True, phases=phases))
+            blend = {"is_blend": True, "phases": phases}
         elif split is Split.valid and config.multiple_validation_sets:
             _check_size_of_sets(config, prefixes, size)
-            entries.append(_Entry(split, prefixes, bounds, [size] * len(prefixes)))
         elif len(prefixes) == 1 and (weights is None or config.blend_per_split is not None):
-            entries.append(_Entry(split, prefixes, bounds, [size]))
+            pass  # one corpus, of which size samples are requested
         elif weights is None:
             requested = [None] * len(prefixes)
-            entries.append(_Entry(split, prefixes, bounds, requested, is_blend=True, size=size))
+            blend = {"is_blend": True, "size": size}
         else:
             _check_has_size(split, size)
             # a corpus of weight 0 is not even opened
@@ -2248,8 +2253,8 @@ def _entries_of_config(config, sizes):
             weights = normalize(weights)
             targets = _targets_of_corpora([(size, weights)])
             requested = [math.ceil(n * (1 + surplus)) for n in targets]
-            shares = {"weights": weights, "size": sum(targets)}
-            entries.append(_Entry(split, prefixes, bounds, requested, is_blend=True, **shares))
+            blend = {"is_blend": True, "weights": weights, "size": sum(targets)}
+        entries.append(_Entry(split, prefixes, bounds, requested, **blend))
     return entries
 
 
@@ -2266,15 +2271,11 @@ class BlendedMegatronDatasetBuilder:
     """Build the train, valid and test datasets that a config describes.
 
     cls               a MegatronDataset class, such as GPTDataset
-    sizes             number of samples of train, valid and test:
-
-                        the split becomes       None                0
-                        a blend of phases       all their samples   all their samples
-                        a blend of weights      ValueError          an empty blend
-                        a blend, no weights     one epoch of each   an empty blend, or None if no
-                                                                    corpus has a sample
-                        a dataset per corpus    one epoch           one epoch
-
+    sizes             numbers of samples of train, valid and test, as in the table above
+                        None   one epoch of each corpus.  (With phases: all their samples.  With
+                               weights: ValueError)
+                        0      an empty blend.  (With phases: all their samples.  Without a blend:
+                               one epoch)
     is_built_on_rank  function without arguments that returns whether this rank needs the datasets.
                       It is called only with torch.distributed.  If it returns False, build()
                       returns [None, None, None].  (Rank 0 builds in any case, to write the cache.)
@@ -2316,13 +2317,12 @@ class BlendedMegatronDatasetBuilder:
         if not _is_distributed():
             return self._build_splits()
         # _call_and_wait() calls a function, if it is given one, and then waits until all ranks have
-        # come so far.  If a call failed, every rank raises an error.  _wait_for_ranks() only waits.
-        # (Both are in section 17.)
-        #
+        # called it.  If a function raised an error on one rank, every rank raises an error.
+        # _wait_for_ranks() calls nothing, and only waits.  (Both are in section 17.)
+        is_built_here = _call_and_wait(self.is_built_on_rank)
         #   rank 0                   other ranks
         #   _call_and_wait(build)    _wait_for_ranks()        until rank 0 has built
         #   _wait_for_ranks()        _call_and_wait(build)    until all ranks have built
-        is_built_here = _call_and_wait(self.is_built_on_rank)
         if _rank() == 0:
             datasets = _call_and_wait(self._build_splits)
             _wait_for_ranks()
@@ -2395,10 +2395,10 @@ class BlendedMegatronDatasetBuilder:
             _warn_of_few_samples(entry.split, sum(weights), size)
             if size is not None:
                 size = min(size, sum(weights))
-        shares = (weights, size, self.config)
+        arguments = (weights, size, self.config)
         try:
             parts = [part for part, _, _ in rows]
-            return BlendedDataset(parts, *shares, phases=entry.phases)
+            return BlendedDataset(parts, *arguments, phases=entry.phases)
         except _BlendTooLarge as error:
             needed = error.needed  # {part that is too short: samples that the blend takes from it}
         # Rebuild only these corpora.  If a corpus is built with more samples, its order of samples
@@ -2408,7 +2408,7 @@ class BlendedMegatronDatasetBuilder:
             if part in needed:
                 part = self._build_part(entry, corpus, prefix, needed[part])
             parts.append(part)
-        return BlendedDataset(parts, *shares, phases=entry.phases)
+        return BlendedDataset(parts, *arguments, phases=entry.phases)
 
 
 # ==============================================================================
@@ -2465,8 +2465,8 @@ class BlendedMegatronDatasetBuilder:
 #   cyclic, sharded           micro_batch_size                (a) and (b)
 #
 #   (a) consumed_samples is a multiple of the new number of samples in a round
-#   (b) with the new sizes, consumed_samples means the same pass and the same place in it, and as
-#       many samples are shuffled.  (The sizes decide how many are dropped in each pass.)
+#   (b) with the new sizes, the pass, the samples consumed in it and the number of shuffled samples
+#       are the same as before.  (The sizes decide how many samples are dropped in each pass.)
 
 
 class _Sampler:
@@ -2685,7 +2685,7 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 # Question: which part of each batch does a rank get, and from where?
 #
 # A big model is trained by many ranks, which divide the work along up to four axes.  A rank has a
-# coordinate on each axis.  (A dp rank is a coordinate on the axis dp.)
+# coordinate on each axis.  (The coordinate on dp is its dp rank.)
 #
 #   tp  tensor parallel     each coordinate has a part of every layer; all need the same batch
 #   cp  context parallel    each coordinate has a part of every row of the batch
@@ -2707,8 +2707,9 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 #   mtp      The stage predicts several tokens ahead (multi-token prediction).  Then it needs
 #            tokens, positions, labels and loss mask.
 #
-# With 2 ranks on each axis, the number of a rank is tp + 2 cp + 4 dp + 8 pp.  Each row divides the
-# part that the row above gives to a rank:
+# Ranks are numbered along tp first, then cp, dp and pp: with 2 ranks on each axis, the number of a
+# rank is tp + 2 cp + 4 dp + 8 pp.  Each row says
+# what becomes of the part in the row above:
 #
 #   a round (section 8)  --sampler-->    dp 0: ranks 0-3, 8-11          dp 1: ranks 4-7, 12-15
 #   batch of a dp rank   --stage---->    pp 0: tokens, positions        pp 1: labels, loss mask
@@ -2959,7 +2960,7 @@ def _share_batch(read, layout, groups, device):
     views = _views_of_buffer(buffer, sent)
     error = None
     if groups.rank("tp") == 0:
-        # It catches errors, except KeyboardInterrupt, SystemExit and GeneratorExit (section 17).
+        # _try_call() does not catch KeyboardInterrupt and SystemExit (section 17).
         _, error = _try_call(_read_into, views, read)
         views["error_flag"].fill_(error is not None)
     # This group uses gloo.  With NCCL, the flag would arrive on the GPU, and a receiver that reads
@@ -3085,10 +3086,10 @@ def _positions_in_documents(cu_seqlens, S, cp_rank, cp_size):
     bounds = _as_bounds(cu_seqlens, S)  # begins with 0 and ends with S
     _check_divisible_documents(bounds, cp_size)
     positions = torch.arange(S, device="cpu").repeat(len(bounds), 1)
-    ends = torch.searchsorted(bounds, positions, right=True)
-    # in each row, bounds[ends] is where the document of each position ends
-    start = bounds.gather(1, ends - 1)
-    length = bounds.gather(1, ends) - start
+    # the number of each position's document, counted from 1: bounds[which] is where it ends
+    which = torch.searchsorted(bounds, positions, right=True)
+    start = bounds.gather(1, which - 1)
+    length = bounds.gather(1, which) - start
     chunk = (positions - start) * (2 * cp_size) // length
     is_kept = (chunk == cp_rank) | (chunk == 2 * cp_size - 1 - cp_rank)
     return positions[is_kept].view(len(bounds), -1)
@@ -4916,7 +4917,7 @@ def _check_phases(phases, names, field="phases"):
             _check_weights(phase[1], names)
 
 
-def _as_phases(phases, names):
+def _as_normalized_phases(phases, names):
     """Return the phases of a blend as [(samples, normalized weights), ...].
 
     Weights of 0 are left out of the sum, as in a plain blend, which drops their corpora.  numpy
