@@ -106,6 +106,7 @@ import concurrent.futures
 import contextlib
 import copy
 import dataclasses
+import difflib
 import enum
 import errno
 import functools
@@ -3328,9 +3329,9 @@ class PretrainingDataLoader(torch.utils.data.DataLoader):
         position.
         """
         failure = "this is not what a loader's state_dict() returned"
-        with _naming_failure("cannot resume", failure):
-            version = {"version (the format of the state)": state_dict.get("version")}
         if strict:
+            with _naming_failure("cannot resume", failure):
+                version = {"version (the format of the state)": state_dict["version"]}
             _check_same_history(version, dict.fromkeys(version, _STATE_VERSION))
         with _naming_failure("cannot resume", failure):
             consumed = operator.index(state_dict["consumed_samples"])
@@ -3635,11 +3636,15 @@ def _check_same_history(saved, current):
     """Raise a ValueError that names the first difference between two histories, if they differ."""
     if _first_difference(saved, current) is not None:
         difference = _label_of_difference(saved, current, " in the state")
+        advice = ""
+        if difference.startswith("which corpus ") and saved.get("kind of the sampler") == "single":
+            advice = "To change the weights from here on, use blend_phases: first the earlier "
+            advice += "weights, for the samples consumed so far, and then the new ones.  "
         raise ValueError(
-            f"cannot resume: {difference}.  To resume exactly, restore the data, the settings and "
-            "the version of megatron_min that the saved run used.  To resume anyway, at the risk "
-            "of repeating or skipping samples, call load_state_dict(state, strict=False).  (A run "
-            "that is to grow needs stable_order=True in its first job.)"
+            f"cannot resume: {difference}.  {advice}To resume exactly, restore the data, the "
+            "settings and the version of megatron_min that the saved run used.  To resume anyway, "
+            "at the risk of repeating or skipping samples, call load_state_dict(state, "
+            "strict=False).  (A run that is to grow needs stable_order=True in its first job.)"
         )
 
 
@@ -3683,7 +3688,8 @@ def _iter_differences(was, now, suffix):
     for key in was | now:
         old, new = was.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
-            label = f" ({new[_LABEL_KEY]})" if _LABEL_KEY in new else ""
+            labels = [str(each[_LABEL_KEY]) for each in (old, new) if _LABEL_KEY in each]
+            label = f" ({', then '.join(dict.fromkeys(labels))})" if labels else ""
             yield from _iter_differences(old, new, f" of {key}{label}{suffix}")
         elif old != new and key != _LABEL_KEY:
             yield f"{key}{suffix}", old, new
@@ -4584,19 +4590,29 @@ def _stamp_of_pair_file(path):
 
     Raises FileNotFoundError if the file is missing.  The message names the first five pairs in the
     folder whose names begin with the prefix.  The user may have given the output_prefix "wiki" of
-    preprocess(), which writes the pair "wiki_text_document".
+    preprocess(), which writes the pair "wiki_text_document".  If there are none, it names the three
+    pairs with the most similar names.
     """
     try:
         return _file_stamp(path)
     except FileNotFoundError as error:
-        start = glob.escape(_without_ending(_without_ending(path)))
-        prefixes = sorted(_without_ending(name) for name in glob.glob(f"{start}*.idx"))
-        names = [os.path.basename(p) for p in prefixes if os.path.exists(get_bin_path(p))]
-        if not names:
+        start = _without_ending(_without_ending(path))
+        folder, name = os.path.split(start)
+        found = sorted(_without_ending(each) for each in glob.glob("*.idx", root_dir=folder))
+        pairs = [each for each in found if os.path.exists(get_bin_path(f"{folder}/{each}"))]
+        begun = [each for each in pairs if each.startswith(name)]
+        named = begun[:5] or difflib.get_close_matches(name, pairs, 3, 0)
+        rest = len(begun or pairs) - len(named)
+        reasons = [error.strerror]
+        if os.path.isfile(start):
+            advice = "give the prefix of a pair, which megatron-min preprocess makes"
+            reasons.append(f"{name} is not a pair; {advice}")
+        if named:
+            more = f" and {rest:,} more" if rest > 0 else ""
+            reasons.append(f"the folder holds {', '.join(named)}{more}")
+        if len(reasons) == 1:
             raise
-        more = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
-        reason = f"{error.strerror}; the folder holds {', '.join(names[:5])}{more}"
-        raise FileNotFoundError(error.errno, reason, path) from None
+        raise FileNotFoundError(error.errno, "; ".join(reasons), path) from None
 
 
 def _without_ending(path):
@@ -4955,7 +4971,9 @@ def _check_blend_fits(datasets, taken):
 
 
 def _check_sizes(config, sizes):
-    """Raise ValueError if more samples are requested from train than the phases have."""
+    """Raise ValueError unless sizes has 3 entries, and train at most the samples of the phases."""
+    if len(sizes) != len(Split):
+        raise ValueError(f"sizes: expected 3 (train, valid, test), got {len(sizes)}")
     train, _, _ = sizes
     if config.blend_phases is not None and train is not None:
         total = sum(operator.index(samples) for samples, _ in config.blend_phases)
@@ -5197,7 +5215,11 @@ def _check_start(sampler, consumed_samples):
     for name in ("total_samples", "micro_batch_size", "data_parallel_size"):
         _as_whole(getattr(sampler, name), name, 1)
     _as_whole(sampler.data_parallel_rank, "data_parallel_rank", 0, sampler.data_parallel_size - 1)
-    _as_whole(consumed_samples, "consumed_samples", 0, math.inf if is_cyclic else total)
+    _as_whole(consumed_samples, "consumed_samples")
+    if consumed_samples > total and not is_cyclic:
+        reason = f"the dataset has {total} samples, but the run is at sample {consumed_samples}"
+        advice = "request as many samples as the saved run did"
+        raise ValueError(f"consumed_samples: {reason}; {advice}")
     size = f"{sampler.samples_per_round} (micro_batch_size * data_parallel_size)"
     if is_cyclic and total < sampler.samples_per_round:
         raise ValueError(f"total_samples: expected at least {size}, got {total}")
@@ -6955,6 +6977,9 @@ def _check_tokenizer(tokenizer, names):
         kind, description = _ATTRIBUTES_OF_TOKENIZER[name]
         if not isinstance(_attribute_of(tokenizer, name), kind):
             class_name = type(tokenizer).__name__
+            if isinstance(tokenizer, (str, bytes, os.PathLike)):
+                advice = 'pass build_tokenizer("NAME") instead of "NAME"'
+                raise ValueError(f"tokenizer: expected an object, got a {class_name}; {advice}")
             raise ValueError(f"tokenizer: {class_name} needs an attribute {name} ({description})")
 
 
@@ -7371,17 +7396,28 @@ def _iter_blocks(inputs):
 _start_lock = threading.Lock()  # several jobs may run in threads of one process
 
 
+# The first bytes of a compressed file, and the ending that its name must have.
+_COMPRESSED = ((b"\x1f\x8b", "gzip", ".gz"), (b"\x28\xb5\x2f\xfd", "zstd", ".zst"))
+
+
 def _parse_object(line):
     """Return the JSON object on a line, a dict.  Raises ValueError if the line has none."""
     if len(line) > _LONGEST_LINE:
         raise ValueError(f"longer than {_LONGEST_LINE:,} bytes")
+    for magic, kind, ending in _COMPRESSED:
+        if line.startswith(magic):
+            advice = f"decompress it, or give it a name that ends in {ending}"
+            raise ValueError(f"not a JSON object: the file is compressed with {kind}; {advice}")
     try:
         value = json.loads(line.decode("utf-8-sig"))  # for bytes, json would guess the encoding
         if isinstance(value, dict):
             return value
         reason = f"it is a {type(value).__name__}"
+    except json.JSONDecodeError as error:  # its str() has a line number of its own
+        column = len(error.doc[: error.pos].rstrip("\r\n")) + 1
+        reason = f"{error.msg.removesuffix(' at')} at column {column}"
     except (ValueError, RecursionError) as error:
-        reason = getattr(error, "msg", error)  # str() of json's error has a line number of its own
+        reason = error
     begin = line[:60].decode(errors="replace").strip()
     raise ValueError(f"not a JSON object: {reason}; it begins {begin!r}")
 
@@ -7730,8 +7766,9 @@ def _common_tokenizer(records, advice="preprocess all of them with one tokenizer
         difference = _first_difference(tokenizers[first] | same, tokenizer | same)  # section 10
         if difference is not None:
             key, value, got = difference
-            expected = f"expected the tokenizer of {first}, whose {key} is {value!r:.60}"
-            raise ValueError(f"{name}: {expected}, got {got!r:.60}; {advice}")
+            reason = f"{name} was made with a different tokenizer than {first}"
+            values = f"its {key} is {got!r:.60}, not {value!r:.60}"
+            raise ValueError(f"{reason}: {values}; {advice}")
     return tokenizers.get(first)
 
 
@@ -7758,7 +7795,7 @@ def _check_tokenizers(opened, tokenizer):
     Warns if the record of a corpus and the config name different tokenizers, and if only some
     corpora were made with append_eod.
     """
-    config_record = {"the config": {"tokenizer": _identifiers_of(tokenizer)}}
+    config_record = {"the config's": {"tokenizer": _identifiers_of(tokenizer)}}
     advice = "give the config the tokenizer of this corpus, or preprocess the corpus again"
     records = {name: _record_of(c) for name, c in opened.items() if isinstance(c, IndexedDataset)}
     for prefix, record in records.items():
@@ -7939,7 +7976,11 @@ class SFTDataset(MegatronDataset):
             advice = "decompress it first, because each row is read separately"
             raise ValueError(f"{dataset_path}: fine-tuning data must not be compressed; {advice}")
         is_parquet = dataset_path.endswith(".parquet")
-        rows = _ParquetRows(dataset_path) if is_parquet else _JsonlRows(dataset_path)
+        try:
+            rows = _ParquetRows(dataset_path) if is_parquet else _JsonlRows(dataset_path)
+        except (FileNotFoundError, IsADirectoryError) as error:
+            reason = f"{error.strerror}; SFTDataset reads a .jsonl or .parquet file"
+            raise OSError(error.errno, reason, error.filename) from None
         if len(rows) > 0:  # reject a file without conversations now, not in the middle of a run
             _conversations_of_row(dataset_path, rows, 0)
         return rows
@@ -8581,7 +8622,7 @@ def _run_inspect(args):
     _print_line(f"sequences: {lengths.min():,} to {lengths.max():,} tokens, {mean:,.1f} on average")
     tokens = dataset.get(0, 0, min(16, int(lengths[0]))).tolist()
     _print_line(f"first tokens: {tokens}")
-    records = {"this command": {"tokenizer": _identifiers_of(tokenizer)}}
+    records = {"this command's": {"tokenizer": _identifiers_of(tokenizer)}}
     records[args.prefix] = _record_of(dataset)
     advice = "name the tokenizer of the pair with --tokenizer"
     _, difference = _try_call(_common_tokenizer, records, advice)

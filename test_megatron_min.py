@@ -585,6 +585,9 @@ def test_a_missing_pair_and_those_of_similar_names(one, tmp_path, monkeypatch):
             pathlib.Path(name + ending).touch()
     for path in ("w[1]_none.idx", "w[1].bin"):  # no pairs
         pathlib.Path(path).touch()
+    jsonl("w.jsonl", ["a"])
+    os.mkdir("other")
+    jsonl("other/w", ["a"])
     mk(one, tmp_path / "x_too", [])
     shutil.copyfile("x_too.idx", "x.idx")
     for prefix, missing, words in (
@@ -595,6 +598,11 @@ def test_a_missing_pair_and_those_of_similar_names(one, tmp_path, monkeypatch):
         (f"{names[7]}.idx", f"{names[7]}.idx.idx", f"holds {names[7]}:"),
         ("", ".idx", f"holds w1_x, {', '.join(names[:4])} and 297 more:"),
         ("none/w", "none/w.idx", "directory:"),
+        ("v[1]_007", "v[1]_007.idx", f"holds {names[7]}, w"),
+        ("v[1]_007", "v[1]_007.idx", "_document and 299 more:"),
+        ("w.jsonl", "w.jsonl.idx", "w.jsonl is not a pair; give the prefix of a pair, which "),
+        ("w.jsonl", "w.jsonl.idx", "preprocess makes; the folder holds w"),
+        ("other/w", "other/w.idx", "which megatron-min preprocess makes:"),
         ("x", "x.bin", "holds x_too:"),
     ):
         assert not one.IndexedDataset.exists(prefix)
@@ -1013,7 +1021,9 @@ BAD_CONFIGS = [  # what is changed in a good config, a word of the sentence
     (WITHOUT_BLEND | {"blend_per_split": PER_SPLIT[:2]}, "blend_per_split"),
     ({"multiple_validation_sets": True}, "blend_per_split"),
     (WITHOUT_BLEND | {"blend_phases": PHASES, "blend_per_split": PER_SPLIT[::-1]}, "blend_phases"),
-    ({"tokenizer": "bytes"}, "tokenizer: str needs an attribute unique_identifiers .a dict that"),
+    ({"tokenizer": "bytes"}, r"tokenizer: .* got a str; pass build_tokenizer\("),
+    ({"tokenizer": pathlib.Path("tokenizer.json")}, r"Path; pass build_tokenizer\("),
+    ({"tokenizer": object()}, "tokenizer: object needs an attribute unique_identifiers .a dict"),
     ({"tokenizer": Tok}, "tokenizer: expected an object, .*Tok'>"),
     ({"tokenizer": Tok(eod="</s>"), "eod_mask_loss": True}, "needs an attribute eod"),
     ({"tokenizer": Unfinished(), "reset_position_ids": True}, "Unfinished needs an attribute eod"),
@@ -1899,7 +1909,8 @@ def test_what_a_builder_refuses(one, corpora):
     sets = {"blend_per_split": [None, two, two], "multiple_validation_sets": True}
     for prefix, name in ((A, "bytes"), (B, "BPE")):
         one._write_record(prefix, {"class": name}, [])
-    other_tokenizer = f"{B}: expected the tokenizer of {A}, whose class is 'bytes', got 'BPE'; "
+    other_tokenizer = f"{B} was made with a different tokenizer than {A}: its class is 'BPE', "
+    other_tokenizer += "not 'bytes'; preprocess all of them with one tokenizer"
     for sizes, fields, words in (
         ([0, -1, 0], {"blend": two}, "sizes: .*-1"),
         ([0, None, None], sets, "test: the size .*None; give"),  # valid is a list, test a blend
@@ -1907,6 +1918,7 @@ def test_what_a_builder_refuses(one, corpora):
         ([20, 0, 0], {"blend": two, "blend_phases": [(16, [1, 1])]}, "20 samples, .* 16; add"),
         ([9, 0, 0], {}, "no blend is given"),
         ([100.9, 0, 0], {"blend": two}, r"sizes: .*100\.9"),
+        ([9, 0], {"blend": two}, r"sizes: expected 3 \(train, valid, test\), got 2"),
         (["5", 0, 0], {"blend": two}, "sizes: .*'5'"),
         ([5, 5, 0], {"blend_per_split": [([A, C], None), ([B], None), None]}, other_tokenizer),
     ):
@@ -2031,11 +2043,13 @@ def test_a_last_short_round_is_shared_out(one):
 
 
 def test_a_sampler_refuses_sizes_and_places_that_cannot_be(one):
+    too_far = "the dataset has 8 samples, but the run is at sample 9"
     for kind, sizes, words in (  # see sampler_of
         ("single", (0, 0, 1, 0, 1), "total_samples: expected .* at least 1, got 0"),
         ("single", (8, 0, 0, 0, 1), "micro_batch_size"),
         ("single", (8, 0, 1, 0, 0), "data_parallel_size"),
-        ("single", (8, 9, 1, 0, 1), "consumed_samples: expected .* from 0 to 8, got 9"),
+        ("single", (8, 9, 1, 0, 1), f"consumed_samples: {too_far}; request as many .* saved run"),
+        ("single", (8, -1, 1, 0, 1), "consumed_samples: expected .* at least 0, got -1"),
         ("single", (8, 0, 1, 2, 2), "data_parallel_rank: expected .* from 0 to 1, got 2"),
         ("full_validation", (8, 0, 1, -1, 2), "data_parallel_rank"),
         ("sharded", (3, 0, 2, 0, 2), "total_samples: expected at least 4 .* got 3"),
@@ -2894,7 +2908,9 @@ V = (2, 1, 1)
 W = (1, 1, 1)
 TWO_PHASES = {"mix": [(24, U), (24, V)]}
 UNSTABLE = {"stable_order": False}
-OTHER_MIX = r"which corpus gave which sample \(weights, blend_phases\) differs."
+OTHER_MIX = r"which corpus gave which sample \(weights, blend_phases\) differs.  To change the "
+OTHER_MIX += "weights from here on, use blend_phases: first the earlier weights, for the samples "
+OTHER_MIX += "consumed so far, and then the new ones.  To resume exactly"
 RUNS = [  # a run; what is another in the next one; what is said of it, or None: it fits
     ({}, {"corpora": ["copies/of a", "copies/b"]}, None),
     ({}, {"corpora": "abc", "mix": [(40, (1, 2, 0)), (9, (1, 1, 1))]}, None),
@@ -2904,6 +2920,7 @@ RUNS = [  # a run; what is another in the next one; what is said of it, or None:
     (UNSTABLE | {"mix": [(400, U)]}, {"mix": [(40, V)]}, OTHER_MIX),  # epochs, too
     ({}, {"corpora": "a", "mix": None}, "class was BlendedDataset in .*, and is GPTDataset."),
     ({}, {"corpora": ["other tokens/a", "b"]}, r"bin_ends_crc32 of .*corpus 0 \(a\) differs."),
+    ({}, {"corpora": "ba"}, r"bin_size of fingerprint of corpus 0 \(a, then b\) was "),
     ({}, {"random_seed": 2}, r"random_seed of corpus 0 \(a\) was 1234 in the state, and is 2."),
     ({}, {"split": "8,2,0"}, r"documents \(split\) of corpus 0 \(a\) was range\(0, 40"),
     (UNSTABLE, {"mix": [(400, U)]}, "stable_order, or one epoch of .* True .* False"),
@@ -3076,14 +3093,15 @@ def test_a_state_of_another_version_or_place_is_refused(one):
     for changes in damaged:
         with pytest.raises(ValueError, match="resume: this is not what a loader's state_dict"):
             loader.load_state_dict(state | changes)
-    for value in (None, []):
-        with pytest.raises(ValueError, match="cannot resume: this is not what"):
+    for value in (None, [], {}, {"weight": torch.ones(2)}):
+        with pytest.raises(ValueError, match="cannot resume: this is not what a loader's state"):
             loader.load_state_dict(value)
     with pytest.raises(ValueError, match="consumed_samples"):
         loader.load_state_dict(state | {"consumed_samples": 65}, strict=False)
     assert loader.state_dict()["consumed_samples"] == 0
-    loader.load_state_dict(other, strict=False)
-    assert loader.state_dict() == state
+    for accepted in (other, {"consumed_samples": 16}):
+        loader.load_state_dict(accepted, strict=False)
+        assert loader.state_dict() == state
 
 
 # ==============================================================================
@@ -5250,7 +5268,7 @@ def test_tokenizer_by_module_and_attribute(one, tmp_path, monkeypatch):
     assert sys.path == before
     for attribute in ("Tok", "object", "make"):
         assert one.build_tokenizer(f"my_tokens:{attribute}").tokenize("7 8") == [7, 8]
-    raises(ValueError, "str needs an attribute vocab_size", one.build_tokenizer, "my_tokens:text")
+    raises(ValueError, "an object, got a str", one.build_tokenizer, "my_tokens:text")
     assert one.build_tokenizer("zipapp:Tok").tokenize("7 8") == [7, 8]
     del sys.modules["zipapp"]
     assert sys.path == [*before, str(tmp_path)]
@@ -5645,7 +5663,8 @@ def test_a_pair_of_a_different_tokenizer(one, tmp_path):
         job = {"output_prefix": tmp_path / name, "tokenizer": tokenizer}
         prefixes[name] = one.preprocess(texts=["1 2 3 4 5 6 7 8 9"] * 2, **job)["text"]
     merged = str(tmp_path / "merged")
-    words = r"/file_\S+: .*/tok_\S+, whose class is 'Tok', got 'HuggingFaceTokenizer'; preprocess"
+    words = "/file_.* made with a different tokenizer than .*/tok_.*: its class is "
+    words += "'HuggingFaceTokenizer', not 'Tok'; preprocess"
     with pytest.raises(ValueError, match=words):
         one.merge([prefixes[name] for name in ("tok", "tok", "bare", "file")], merged)
     assert not os.path.exists(f"{merged}.idx")
@@ -5655,7 +5674,7 @@ def test_a_pair_of_a_different_tokenizer(one, tmp_path):
     fields = {"path_to_cache": str(tmp_path / "cache"), "split": "1,1,0"}
     for name, corpora in (("tok", []), ("five", ["tok", "merged"])):
         cfg = config(one, (blend, None), tokenizer=tokenizers[name], **fields)
-        words = r"/(merged|tok)\S*: .* the config, whose eod is 5, got 0; give the config "
+        words = r"/(merged|tok)\S* was .* than the config's: its eod is 0, not 5; give the config "
         for _ in range(2):  # the second finds a cache
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -5969,14 +5988,20 @@ def test_a_refusal_names_its_reason_and_leaves_nothing(one, tmp_path, monkeypatc
 
 NO_OBJECT = "not a JSON object: "
 BAD_LINES = {  # and what is said of each
-    b'{"text": "a"': NO_OBJECT + r"""Expecting ',' delimiter; it begins '{"text": "a"'""",
-    b"\0" * 98: NO_OBJECT + "Expecting value; it begins " + repr("\0" * 60),
+    b'{"text": "a"': NO_OBJECT + r"""Expecting ',' delimiter at column 13; it begins '{"t""",
+    b"\0" * 98: NO_OBJECT + "Expecting value at column 1; it begins " + repr("\0" * 60),
     '{"text": "a"}'.encode("utf-16-be") + b"\0": r"""it begins '\x00{\x00"\x00""",
     b'{"text": "\xff"}': "'utf-8' codec can't decode byte 0xff in position 10",
     b'{"text": "a\\ud83d"}': "key 'text': 'utf-8' codec can't encode",
     b'{"other": "a"}': "expected the key 'text', got only ['other']",
     b'{"text": ["a", 5]}': "key 'text': ",
     b'{"text": null}': "key 'text': ",
+    b'{"text": "a\tb"}': NO_OBJECT + "Invalid control character at column 12; it begins",
+    b'\xef\xbb\xbf{"text"': NO_OBJECT + "Expecting ':' delimiter at column 8; it begins",
+    b"\x1f\x8b\x08\0": NO_OBJECT + "the file is compressed with gzip; decompress it, or give it a "
+    "name that ends in .gz",
+    b"\x28\xb5\x2f\xfd": NO_OBJECT + "the file is compressed with zstd; decompress it, or give it "
+    "a name that ends in .zst",
     b'["text"]': NO_OBJECT + """it is a list; it begins '["text"]'""",
     b'{"n": %s}' % (b"1" * 5000): "4300 digits",  # Python reads no longer numbers
     b"[" * 100_000: "while decoding a JSON array",
@@ -6003,7 +6028,7 @@ def test_bad_lines_anywhere_are_named_or_skipped(one, tmp_path, monkeypatch):
         said = str(refusal.value).replace("\N{REPLACEMENT CHARACTER}", r"\ufffd")
         assert "a.jsonl, line 12: " in said and words in said and len(said) < 600, said
         assert said.endswith('; to skip bad lines, use on_error="skip" (--on-error skip)')
-        assert "column" not in said, "json counts lines, too"
+        assert "(char " not in said, "json counts lines, too"
     assert not list(tmp_path.glob("o*"))
     path.write_bytes(first + b"".join(bad))
     made, (skipped, empty) = heard(one.preprocess, on_error="skip", workers=3, **job)
@@ -6405,6 +6430,11 @@ def test_what_fine_tuning_refuses(one, tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             chat(one, tmp_path / name, **fields)[0]
+    prefix = mk(one, tmp_path / "pair", [[1]])
+    words = "; SFTDataset reads a .jsonl or .parquet file: .*/pair'"
+    raises(FileNotFoundError, words, chat, one, prefix)
+    os.mkdir(prefix)  # as a cache does
+    raises(IsADirectoryError, words, chat, one, prefix)
     template = Tok(tokenize=with_start, tokenize_conversation=print)
     chat(one, tmp_path / "good.jsonl", tokenizer=template)
     chat(one, tmp_path / "good.jsonl", sequence_length=96, **CP_4)
@@ -6553,7 +6583,7 @@ def test_commands_by_hand(one, tmp_path, hf, capsys, monkeypatch):
         (f"{preprocess} toy", 0, [f"{prefix}: 3 documents", "uint16); ByteTokenizer, without eod"]),
         (f"inspect {prefix}", 0, inspected),
         ("inspect none", 0, ["0 documents, 0 sequences, 0 tokens"]),
-        (f"inspect {prefix} --tokenizer null:9", 0, ["not decoded: ", "'ByteTokenizer'; name"]),
+        (f"inspect {prefix} --tokenizer null:9", 0, ["than this command's: its class is 'B"]),
         ("inspect small", 0, ["not decoded: some of these tokens are not ids of"]),
         ("inspect below", 0, ["ids of the tokenizer bytes; name the tokenizer of the pair"]),
         ("inspect half", 0, ["[0.5]", "not decoded: some of these tokens"]),
