@@ -2067,7 +2067,7 @@ class BlendedDataset(torch.utils.data.Dataset):
         _name_cache_files(self)  # section 15
         self._taken = None  # see samples_taken()
         self.dataset_index, self.dataset_sample_index = self._build_indices()
-        # raises _BlendTooLarge; the builder (section 7) then rebuilds the datasets that are too small
+        # raises _BlendTooLarge; the builder (section 7) then rebuilds those that are too small
         _check_blend_fits(self.datasets, self.samples_taken().tolist())
 
     def _set_shares(self, weights, size, phases):
