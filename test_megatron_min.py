@@ -3246,6 +3246,7 @@ def test_state_of_custom_datasets(one, tmp_path):
         (concat(two), concat([two[0], plain(random_seed=5)]), r"random_seed of dataset 1 \(p\)"),
         (concat(two), concat([part(range(40))]), r"first sample of .* and is \[0\]"),
         (concat([plain(), Numbers(9)]), concat([plain(80), Wrapped()]), None),  # it has grown
+        (concat([part(range(32)), Numbers(9)]), concat([part(range(33)), Wrapped()]), None),
         (part_of(concat(two), [5, -1] * 16), part_of(concat(two), [5, total - 1] * 16), None),
         (concat([two[0], blends[0]]), concat([two[0], blends[1]]), None),
         (Wrapped(), renamed(), "class was Wrapped in the state, and is Renamed."),
@@ -6500,11 +6501,15 @@ def test_signals_in_workers(one, tmp_path, monkeypatch):
             return __import__, ("no_module",)
 
     before = set(multiprocessing.active_children())
-    for text, reason in (("9", "-9, Killed"), ("11", "-11, Segmentation fault"), ("3", "3")):
+    for before_it, text, reason in (  # of the first worker and of the last one
+        ("22", "9", "-9, Killed"),
+        ("222", "11", "-11, Segmentation fault"),
+        ("222", "3", "3"),
+    ):
         with pytest.raises(
             ChildProcessError, match=rf"\(exit code {reason}\); run with workers=1 "
         ):
-            run("2", "2", text, "2")
+            run(*before_it, text, "2")
         assert set(multiprocessing.active_children()) <= before
     with pytest.raises(ValueError, match="texts, line 2: ") as kept:
         run("2", 5, "2", "2")
