@@ -2536,8 +2536,8 @@ def test_dataloader_type_selects_the_sampler(one, monkeypatch):
     """A loader without samples is None; in a job of several processes it must be told its rank."""
     shuffled = loader_of(one, range(8), dataloader_type="cyclic", micro_batch_size=8)
     assert next(iter(shuffled)).tolist() == [4, 0, 7, 3, 2, 5, 1, 6]  # the order of seed 0
-    whole = loader_of(one, range(9), data_parallel_size=2, full_validation=True)
-    assert [batch.tolist() for batch in whole] == [[0], [2], [4], [6], [8]]  # none is left out
+    whole = loader_of(one, range(9), 2, data_parallel_size=2, full_validation=True)
+    assert [batch.tolist() for batch in whole] == [[2], [4], [6], [8]]  # none is left out
     own = type("Own", (torch.utils.data.Subset,), {"__getitems__": mock.Mock(return_value=[3, 1])})
     part = torch.utils.data.Subset(own(range(9), [2, 4]), [0, 1])
     assert next(iter(loader_of(one, part, micro_batch_size=2))).tolist() == [3, 1]
@@ -3057,6 +3057,7 @@ def test_state_of_custom_datasets(one, tmp_path):
         (concat(two), concat([two[0], plain(random_seed=5)]), r"random_seed of dataset 1 \(p\)"),
         (concat(two), concat([part(range(40))]), r"first sample of .* and is \[0\]"),
         (concat([plain(), Numbers(9)]), concat([plain(80), Wrapped()]), None),  # it has grown
+        (concat([part(range(32)), Numbers(9)]), concat([part(range(33)), Wrapped()]), None),
         (part_of(concat(two), [5, -1] * 16), part_of(concat(two), [5, total - 1] * 16), None),
         (concat([two[0], blends[0]]), concat([two[0], blends[1]]), None),
         (Wrapped(), renamed(), "class was Wrapped in the state, and is Renamed."),
@@ -3088,6 +3089,9 @@ def test_a_state_of_another_version_or_place_is_refused(one):
         (state | {"history": more}, r"x was 5 in the state, and is not set\. "),
     ):
         raises(ValueError, f"cannot resume: {words}", loader.load_state_dict, changed)
+    less, more = {"corpus": {}, "split": 1}, {"corpus": {"size": 2}, "split": 3}
+    assert one._first_difference(less, more) == ("split", 1, 3), "what has no value comes last"
+    assert one._first_difference(more, less) == ("split", 3, 1)
     damaged = [{"history": text} for text in ("{", None, "[]")]
     damaged += [{"consumed_samples": "6"}, {"is_end_of_pass": "0"}]
     for changes in damaged:
@@ -4691,8 +4695,10 @@ def on_another_default_device(job):
         job.mm.check_data_consistency(64)
         with pytest.raises(ValueError, match=f"from 64 to {63 + job.world} "):
             job.mm.check_data_consistency(64 + job.rank)
-        pairs = job.mm.ParallelGroups(tensor=2).group("tp")
-        job.mm.check_data_consistency(job.rank // 2, pairs)
+        groups = job.mm.ParallelGroups(tensor=2)
+        job.mm.check_data_consistency(job.rank // 2, groups.group("tp"))
+        job.mm.check_data_consistency(job.rank, groups.group("cp"))  # this rank alone
+        job.mm._check_same_builds([None] * 3 if job.rank == 0 else None)
         an_error_on_one_rank_is_raised_on_all(job)
         each_rank_gets_its_part_of_a_batch(job, {"tensor": 2})
         ddp = job.mm.DistributedDataParallel(model, check_for_nan_in_grad=True)
@@ -4770,6 +4776,9 @@ def the_data_of_the_ranks_are_compared(job):
         raises(ValueError, words, quiet, built_on_nodes, job, stale)
     with pytest.raises(ValueError, match="weights of train is .* on rank 0, and "):
         built_on_nodes(job, weights=(1, 2 + job.rank))
+    rows = jsonl(job.folder / f"rows {job.rank}", [ROW] * 9, "messages")
+    cfg = config(job.mm, ([rows], None), tokenizer=ChatTokenizer(pad=999))
+    assert len(build(job.mm, [5, 0, 0], cfg, job.mm.SFTDataset)[0]) == 5
     assert len(built_on_nodes(job)[0]) == 60, "again"
 
 
@@ -5751,7 +5760,9 @@ def test_inputs_of_all_kinds_from_all_places(one, tmp_path, monkeypatch):
     inputs = [f"memory://{compressed}?sig=1", compressed, f"memory://{tmp_path}/b*.jsonl"]
     inputs += ["d*.json", tmp_path / "[de]*.json", "-", "fifo"]
     with mock.patch.object(type(memory), "info", side_effect=memory.info) as info:
-        merged = make_shards(one, inputs, tmp_path, 1)
+        with mock.patch.object(type(memory), "invalidate_cache") as invalidate_cache:
+            merged = make_shards(one, inputs, tmp_path, 1)
+    invalidate_cache.assert_any_call()  # of all folders that a pattern may match
     assert [call.args[0] for call in info.call_args_list].count(f"{tmp_path}/b1.jsonl") == 1
     texts = [*["1"] * 18, "a", "x", *["1"] * 3, "d1", "d1.json::d", "d10", "d2", "[de]*"]
     texts += ["1", "i", "1"]
@@ -5884,7 +5895,7 @@ def test_each_key_makes_a_pair(one, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tqdm", tqdm)
     made = quiet(one.preprocess, path, tmp_path / "o", verbose=True, **keys)
     size = path.stat().st_size
-    assert tqdm.tqdm.call_args.kwargs["total"] == size
+    assert tqdm.tqdm.call_args == mock.call(total=size, unit="B", unit_scale=True, disable=None)
     bar.update.assert_called_with(size)
     words = rf"100 documents, {size:,} bytes, [\d.,]+ MB/s\n"
     assert re.fullmatch(words, capsys.readouterr().err)
@@ -6096,7 +6107,7 @@ def test_workers_do_without_threads(one, tmp_path, hf):
 
     def tokenize(text):
         assert torch.ones(1 << 20).sum() == 1 << 20  # shared out to all threads
-        [ids] = words.tokenize_batch([text])
+        [ids, _] = words.tokenize_batch([text] * 2)  # so are these
         return [*ids.tolist(), torch.get_num_threads()]
 
     def run():
@@ -6150,7 +6161,8 @@ def test_signals_in_workers(one, tmp_path, monkeypatch):
     reasons = {"9": "-9, Killed", "11": "-11, Segmentation fault", "3": "3", "4": "4", "5": "5"}
     for text, reason in reasons.items():
         words = rf"\(exit code {reason}\); .* fewer workers; .* workers=1 "
-        raises(ChildProcessError, words, run, "2", "2", text, "2")
+        before_it = "22" if text == "9" else "222"  # the first worker, or the last one
+        raises(ChildProcessError, words, run, *before_it, text, "2")
         assert set(multiprocessing.active_children()) <= before
     with pytest.raises(ValueError, match="texts, line 2: ") as kept:
         run("2", 5, "2", "2")
@@ -6402,9 +6414,9 @@ def test_a_row_that_is_bad_or_without_loss_is_named(one, tmp_path):
         with pytest.raises(ValueError, match=rf"chat\.jsonl, line {2 * number + 1}: .*{words}"):
             ds[number]
     for order in ([0, 1, 2, None], [0, 2, 1]):
-        ds._has_warned = False
         _, [message] = heard(list, (ds[k] for k in order))
         assert f"chat.jsonl, line {2 * order[1] + 1}: this sample has no loss" in message
+        ds._has_warned = False
 
 
 def test_what_fine_tuning_refuses(one, tmp_path):
@@ -6435,6 +6447,10 @@ def test_what_fine_tuning_refuses(one, tmp_path):
     raises(FileNotFoundError, words, chat, one, prefix)
     os.mkdir(prefix)  # as a cache does
     raises(IsADirectoryError, words, chat, one, prefix)
+    words = r"list\.jsonl, line 1: cannot be read: "
+    raises(ValueError, words, chat, one, tmp_path / "list.jsonl")
+    (tmp_path / "empty.jsonl").touch()
+    assert len(chat(one, tmp_path / "empty.jsonl")) == 0
     template = Tok(tokenize=with_start, tokenize_conversation=print)
     chat(one, tmp_path / "good.jsonl", tokenizer=template)
     chat(one, tmp_path / "good.jsonl", sequence_length=96, **CP_4)
