@@ -587,7 +587,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         num_bytes = lengths.astype(np.int64) * self._token_dtype.itemsize
         sequence_pointers = np.cumsum(num_bytes)
         sequence_pointers -= num_bytes  # where each sequence begins
-        index = _NewFile(idx_path, suffix=self._bin.suffix)  # marks them as a pair: section 14
+        index = _NewFile(idx_path, random_part=self._bin.random_part)  # section 14
         try:
             index.write(_HEADER.pack(_MAGIC, _VERSION, code, n, m))
             index.write(lengths)
@@ -649,13 +649,13 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 # ==============================================================================
 # Question: how do lines of JSON become a pair?
 #
-#   a line of corpus.jsonl        its tokens         what the pair gets      document_indices
-#                                 ($ is eod, which   tokens       length     so far: 0
-#                                 append_eod adds)
+#   a line of corpus.jsonl        its tokens         what is appended to the pair
+#                                 ($ is eod, which   tokens       length     to document_indices,
+#                                 append_eod adds)                           which begins with 0
 #
-#   {"text": "aaaa"}       ->     a a a a $      ->  a a a a $    5          0 1
-#   {"text": ""}           ->     (no tokens)    ->                          0 1 1
-#   {"text": "bbb"}        ->     b b b $        ->  b b b $      4          0 1 1 2
+#   {"text": "aaaa"}       ->     a a a a $      ->  a a a a $    5          1
+#   {"text": ""}           ->     (no tokens)    ->                          1
+#   {"text": "bbb"}        ->     b b b $        ->  b b b $      4          2
 #
 # Each line that is not blank is a document.  If its text is a str, the document becomes one
 # sequence.  If its text is a list of sentences, each sentence that has tokens becomes one.  A
@@ -798,8 +798,8 @@ def encode_jsonl(
 #   weights           30                     70
 #
 # Each split is blended with these weights: in train, in valid and in test, 3 of 10 samples are from
-# wiki and 7 are from code.  A config holds the split, the blend, and the other settings of a job;
-# section 5 adds the settings of a sample.  From here on, a document is a sequence of the .idx file.
+# wiki and 7 are from code.  A config holds the split, the blend, and other settings; section 5
+# adds more of them.
 
 
 class Split(enum.Enum):
@@ -935,8 +935,9 @@ class BlendedMegatronDatasetConfig:
                         True: if valid has several corpora, build a list with one dataset for each
                         corpus, not a blend, so that each has its own loss (section 7).  Needs
                         blend_per_split
-      full_validation   True, with several of these datasets: the size of valid must be None, so
-                        that each is one epoch of its corpus (section 7)
+      full_validation   True, with several of these datasets: the size of valid (section 7) must be
+                        None, so that each is one epoch of its corpus.  (The sampler of this name
+                        is chosen separately.)
 
     Building and reading
       mid_level_dataset_surplus
@@ -1029,11 +1030,11 @@ class BlendedMegatronDatasetConfig:
 #
 # The shuffles (1) and (3) can be done in two ways.
 #
-# Upstream shuffles all epochs together, with one exception.  A run reads only the first samples of
-# its epochs.  If it needs only a part of the last epoch, a common shuffle would give it too many
-# samples of the last epoch, and too few of the earlier ones.  So if fewer than about 80 % of the
-# last epoch are requested (plan_epochs() has the rule), that epoch is shuffled separately and comes
-# last.
+# Upstream shuffles all epochs together, with one exception.  Usually, E whole epochs have more
+# samples than are requested, and the run reads only the first of them.  After a common shuffle,
+# these are a mixture of all epochs: too many are from the last epoch, and too few from the others.
+# So if fewer than about 80 % of the last epoch are needed (plan_epochs() has the rule), that epoch
+# is shuffled separately and comes last.
 #
 # One generator shuffles the documents first, and then the samples, so the result of a shuffle
 # depends on all items that have been shuffled before.  If a longer run has more epochs, or its last
@@ -1336,12 +1337,13 @@ def build_stable_orders(
 #     --document_index[d .. d']--> pieces of sequences in the file pair --joined--> S + x tokens
 #
 # The example is sample k = 0 of the toy corpus, which is sample j = 1 of the stream in section 4.
-# sample_index has the rows (0, 0) (1, 0) (2, 1) (2, 5), and shuffle_index is 1 2 0:
+# (The shuffle happens to leave the three documents in file order.)  sample_index has the rows
+# (0, 0) (1, 0) (2, 1) (2, 5), and shuffle_index is 1 2 0:
 #
 #   stream, counted        0 1 2 3 4 5 6 7 8 9 . . .       k = 0: j = 1, rows (1, 0) and (2, 1)
 #                          a a a a b b b c c c c c c
 #   pieces of k = 0                b b b c c               (sequence 1, offset 0, 3 tokens) and
-#                                                          (sequence 2, offset 0, 1 + x tokens)
+#                                                          (sequence 2, offset 0, 2 tokens)
 #   tokens                         b b b c                 all but the last of the five
 #   labels                           b b c c               all but the first
 #
@@ -1351,13 +1353,16 @@ def build_stable_orders(
 #   field                     a part starts            effect
 #   reset_position_ids        after an eod token       positions count from 0 again
 #   reset_attention_mask      after an eod token       no attention to earlier parts
-#   eod_mask_loss                                      no loss where the input token is eod
 #   inter_document_masking    where a sequence of      positions count from 0 again; cu_seqlens
 #                             the .idx file starts     lists the starts, instead of a mask
 #
 # cu_seqlens (cumulative lengths) always has S + 1 entries, so it is filled up with S.  Documents
 # that start at 0 and 3, with S = 4, give cu_seqlens 0 3 4 4 4; max_seqlen, the length of the
 # longest document, is 3.
+#
+# Two kinds of labels have no loss: with eod_mask_loss, the label of an eod token; and always, a
+# label that equals the pad id.  The pad id is the tokenizer's pad.  It is -1, which no token
+# equals, if the tokenizer has no pad, or if another special token has the same id.
 #
 # ds[None] returns a padding sample: sample 0 with a loss_mask of zeros.  Padding samples fill up a
 # micro-batch that has too few samples (section 8).
@@ -1384,7 +1389,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
                              tokens it may not attend to
       inter_document_masking
                              True: return cu_seqlens and max_seqlen instead of a mask, and restart
-                             positions at each document.  Keyword only.  Not in upstream 0.16.1
+                             positions at each document.  Keyword only.  Not in upstream
 
     Samples
       drop_last_partial_validation_sequence
@@ -1464,7 +1469,7 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
     ) -> None:
         self.dataset = dataset
         self.dataset_path = None if dataset_path is None else os.fsdecode(dataset_path)
-        # the argument, kept as a range if possible, because a range needs no memory (section 15)
+        # indices, as a range if possible, because a range needs no memory (section 15)
         self._documents = _as_range(indices)
         self.num_samples = _as_size(num_samples, "num_samples")
         self.index_split = index_split
@@ -1588,9 +1593,9 @@ class GPTDataset(MegatronDataset):
             indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
         )
         self._x = int(config.add_extra_token_to_sequence)
-        is_valid = index_split.name == "valid"  # also for upstream's Split
+        is_valid = index_split.name == "valid"
         self._keeps_short = is_valid and not config.drop_last_partial_validation_sequence
-        self._pad_token_id = _pad_id_of_config(config)  # -1, if it would be ambiguous
+        self._pad_token_id = _pad_id_of_config(config)  # section 13; -1 is no token
         self.eod_token_id = None  # only set if a field needs it
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
             self.eod_token_id = config.tokenizer.eod
@@ -1609,7 +1614,7 @@ class GPTDataset(MegatronDataset):
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         k = 0 if idx is None else idx
-        parts = self._query_document_sample_shuffle_indices(k)
+        parts = self._query_document_sample_shuffle_indices(k)  # (ids, sequences), as in upstream
         lengths = parts[2] if len(parts) > 2 else None  # only a subclass returns a third value
         return self._make_sample(idx, parts[0], lengths)
 
@@ -1683,7 +1688,7 @@ class GPTDataset(MegatronDataset):
 
         eod_starts = [0]
         if self.eod_token_id is not None:
-            eods = np.flatnonzero(tokens[:-1] == self.eod_token_id)
+            eods = np.flatnonzero(tokens[:-1] == self.eod_token_id)  # a last eod starts nothing
             eod_starts += (eods + 1).tolist()
         mask_starts = eod_starts if config.reset_attention_mask else [0]
         if config.inter_document_masking:
@@ -2235,7 +2240,7 @@ def _entries_of_config(config, sizes):
             continue
         prefixes, weights = list(corpora[0]), corpora[1]
         requested = [size] * len(prefixes)
-        blend = {}  # arguments of the BlendedDataset
+        blend = {}  # the other fields of the entry
         if split is Split.train and config.blend_phases is not None:
             phases = _as_normalized_phases(config.blend_phases, prefixes)
             requested = [math.ceil(n * (1 + surplus)) for n in _targets_of_corpora(phases)]
@@ -2342,7 +2347,7 @@ class BlendedMegatronDatasetBuilder:
             build = functools.partial(self._build_part, entry)
             parts = self._map(build, corpora, entry.prefixes, entry.requested)
             size = self.sizes[entry.split.value]
-            if size != 0:  # if it is 0, nobody is warned, and empty datasets are kept
+            if size != 0:  # a size of 0 gives an empty dataset, without a warning
                 _warn_of_short_corpora(entry.split, size, parts)
                 if not any(len(part) for part in parts):
                     continue
@@ -2417,8 +2422,8 @@ class BlendedMegatronDatasetBuilder:
 # ==============================================================================
 # Question: which samples does a rank read, and how does a run resume?
 #
-# Each dp rank has a sampler.  The sampler yields one list of sample numbers for each micro-batch of
-# its dp rank; batches_of() reads these samples and stacks them.
+# Each rank that reads samples has a sampler.  The sampler yields one list of sample numbers for
+# each micro-batch of its dp rank; batches_of() reads these samples and stacks them.
 #
 #   round   micro_batch_size * data_parallel_size samples
 #   step    M rounds; M is the global batch size divided by the samples in a round.  If M is
@@ -2444,10 +2449,11 @@ class BlendedMegatronDatasetBuilder:
 #
 #   single                    dropped; they are always the last samples of the dataset
 #   single, drop_last=False   read in a short last round, which the dp ranks share evenly.  None,
-#   full_validation           which asks for a padding sample, completes each short micro-batch
+#                             which asks for a padding sample, completes short micro-batches
+#   full_validation           the same as single with drop_last=False
 #   cyclic, sharded           dropped before the shuffle; they are the last ones of the dataset
-#   cyclic, unsharded         dropped after the shuffle, so different ones in each pass.  Samples
-#                             that do not fill a micro-batch are dropped before the shuffle
+#   cyclic, unsharded         samples that do not fill a micro-batch are dropped before the shuffle,
+#                             and the others after it, so different ones in each pass
 #
 # For example, with 11 samples, rounds of 4 and micro-batches of 2, "single" with drop_last and
 # "cyclic", sharded, never read samples 8, 9 and 10.  "cyclic", unsharded, shuffles samples 0 .. 9,
@@ -2466,8 +2472,8 @@ class BlendedMegatronDatasetBuilder:
 #   cyclic, sharded           micro_batch_size                (a) and (b)
 #
 #   (a) consumed_samples is a multiple of the new number of samples in a round
-#   (b) with the new sizes, the pass, the samples consumed in it and the number of shuffled samples
-#       are the same as before.  (The sizes decide how many samples are dropped in each pass.)
+#   (b) with the new sizes, the pass (consumed_samples // active_total_samples), the place in it
+#       (the remainder) and samples_shuffled() do not change
 
 
 class _Sampler:
@@ -2968,7 +2974,7 @@ def _share_batch(read, layout, groups, device):
     # it would wait for all work that is queued there.
     torch.distributed.broadcast(buffer, group=groups.batch_group, group_src=0)
     if views["error_flag"]:
-        _raise_call_and_wait(0, error, groups.batch_group)  # in a second broadcast (section 17)
+        _raise_on_every_rank(0, error, groups.batch_group)  # in a second broadcast (section 17)
     batch = _views_of_buffer(buffer.to(device, non_blocking=True), sent)
     del batch["error_flag"]
     return batch
@@ -3010,8 +3016,8 @@ def get_batch_on_this_cp_rank(
                                                         needs the full row, reads cu_seqlens
 
     use_per_sequence_balancing
-               False: with cu_seqlens, cut each document.  True: cut the full row.  (In this name,
-               which is upstream's, "sequence" means a row.)
+               True: cut the full row, even with cu_seqlens.  False: with cu_seqlens, cut each
+               document.  (In this name, which is upstream's, "sequence" means a row.)
 
     Return a new dict, whose rows have S / cp_size tokens.  The batch is not changed.
 
@@ -5517,13 +5523,13 @@ def _num_processes():
 # ==============================================================================
 # Question: how does a file appear complete, or not at all?
 #
-#   write    corpus.bin.1f0c9e2ab47d6835.tmp   a new file beside the old one, with a random suffix
+#   write    corpus.bin.1f0c9e2ab47d6835.tmp   a new file beside the old one, with a random part
 #   sync     the same file                     the operating system writes it to the disk
 #   rename   corpus.bin                        one step: a reader finds the old or the new file
 #
 # A pair has two names, and no single step can rename both files.  In the steps below, an .idx is
 # never beside the .bin of a different pair.  Therefore, if a reader finds the same .idx before and
-# after opening the .bin, the two files belong together.  X is the random suffix:
+# after opening the .bin, the two files belong together.  X is the random part:
 #
 #   step   corpus.bin   corpus.idx   corpus.bin.X.tmp   corpus.idx.X.tmp
 #   0      old          old          new                new                 both are synced
@@ -5546,18 +5552,19 @@ class _NewFile(contextlib.AbstractContextManager):
     path       its final name, made absolute, because the working directory may change meanwhile
     synced     True: the content is on the disk before the file is renamed to its final name.
                False: the file can be made again, so it need not wait for the disk
-    suffix     part of the temporary name.  "": a random suffix
+    random_part
+               a part of the temporary name.  "": a new one
 
     The file is removed if a write fails, if an exception ends the block, or if this object is
     deleted.  A fork of the process does not remove it.  An OSError names the file.
     """
 
-    def __init__(self, path: str | os.PathLike, synced: bool = True, suffix: str = "") -> None:
+    def __init__(self, path: str | os.PathLike, synced: bool = True, random_part: str = "") -> None:
         _check_no_secrets(path)
         self.path = _absolute_path(path)
         self.synced = synced
-        self.suffix = suffix or secrets.token_hex(8)
-        self.temporary = f"{self.path}.{self.suffix}.tmp"
+        self.random_part = random_part or secrets.token_hex(8)
+        self.temporary = f"{self.path}.{self.random_part}.tmp"
         # This comes before open(), because a signal may arrive at any moment.
         self._remove = weakref.finalize(self, _remove_path, self.temporary, os.getpid())
         try:
@@ -5654,7 +5661,7 @@ def _commit_pair(tokens, idx_file):
         names = [tokens.temporary if bin_is_temporary else tokens.path]
         names.append(idx_file.temporary if _exists(idx_file.temporary) else idx_file.path)
         state = "the new pair is complete in these two files"
-        advice = f"remove .{idx_file.suffix}.tmp from each name that has it, the .bin first"
+        advice = f"remove .{idx_file.random_part}.tmp from each name that has it, the .bin first"
         with _naming_failure(" and ".join(names), f"{state}; {advice}"):
             raise
 
@@ -6456,7 +6463,7 @@ def _call_and_wait(step, group=None):
     first_failed = torch.tensor(mine, device=_device_of_group(group))
     torch.distributed.all_reduce(first_failed, torch.distributed.ReduceOp.MIN, group=group)
     if first_failed < world:
-        _raise_call_and_wait(int(first_failed), error, group)
+        _raise_on_every_rank(int(first_failed), error, group)
     return result
 
 
@@ -6465,7 +6472,7 @@ def _wait_for_ranks():
     _call_and_wait(None)
 
 
-def _raise_call_and_wait(failed_rank, error, group):
+def _raise_on_every_rank(failed_rank, error, group):
     """Raise an error on every rank of a group, because its rank failed_rank has failed.
 
     Every rank of the group calls this function, with its own error or with None.  A rank that has
