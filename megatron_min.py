@@ -40,8 +40,8 @@ Words       token           an integer that stands for a piece of text
             job             one set of processes, from its start to its end
             run             the training of one model; several jobs may continue it in turn
             rank            one process of a job, usually with one GPU
-            dp rank         a data-parallel rank: the processes that read the same samples, or the
-                            number of this group of processes
+            dp rank         (data-parallel rank) the group of processes that read the same samples,
+                            or the number of this group
             micro-batch     the samples that one dp rank reads at once
             padding sample  fills up a micro-batch that has too few samples; it has no loss
             round           one micro-batch on every dp rank
@@ -456,7 +456,7 @@ class IndexedDataset(torch.utils.data.Dataset):
     # ---- how caches, states and pickles recognize the pair: section 15
 
     def fingerprint(self) -> dict:
-        """Return the sizes and checksums of the files as a flat dict for JSON.
+        """Return the sizes of the files, and checksums of parts of them, as a flat dict for JSON.
 
         Every copy of the pair has the same fingerprint.  If an edit in the middle of the .bin keeps
         its size, the fingerprint stays the same, too.  The first call reads all sequence lengths
@@ -935,9 +935,9 @@ class BlendedMegatronDatasetConfig:
                         True: if valid has several corpora, build a list with one dataset for each
                         corpus, not a blend, so that each has its own loss (section 7).  Needs
                         blend_per_split
-      full_validation   True, with several of these datasets: the size of valid (section 7) must be
-                        None, so that each is one epoch of its corpus.  (The sampler of this name
-                        is chosen separately.)
+      full_validation   True: each of several validation datasets is one epoch of its corpus; the
+                        size of valid (section 7) must then be None.  (The sampler of this name is
+                        chosen separately.)
 
     Building and reading
       mid_level_dataset_surplus
@@ -1360,8 +1360,8 @@ def build_stable_orders(
 # that start at 0 and 3, with S = 4, give cu_seqlens 0 3 4 4 4; max_seqlen, the length of the
 # longest document, is 3.
 #
-# Two kinds of labels have no loss: with eod_mask_loss, the label of an eod token; and always, a
-# label that equals the pad id.  The pad id is the tokenizer's pad.  It is -1, which no token
+# Two kinds of labels have no loss: with eod_mask_loss, the label where the input is eod; and always,
+# a label that equals the pad id.  The pad id is the tokenizer's pad.  It is -1, which no token
 # equals, if the tokenizer has no pad, or if another special token has the same id.
 #
 # ds[None] returns a padding sample: sample 0 with a loss_mask of zeros.  Padding samples fill up a
@@ -2195,8 +2195,8 @@ class BlendedDataset(torch.utils.data.Dataset):
 #   weights, and a size                    a blend of sum(n) samples    n plus surplus
 #
 # As in upstream, sum(n) may be a few more than size.  In a blend without weights, the weights are
-# the numbers of samples of the corpora.  A blend of phases has all samples of its phases; a size
-# may be smaller, but has no effect.
+# the numbers of samples of the corpora.  A blend of phases has all samples of its phases.  A size
+# above their number is an error; any other size has no effect.
 #
 # Mock data (section 21) count as one corpus.  If the size is not 0, but the corpora of the split
 # have no samples, the split is None, and a warning says so.
@@ -2347,7 +2347,7 @@ class BlendedMegatronDatasetBuilder:
             build = functools.partial(self._build_part, entry)
             parts = self._map(build, corpora, entry.prefixes, entry.requested)
             size = self.sizes[entry.split.value]
-            if size != 0:  # a size of 0 gives an empty dataset, without a warning
+            if size != 0:  # a size of 0 gives an empty blend, without a warning
                 _warn_of_short_corpora(entry.split, size, parts)
                 if not any(len(part) for part in parts):
                     continue
@@ -2408,7 +2408,7 @@ class BlendedMegatronDatasetBuilder:
         except _BlendTooLarge as error:
             needed = error.needed  # {part that is too short: samples that the blend takes from it}
         # Rebuild only these corpora.  If a corpus is built with more samples, its order of samples
-        # may change, and the corpora that are large enough must keep upstream's order.
+        # may change, and the corpora that are large enough need not change.
         parts = []
         for part, corpus, prefix in rows:
             if part in needed:
@@ -2452,8 +2452,9 @@ class BlendedMegatronDatasetBuilder:
 #                             which asks for a padding sample, completes short micro-batches
 #   full_validation           the same as single with drop_last=False
 #   cyclic, sharded           dropped before the shuffle; they are the last ones of the dataset
-#   cyclic, unsharded         samples that do not fill a micro-batch are dropped before the shuffle,
-#                             and the others after it, so different ones in each pass
+#   cyclic, unsharded         those that do not fill a micro-batch are dropped before the shuffle.
+#                             After it, those that do not fill a round are dropped, so different
+#                             ones in each pass
 #
 # For example, with 11 samples, rounds of 4 and micro-batches of 2, "single" with drop_last and
 # "cyclic", sharded, never read samples 8, 9 and 10.  "cyclic", unsharded, shuffles samples 0 .. 9,
@@ -2465,15 +2466,11 @@ class BlendedMegatronDatasetBuilder:
 # pass.  The loader of section 10 saves the number.  A resumed job may change some settings and
 # still continue at the same sample:
 #
-#   sampler                   may change                      if
-#   single                    dp ranks, micro_batch_size      always
-#   full_validation           dp ranks                        always
-#   cyclic, unsharded         dp ranks, micro_batch_size      (a) and (b)
-#   cyclic, sharded           micro_batch_size                (a) and (b)
-#
-#   (a) consumed_samples is a multiple of the new number of samples in a round
-#   (b) with the new sizes, the pass (consumed_samples // active_total_samples), the place in it
-#       (the remainder) and samples_shuffled() do not change
+#   sampler                   may change
+#   single                    dp ranks, micro_batch_size
+#   full_validation           dp ranks
+#   cyclic, unsharded         dp ranks, micro_batch_size; its docstring has the conditions
+#   cyclic, sharded           micro_batch_size; the same conditions
 
 
 class _Sampler:
@@ -2590,6 +2587,11 @@ class MegatronPretrainingRandomSampler(_Sampler):
     data_sharding  True: each dp rank owns a part of the samples and shuffles only this part.
                    False: the samples are shuffled together and dealt to the dp ranks one by one
     seed           0 to 2**63 - 1; pass p is shuffled with seed + p.  0 gives upstream's order
+
+    If the sizes change, a resumed sampler continues at the same sample under two conditions:
+    consumed_samples is a multiple of the new number of samples in a round, and the pass
+    (consumed_samples // active_total_samples), the place in it (the remainder) and
+    samples_shuffled() do not change.
 
     All dp ranks yield the same number of lists.  An iteration ends with its pass; the next one
     continues after the last list that was yielded.
