@@ -1360,8 +1360,8 @@ def build_stable_orders(
 # that start at 0 and 3, with S = 4, give cu_seqlens 0 3 4 4 4; max_seqlen, the length of the
 # longest document, is 3.
 #
-# Two kinds of labels have no loss: with eod_mask_loss, the label where the input is eod; and always,
-# a label that equals the pad id.  The pad id is the tokenizer's pad.  It is -1, which no token
+# Two kinds of labels have no loss: with eod_mask_loss, the label of an input that is eod; and
+# always, a label that equals the pad id.  The pad id is the tokenizer's pad.  It is -1, which no token
 # equals, if the tokenizer has no pad, or if another special token has the same id.
 #
 # ds[None] returns a padding sample: sample 0 with a loss_mask of zeros.  Padding samples fill up a
@@ -2277,7 +2277,8 @@ class BlendedMegatronDatasetBuilder:
     """Build the train, valid and test datasets that a config describes.
 
     cls               a MegatronDataset class, such as GPTDataset
-    sizes             numbers of samples of train, valid and test, as in the table above
+    sizes             numbers of samples of train, valid and test.  A blend with weights may have a
+                      few more; a blend of phases always has all their samples.
                         None   one epoch of each corpus.  (With phases: all their samples.  With
                                weights: ValueError)
                         0      an empty blend.  (With phases: all their samples.  Without a blend:
@@ -8266,17 +8267,28 @@ class _ParquetRows(_Rows):
 
 
 class Span(typing.NamedTuple):
-    """Consecutive tokens of one sequence in one sample.  Offsets and lengths are in tokens."""
+    """Consecutive tokens of one sequence in one sample.
 
-    path_prefix: str | None  # the pair.  None: mock data
-    sequence: int  # index of the sequence in the pair
-    document: int  # index, in the pair, of the document that the sequence belongs to
-    offset: int  # where the span begins in the sequence
-    length: int  # number of tokens in the span
-    byte_offset: int | None  # where the span begins in the .bin file, in bytes.  None: no file
-    sample_offset: int  # where the span begins in the sample
-    input: str | None  # input file that the document comes from.  None: the pair has no record
-    input_document: int | None  # index of the document in this file
+    path_prefix     the pair.  None: mock data
+    sequence        number of the sequence in the pair
+    document        number, in the pair, of the document that the sequence belongs to
+    offset          where the span begins in the sequence, in tokens
+    length          number of tokens in the span
+    byte_offset     where the span begins in the .bin file, in bytes.  None: no file
+    sample_offset   where the span begins in the sample, in tokens
+    input           the input file that the document comes from.  None: the pair has no record
+    input_document  number of the document in this file, without blank lines
+    """
+
+    path_prefix: str | None
+    sequence: int
+    document: int
+    offset: int
+    length: int
+    byte_offset: int | None
+    sample_offset: int
+    input: str | None
+    input_document: int | None
 
 
 def trace(dataset: GPTDataset | BlendedDataset, k: int) -> list[Span]:

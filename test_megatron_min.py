@@ -7388,7 +7388,8 @@ def test_readmes_common_tasks(inputs, capsys):
     change("pretrain.py", ("S = 20, 24,", "S = 20, 16,"), ("100,0,0", "95,5,0"))
 
     model = "    model = make_model()"
-    change("pretrain.py", ("[70, 30]", "None"), ("[steps * batch_size,", "[None,"))
+    sizes = ("[steps * batch_size, 4 * batch_size, 0]", "[None, None, 0]")
+    change("pretrain.py", ("[70, 30]", "None"), sizes)
     change("pretrain.py", (model, f"    steps = len(loader)\n{model}"))
     os.remove("checkpoint.pt")
     names, _ = run_here(capsys, "pretrain.py")
