@@ -1361,8 +1361,8 @@ def build_stable_orders(
 # longest document, is 3.
 #
 # Two kinds of labels have no loss: with eod_mask_loss, the label of an input that is eod; and
-# always, a label that equals the pad id.  The pad id is the tokenizer's pad.  It is -1, which no token
-# equals, if the tokenizer has no pad, or if another special token has the same id.
+# always, a label that equals the pad id.  The pad id is the tokenizer's pad.  It is -1, which no
+# token equals, if the tokenizer has no pad, or if another special token has the same id.
 #
 # ds[None] returns a padding sample: sample 0 with a loss_mask of zeros.  Padding samples fill up a
 # micro-batch that has too few samples (section 8).
