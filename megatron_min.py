@@ -28,7 +28,7 @@ Words       token           an integer that stands for a piece of text
             sequence        consecutive tokens that the .idx lists as one entry
             record          the JSON file beside a pair that names its tokenizer and its inputs
             split           a part of a corpus, for training, validation or testing
-            epoch           once through all sequences of a split
+            epoch           one reading of all sequences of a split
             stream          the sequences of all epochs, shuffled and concatenated; samples are cut
                             from it
             sample          one training example: its input tokens, labels and masks
@@ -36,14 +36,14 @@ Words       token           an integer that stands for a piece of text
                             sequences; the items of every other dataset are samples
             index arrays    the arrays that say where in the corpora each sample is
             blend           corpora combined by weights; a weight is a corpus's share of the samples
-            pass            once through all samples of a dataset, which may cover many epochs
+            pass            one reading of all samples of a dataset, which may cover many epochs
             job             one set of processes, from its start to its end
             run             the training of one model; several jobs may continue it in turn
             rank            one process of a job, usually with one GPU
             dp rank         (data-parallel rank) the group of processes that read the same samples,
                             or the number of this group
             micro-batch     the samples that one dp rank reads at once
-            padding sample  fills up a micro-batch that has too few samples; it has no loss
+            padding sample  fills an incomplete micro-batch, and adds nothing to the loss
             round           one micro-batch on every dp rank
             step            one update of the model; it reads one or more rounds
             global batch    the samples of one step
@@ -51,7 +51,7 @@ Words       token           an integer that stands for a piece of text
   +-- "document" --------------------------------------------------------------------------------+
   | In sections 1 and 2, and in the tools of part IV, a document is a text.  From section 3 on,  |
   | a document is a sequence of the .idx file.  Upstream does the same, because a text is nearly |
-  | always one sequence.  (Only the settings about eod look for texts inside of sequences.)      |
+  | always one sequence.  (Only the eod settings look for texts inside of a sequence.)           |
   +----------------------------------------------------------------------------------------------+
 
 Notation    S  input tokens of a sample (sequence_length)    D  sequences in a split
@@ -310,7 +310,7 @@ class IndexedDataset(torch.utils.data.Dataset):
                            as s3://bucket/corpus (section 16)
     multimodal             True: return modes, too; the .idx must hold them
     mmap                   True: map the .bin; each access returns a view of the mapping.  False:
-                           each access reads a new array.  On object storage this is always so
+                           each access reads a new array, as always on object storage
     object_storage_config  an ObjectStorageConfig, or None for its defaults
     check                  True: check every entry of the .idx at the start, as verify() does
 
@@ -343,7 +343,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.mmap = mmap
         self.object_storage_config = object_storage_config or ObjectStorageConfig()
         self.check = check
-        self.absolute_prefix = _absolute_path(self.path_prefix)  # right even after os.chdir()
+        self.absolute_prefix = _absolute_path(self.path_prefix)  # stays valid after os.chdir()
         self._idx_path = get_idx_path(self.absolute_prefix)
         self._bin_path = get_bin_path(self.absolute_prefix)
         self._open()
@@ -465,7 +465,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         return _fingerprint_of_pair(self)
 
     def __getstate__(self):
-        """Return the attributes that are not in the files, and what identifies the files."""
+        """Return the attributes that are not in the files, and the identity of the files."""
         return _picklable_state(self) | {"_identity": _identity_of_pair(self)}
 
     def __setstate__(self, state):
@@ -576,7 +576,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         """Write the .idx file and give both files their final names.
 
         Raises ValueError if sequences were added after the last end_document().  Raises OSError if
-        the disk fails; section 14 says which files exist then.  While it runs, this method needs 16
+        a write fails; section 14 says which files exist then.  While it runs, this method needs 16
         bytes of memory for each sequence.
         """
         _check_finished(self)
@@ -660,7 +660,7 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 # Each line that is not blank is a document.  If its text is a str, the document becomes one
 # sequence.  If its text is a list of sentences, each sentence that has tokens becomes one.  A
 # document without tokens adds no sequence.
-# As in upstream, it still adds an entry to document_indices, which repeats the previous one.
+# As in upstream, it still adds an entry to document_indices: the previous value again.
 #
 # The end-of-document token, eod, shows a model where one text ends and an unrelated text begins.
 # It is appended only with append_eod=True, which is not the default.  Without eod tokens, three
@@ -787,8 +787,8 @@ def encode_jsonl(
 # ==============================================================================
 # Question: how is each corpus split, and in what proportions are corpora mixed?
 #
-# The setting "split" cuts every corpus into parts that have no sequence in common.  These parts are
-# called splits, too.  A blend combines corpora, each with a weight:
+# The setting "split" cuts every corpus into parts that have no sequence in common.  Each of these
+# parts is also called a split.  A blend combines corpora, each with a weight:
 #
 #   split "98,1,1"    wiki, 100 documents    code, 1000 documents
 #   train             0 .. 97                0 .. 979
@@ -986,7 +986,7 @@ class BlendedMegatronDatasetConfig:
 
     def __post_init__(self) -> None:
         if self.blend_per_split is not None and not any(self.blend_per_split):
-            self.blend_per_split = None  # three times None means the same as None
+            self.blend_per_split = None  # [None, None, None] means the same as None
         _check_config(self)
         # Both become ints, because the names of cache files depend on their JSON text (section 15),
         # and json writes a numpy integer differently.
@@ -1077,7 +1077,7 @@ def count_samples(
 
 
 class EpochPlan(typing.NamedTuple):
-    """The number of epochs of a dataset, and what follows from it; see plan_epochs()."""
+    """The result of plan_epochs()."""
 
     num_epochs: int  # E
     num_samples: int  # N: all samples of these epochs, at least as many as were requested
@@ -1202,7 +1202,7 @@ def build_sample_idx(
     offset tokens after the start of the d-th document of the stream.  Row N is where sample N would
     start: x tokens before the end of sample N - 1.
 
-    Raises TypeError if an array has a wrong dtype, and IndexError if a document is not in sizes.
+    Raises TypeError if an array has the wrong dtype, and IndexError if a document is not in sizes.
     Raises ValueError if an array is not 1-D, if S < 1, if a length is negative, or if the documents
     have fewer tokens than the samples need.
 
@@ -1356,7 +1356,7 @@ def build_stable_orders(
 #   inter_document_masking    where a sequence of      positions count from 0 again; cu_seqlens
 #                             the .idx file starts     lists the starts, instead of a mask
 #
-# cu_seqlens (cumulative lengths) always has S + 1 entries, so it is filled up with S.  Documents
+# cu_seqlens (cumulative lengths) always has S + 1 entries; unused ones hold S.  Documents
 # that start at 0 and 3, with S = 4, give cu_seqlens 0 3 4 4 4; max_seqlen, the length of the
 # longest document, is 3.
 #
@@ -1474,7 +1474,7 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
         self.num_samples = _as_size(num_samples, "num_samples")
         self.index_split = index_split
         self.config = config
-        self.unique_identifiers = collections.OrderedDict()  # as in upstream; it names cache files
+        self.unique_identifiers = collections.OrderedDict()  # as in upstream; names cache files
         self.unique_identifiers["class"] = type(self).__name__
         self.unique_identifiers["dataset_path"] = self.dataset_path
         self.unique_identifiers["num_samples"] = self.num_samples
@@ -1553,7 +1553,7 @@ class GPTDataset(MegatronDataset):
       document_index           int32 (E*D,)
       sample_index             int32 or int64 (N+1, 2)
       shuffle_index            uint32 or int64 (N,)
-      epoch_plan               EpochPlan, or None if a subclass builds the arrays by itself
+      epoch_plan               EpochPlan, or None if a subclass builds the arrays itself
 
     A subclass may override
 
@@ -1595,7 +1595,7 @@ class GPTDataset(MegatronDataset):
         self._x = int(config.add_extra_token_to_sequence)
         is_valid = index_split.name == "valid"
         self._keeps_short = is_valid and not config.drop_last_partial_validation_sequence
-        self._pad_token_id = _pad_id_of_config(config)  # section 13; -1 is no token
+        self._pad_token_id = _pad_id_of_config(config)  # section 13; -1 matches no token
         self.eod_token_id = None  # only set if a field needs it
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
             self.eod_token_id = config.tokenizer.eod
@@ -1688,7 +1688,7 @@ class GPTDataset(MegatronDataset):
 
         eod_starts = [0]
         if self.eod_token_id is not None:
-            eods = np.flatnonzero(tokens[:-1] == self.eod_token_id)  # a last eod starts nothing
+            eods = np.flatnonzero(tokens[:-1] == self.eod_token_id)  # a last eod starts no part
             eod_starts += (eods + 1).tolist()
         mask_starts = eod_starts if config.reset_attention_mask else [0]
         if config.inter_document_masking:
@@ -1859,8 +1859,8 @@ def _positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.nd
 #                         dataset_sample_index     0     0     1     2       its next sample
 #
 # The lag of a dataset is weight * max(i, 1), minus the number of samples that it gave before sample
-# i.  (Because of max, sample 0 comes from the dataset with the largest weight.)  So at any point of
-# the blend, each dataset has given nearly its share of the samples.
+# i.  (Because of max, sample 0 comes from the dataset with the largest weight.)  So at any point in
+# the blend, each dataset has given close to its share of the samples.
 #
 # A blend may have phases with different weights.  In each phase the rule counts from 0 again, and
 # each dataset continues after its last sample:
@@ -1887,7 +1887,7 @@ def build_blending_indices(
 
     Sample i comes from the dataset with the largest lag, as defined above.  Lags are computed in
     IEEE doubles.  Ties go to the lowest d.  Pass normalized weights, because rounding decides
-    which of two nearly equal lags is the largest.
+    which of two nearly equal lags is larger.
 
     dataset_index         int16 (size,), filled in: the dataset of each sample
     dataset_sample_index  int64 (size,), filled in: the number of the sample in its dataset
@@ -1896,7 +1896,7 @@ def build_blending_indices(
     size                  number of samples in the blend
     verbose               accepted and ignored
 
-    Raises TypeError if an array has a wrong dtype, and ValueError if an array is not 1-D, or if
+    Raises TypeError if an array has the wrong dtype, and ValueError if an array is not 1-D, or if
     weights or num_datasets are out of range.
 
     >>> which, sample = np.zeros(4, np.int16), np.zeros(4, np.int64)
@@ -1926,7 +1926,7 @@ def build_exhaustive_blending_indices(
     sizes          int64 (num_datasets,), at least 0
     num_datasets   1 to 32,766
 
-    Raises TypeError if an array has a wrong dtype.  Raises ValueError if an array is not 1-D, if
+    Raises TypeError if an array has the wrong dtype.  Raises ValueError if an array is not 1-D, if
     sizes are negative or not whole, or if num_datasets is out of range.
 
     >>> which, sample = np.zeros(4, np.int16), np.zeros(4, np.int64)
@@ -1970,8 +1970,8 @@ def build_phase_indices(
     phases   [(samples, weights), ...].  The sum of all samples is size.  weights has one entry for
              each dataset; its sum is 1
 
-    Raises TypeError if an array has a wrong dtype.  Raises ValueError if an array is not 1-D, if a
-    weight is negative, infinite or nan, or if all weights of a phase are 0.
+    Raises TypeError if an array has the wrong dtype.  Raises ValueError if an array is not 1-D, if
+    a weight is negative, infinite or nan, or if all weights of a phase are 0.
 
     >>> which, sample = np.zeros(8, np.int16), np.zeros(8, np.int64)
     >>> build_phase_indices(which, sample, [(4, [0.25, 0.75]), (4, [0.5, 0.5])])
@@ -2060,7 +2060,7 @@ class BlendedDataset(torch.utils.data.Dataset):
         self._set_shares(weights, size, phases)
         self.split = self.datasets[0].index_split
 
-        self.unique_identifiers = collections.OrderedDict()  # as in upstream; it names cache files
+        self.unique_identifiers = collections.OrderedDict()  # as in upstream; names cache files
         self.unique_identifiers["class"] = type(self).__name__
         self.unique_identifiers["datasets"] = [part.unique_identifiers for part in self.datasets]
         self.unique_identifiers["split"] = self.split.name
@@ -2072,7 +2072,7 @@ class BlendedDataset(torch.utils.data.Dataset):
         _name_cache_files(self)  # section 15
         self._taken = None  # see samples_taken()
         self.dataset_index, self.dataset_sample_index = self._build_indices()
-        # raises _BlendTooLarge; the builder (section 7) then rebuilds those that are too small
+        # raises _BlendTooLarge; the builder (section 7) rebuilds the datasets that are too small
         _check_blend_fits(self.datasets, self.samples_taken().tolist())
 
     def _set_shares(self, weights, size, phases):
@@ -2175,8 +2175,8 @@ class BlendedDataset(torch.utils.data.Dataset):
 #   n plus surplus  ceil(n * (1 + surplus)), where surplus is mid_level_dataset_surplus
 #
 # The rule of section 6 keeps to the weights only approximately, and may take more than n samples.
-# Hence the surplus.  If the rule takes more samples than a corpus has, the builder rebuilds this
-# corpus alone, larger.  (Upstream fails.)
+# Hence the surplus.  If the rule takes more samples than a corpus has, the builder rebuilds only
+# this corpus, with more samples.  (Upstream fails.)
 #
 # For each split, the first row that applies decides what the builder makes.  size is what the user
 # requests from the split.  From a corpus, None or 0 requests one epoch.
@@ -2194,9 +2194,9 @@ class BlendedDataset(torch.utils.data.Dataset):
 #   weights, but no size                   ValueError
 #   weights, and a size                    a blend of sum(n) samples    n plus surplus
 #
-# As in upstream, sum(n) may be a few more than size.  In a blend without weights, the weights are
-# the numbers of samples of the corpora.  A blend of phases has all samples of its phases.  A size
-# above their number is an error; any other size has no effect.
+# As in upstream, sum(n) may be a few more than size.  Without weights, each corpus is weighted
+# by its number of samples.  A blend of phases has all samples of its phases.  A size
+# above their number is an error; any other size is ignored.
 #
 # Mock data (section 21) count as one corpus.  If the size is not 0, but the corpora of the split
 # have no samples, the split is None, and a warning says so.
@@ -2428,7 +2428,7 @@ class BlendedMegatronDatasetBuilder:
 #
 #   round   micro_batch_size * data_parallel_size samples
 #   step    M rounds; M is the global batch size divided by the samples in a round.  If M is
-#           constant, step t reads rounds t*M .. t*M + M - 1.  Samplers do not know steps
+#           constant, step t reads rounds t*M .. t*M + M - 1.  Samplers know nothing about steps
 #
 # The sampler "single" keeps the samples in order and deals each dp rank a block of them.  The
 # sampler "cyclic" shuffles them anew in each pass.  With data_sharding, the loader's default, each
@@ -2449,8 +2449,8 @@ class BlendedMegatronDatasetBuilder:
 # At the end of a pass, some samples may not fill a round.  What happens to them:
 #
 #   single                    dropped; they are always the last samples of the dataset
-#   single, drop_last=False   read in a short last round, which the dp ranks share evenly.  None,
-#                             which asks for a padding sample, completes short micro-batches
+#   single, drop_last=False   read in a short last round, which the dp ranks share evenly.  Short
+#                             micro-batches are completed with None, for a padding sample
 #   full_validation           the same as single with drop_last=False
 #   cyclic, sharded           dropped before the shuffle; they are the last ones of the dataset
 #   cyclic, unsharded         those that do not fill a micro-batch are dropped before the shuffle.
@@ -2483,7 +2483,7 @@ class _Sampler:
     samples_per_round     micro_batch_size * data_parallel_size
     active_total_samples  number of samples in full rounds
 
-    len() is the number of batches in a full pass, wherever the next iteration starts.
+    len() is the number of batches in a full pass, regardless of where the next iteration starts.
 
     Upstream differs: len() is the number of samples.
     """
@@ -2550,7 +2550,7 @@ class MegatronPretrainingSampler(_Sampler):
             yield [*range(own_first, own_end), *padding]
 
     def get_start_end_idx(self) -> tuple[int, int]:
-        """Return (first, end), this dp rank's block in a full round.  (Nothing here calls it.)"""
+        """Return (first, end), this dp rank's block in a full round.  (For upstream's users.)"""
         first = self.data_parallel_rank * self.micro_batch_size
         return first, first + self.micro_batch_size
 
@@ -2742,7 +2742,7 @@ class ParallelGroups:
     All methods have an argument kind: an axis, such as "tp", or several axes joined by "-", such as
     "dp-cp".  The ranks of a group differ only in their coordinates on these axes.
 
-    Every rank must create its ParallelGroups at the same point of the program, after
+    Every rank must create its ParallelGroups at the same point in the program, after
     torch.distributed is initialized.  A job of one process does not need torch.distributed.
 
     Raises ValueError if a size is below 1, if the number of ranks is not a multiple of
@@ -2849,7 +2849,7 @@ def get_batch(
     options                     keyword arguments of get_batch_on_this_tp_rank()
     use_per_sequence_balancing  passed to get_batch_on_this_cp_rank()
 
-    Raises what these two functions raise.
+    Raises the errors of these two functions.
 
     >>> row = torch.tensor([list(b"aaaab")])
     >>> batch = {"tokens": row[:, :-1], "labels": row[:, 1:], "loss_mask": torch.ones(1, 4)}
@@ -3030,7 +3030,7 @@ def get_batch_on_this_cp_rank(
     GPTDataset does not; with inter_document_masking, set use_per_sequence_balancing.  The shapes
     and the keys of the batch are checked, too (section 13).
 
-    Upstream differs: it changes the batch.
+    Upstream differs: it modifies the batch in place.
 
     >>> batch = {"tokens": torch.arange(8)[None]}
     >>> [get_batch_on_this_cp_rank(batch, rank, 2)["tokens"].tolist() for rank in (0, 1)]
@@ -3119,7 +3119,7 @@ def _positions_in_documents(cu_seqlens, S, cp_rank, cp_size):
 #   training loop     1              uses a prepared batch
 #
 # If C is available (section 18), num_workers threads prepare the batches of a GPTDataset or of a
-# blend of GPTDatasets.  C fills a batch without Python's lock, so the training loop keeps running.
+# blend of GPTDatasets.  C fills a batch with the GIL released, so the training loop keeps running.
 # Without C, or for any other dataset, torch's DataLoader starts num_workers processes.
 #
 # The sampler runs ahead of the training loop, so the saved position counts only the batches that
@@ -3145,7 +3145,7 @@ def _positions_in_documents(cu_seqlens, S, cp_rank, cp_size):
 #
 #   - paths of files
 #   - settings of masks and positions
-#   - corpora that gave no sample yet
+#   - corpora that have given no sample yet
 #   - with stable_order, the length of the run and all later phases
 #
 # Two changes are not noticed: an edit in the middle of a pair that keeps all lengths, and new code
@@ -3454,7 +3454,7 @@ def _getitems(dataset: typing.Any, indices: typing.Sequence[int | None]) -> list
         # None, the padding sample, is passed on as it is
         indices = [k if k is None else dataset.indices[k] for k in indices]
         dataset = dataset.dataset
-    if callable(getattr(dataset, "__getitems__", None)):  # torch accepts None, too
+    if callable(getattr(dataset, "__getitems__", None)):  # as torch does, also accept None
         return dataset.__getitems__(indices)
     return [dataset[idx] for idx in indices]
 
@@ -3679,7 +3679,7 @@ def _label_of_difference(was, now, where=""):
     name, *values = _first_difference(was, now)
     old, new = ("not set" if value is None else value for value in values)
     if re.search("crc-?32|^which |[0-9a-f]{32}", f"{name} {old} {new}", re.IGNORECASE):
-        return f"{name} differs"  # a checksum helps no reader
+        return f"{name} differs"  # the value of a checksum tells the reader nothing
     return f"{name} was {old}{where}, and is {new}"
 
 
@@ -5573,7 +5573,7 @@ class _NewFile(contextlib.AbstractContextManager):
         try:
             with _naming_failure(path, f"cannot make a file in {os.path.dirname(self.path)}"):
                 self.file = open(self.temporary, "xb", 1 << 20)
-        except FileExistsError:  # e.g. an .idx is to get the path of its .bin, which is this file
+        except FileExistsError:  # e.g. the path of the .bin was given as that of the .idx
             self._remove.detach()
             raise
         except BaseException:  # on a network disk, an open() that fails may have created the file
@@ -5614,7 +5614,7 @@ class _NewFile(contextlib.AbstractContextManager):
         """Close the file, and remove it unless it has already been renamed."""
         with contextlib.suppress(OSError):
             self.file.raw.close()  # discards what is still in the buffer
-        if self.is_open:  # if a signal interrupts this, the end of the process removes the file
+        if self.is_open:  # if a signal interrupts this, the file is removed when the process ends
             _, _, arguments, _ = self._remove.peek()
             _remove_path(*arguments)
             self._remove.detach()
@@ -6428,7 +6428,7 @@ def _try_call(step, *arguments):
     """Call a function.  Return its result and None, or None and the error that it raised.
 
     KeyboardInterrupt, SystemExit and GeneratorExit are not caught.  Every other BaseException is
-    caught, because a panic of native code is not an Exception.
+    caught, because a panic in native code is not an Exception.
     """
     try:
         return step(*arguments), None
@@ -7016,7 +7016,7 @@ def _check_tokenizer_of_corpus(tokenizer, append_eod):
 # receives the tokens of a worker's block, sends the worker a new block, and then writes the tokens.
 # Blocks are therefore written in the order in which they are read.  For any number of workers, the
 # files have the same bytes as if encode_jsonl() of section 2 had written them, one pair for each
-# JSON key.  A worker holds one block at a time, so no pipe gets full.
+# JSON key.  A worker holds one block at a time, so no pipe fills up.
 #
 # Several machines can share the work.  Each of them processes one shard, which is a part of the
 # inputs, and merge() joins the pairs of all shards to the bytes that one job would have written.
@@ -7119,7 +7119,7 @@ def preprocess(
         fields["job"] = _md5(json.dumps([sizes, bool(append_eod)]))  # the same in all its shards
         inputs = _inputs_of_shard(inputs, index, count)
     prefixes = {key: f"{os.fsdecode(output_prefix)}_{key}{suffix}" for key in json_keys}
-    paths = [_absolute_path(prefix) for prefix in prefixes.values()]  # right even after os.chdir()
+    paths = [_absolute_path(prefix) for prefix in prefixes.values()]  # stays valid after os.chdir()
     identifiers = _identifiers_of(tokenizer)
 
     started = time.perf_counter()
@@ -7355,7 +7355,7 @@ def _iter_lines(source):
 
             file = stack.enter_context(fsspec.open(source.path, "rb"))
             _keep_file_systems()
-            file = io.BufferedReader(file, 1 << 16)  # fsspec's stream of HTTP cannot yield lines
+            file = io.BufferedReader(file, 1 << 16)  # fsspec's HTTP stream cannot yield lines
         else:
             file = stack.enter_context(open(source.path, "rb"))
         yield from file if source.compression is None else source.compression.open(file)
@@ -7584,7 +7584,7 @@ def _iter_encoded_blocks(encoder, blocks, workers):
 
 
 def _start_in_thread(process):
-    """Start a process in a thread, because a signal is lost if the main thread forks meanwhile.
+    """Start a process in a thread: a signal that arrives while the main thread forks is lost.
 
     The main thread waits without a lock: a signal that arrives in Thread.join() or Future.result()
     may leave a lock locked, and both threads would wait forever.
