@@ -12,10 +12,10 @@ Part I is the textbook.  Each section asks a question and answers it twice: firs
 or a table, then in code.  The code defines what happens to good input.  Most bad input is rejected
 by one-line calls to helper functions.  _check_...() raises an error for bad input; some of these
 functions also warn.  _as_...() and _parse_...() convert a value, or raise an error.  _warn_...()
-only warns.  If an error is raised in a block "with _naming_place(place)", its message begins with
-the place.  Section 13 defines most of these functions.  operator.index(n), which is Python's, makes
-an int of any integer type, such as numpy's, and rejects floats.  For any other name that is defined
-further down, the name or a comment says what it does.
+only warns.  In a block "with _naming_place(place)", messages of errors begin with place, which says
+where the bad value is.  Section 13 defines most of these functions.  Python's operator.index(n)
+converts any integer, including numpy's, to int, and rejects floats.  Other functions that are used
+before their definition have a telling name, or a comment.
 
 The module needs only numpy and torch.  The optional accelerator, _helpers.c, gives identical
 results.
@@ -458,9 +458,9 @@ class IndexedDataset(torch.utils.data.Dataset):
     def fingerprint(self) -> dict:
         """Return the sizes of the files, and checksums of parts of them, as a flat dict for JSON.
 
-        Every copy of the pair has the same fingerprint.  If an edit in the middle of the .bin keeps
-        its size, the fingerprint stays the same, too.  The first call reads all sequence lengths
-        and both ends of the .bin.
+        Every copy of the pair has the same fingerprint.  An edit in the middle of the .bin that
+        keeps its size is not detected.  The first call reads all sequence lengths and both ends of
+        the .bin.
         """
         return _fingerprint_of_pair(self)
 
@@ -913,8 +913,8 @@ class BlendedMegatronDatasetConfig:
     The sections that use the other fields explain them.
 
     Data
-      blend             (prefixes, weights).  weights is a list of numbers, or None: then the weight
-                        of each corpus is its number of samples
+      blend             (prefixes, weights).  weights is a list of numbers.  None weights each
+                        corpus by its number of samples
       split             shares of train, valid and test, such as "98,1,1"
       blend_per_split   a list of three: for train, valid and test, a blend or None
       blend_phases      [(samples, weights), ...]: weights that change during training, instead of
@@ -932,12 +932,11 @@ class BlendedMegatronDatasetConfig:
 
     Validation
       multiple_validation_sets
-                        True: if valid has several corpora, build a list with one dataset for each
-                        corpus, not a blend, so that each has its own loss (section 7).  Needs
-                        blend_per_split
-      full_validation   True: each of several validation datasets is one epoch of its corpus; the
-                        size of valid (section 7) must then be None.  (The sampler of this name is
-                        chosen separately.)
+                        True: build one validation dataset per corpus instead of a blend, so that
+                        each gets its own loss (section 7).  Needs blend_per_split
+      full_validation   True: each of several validation datasets is one epoch of its corpus.  The
+                        requested size of valid (section 7) must then be None.  (This does not
+                        select the sampler of this name.)
 
     Building and reading
       mid_level_dataset_surplus
@@ -1031,8 +1030,8 @@ class BlendedMegatronDatasetConfig:
 # The shuffles (1) and (3) can be done in two ways.
 #
 # Upstream shuffles all epochs together, with one exception.  Usually, E whole epochs have more
-# samples than are requested, and the run reads only the first of them.  After a common shuffle,
-# these are a mixture of all epochs: too many are from the last epoch, and too few from the others.
+# samples than are requested, and the run reads only the first of them.  If all were shuffled
+# together, too many of these would be from the last epoch, and too few from the others.
 # So if fewer than about 80 % of the last epoch are needed (plan_epochs() has the rule), that epoch
 # is shuffled separately and comes last.
 #
@@ -1048,8 +1047,8 @@ class BlendedMegatronDatasetConfig:
 #   2 epochs                   1 1 0 2 2 0           2 1 0 | 0 2 1
 #   3 epochs                   1 1 0 2 0 0 2 1 2     2 1 0 | 0 2 1 | 1 0 2
 #
-# The samples (3) are shuffled together or separately in the same way.  A sample that begins in one
-# epoch and ends in the next belongs to the epoch in which it ends.
+# shuffle_index (3) follows the same rule: all epochs together, or each one separately.  A sample
+# that begins in one epoch and ends in the next belongs to the epoch in which it ends.
 
 
 def count_samples(
@@ -1190,8 +1189,8 @@ def build_sample_idx(
     Sample j is the tokens [j*S, j*S + S + x) of the stream.
 
     sizes             int32: the sequence_lengths of the .idx file
-    document_indices  int32 (E*D,): the document_index.  The argument has upstream's name; the array
-                      document_indices of an .idx file is something else
+    document_indices  int32 (E*D,): the document_index.  (Upstream's name.  This is not the
+                      document_indices of an .idx file.)
     sequence_length   S, at least 1
     num_epochs        E
     tokens_per_epoch  T
@@ -1360,9 +1359,9 @@ def build_stable_orders(
 # that start at 0 and 3, with S = 4, give cu_seqlens 0 3 4 4 4; max_seqlen, the length of the
 # longest document, is 3.
 #
-# Two kinds of labels have no loss: with eod_mask_loss, the label of an input that is eod; and
-# always, a label that equals the pad id.  The pad id is the tokenizer's pad.  It is -1, which no
-# token equals, if the tokenizer has no pad, or if another special token has the same id.
+# A label that equals the pad id never counts in the loss.  With eod_mask_loss, neither does the
+# label of an input that is eod.  The pad id is the tokenizer's pad.  If there is none, or if
+# another special token has the same id, it is -1, which matches no token.
 #
 # ds[None] returns a padding sample: sample 0 with a loss_mask of zeros.  Padding samples fill up a
 # micro-batch that has too few samples (section 8).
@@ -3801,8 +3800,7 @@ class DistributedDataParallel(torch.nn.Module):
     grad_buffers   list of tensors: one buffer for each dtype and device
     grad_shards    list of tensors: this rank's slice of each bucket
 
-    Make all changes to parameters (conversion, such as module.to(), replacement, freezing and
-    unfreezing) before wrapping the model.
+    Convert (with module.to()), replace, freeze and unfreeze parameters before wrapping the model.
 
     In each step, call zero_grad_buffer(), then run forward and backward of each micro-batch, and
     then call finish_grad_sync() and the optimizer.  Run all micro-batches but the last under
@@ -4084,7 +4082,7 @@ def finalize_model_grads(
     num_tokens  for a loss that is a sum over tokens: how many tokens count on this rank, as an int
                 on every rank or as a tensor on every rank.  The gradients then become the gradients
                 of the mean loss per token.  None: they stay the average over ranks
-    groups      the ParallelGroups over whose dp-cp ranks num_tokens is added.  None: it is added
+    groups      a ParallelGroups: num_tokens is summed over its dp-cp ranks.  None: it is summed
                 over the group of each part
 
     With num_tokens, the average over R ranks is multiplied by R / (tokens of all ranks).  With
@@ -5664,7 +5662,7 @@ def _commit_pair(tokens, idx_file):
         names = [tokens.temporary if bin_is_temporary else tokens.path]
         names.append(idx_file.temporary if _exists(idx_file.temporary) else idx_file.path)
         state = "the new pair is complete in these two files"
-        advice = f"remove .{idx_file.random_part}.tmp from each name that has it, the .bin first"
+        advice = f"rename each to its name without .{idx_file.random_part}.tmp, the .bin first"
         with _naming_failure(" and ".join(names), f"{state}; {advice}"):
             raise
 
