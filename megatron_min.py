@@ -8541,8 +8541,9 @@ def _print_pair(label, dataset):
 
 def _make_parser(program):
     """Return the parser of all commands.  A command's function is in the attribute run."""
-    description = "Turn text into training batches for GPT models, as Megatron-LM does."
+    description = "Make, merge and check the .bin/.idx files that Megatron-LM trains on."
     parser = argparse.ArgumentParser(program, description=description)
+    parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     commands = {}
     for name, run, text in (

@@ -6578,6 +6578,7 @@ def test_mock_data_is_of_no_file(one):
 def test_commands_by_hand(one, tmp_path, hf, capsys, monkeypatch):
     """In a thread, which leaves signals to others.  Wrong use is a sentence, and leaves no file."""
     monkeypatch.chdir(tmp_path)
+    assert command(one, capsys, "--version") == (0, f"{one.__version__}\n", "")
     jsonl("a.jsonl", ["aaaa", "bbb", "cccccc"])
     mk(one, tmp_path / "none", [])
     mk(one, tmp_path / "small", [[257]])
