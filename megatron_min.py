@@ -14,8 +14,8 @@ by one-line calls to helper functions.  _check_...() raises an error for bad inp
 functions also warn.  _as_...() and _parse_...() convert a value, or raise an error.  _warn_...()
 only warns.  In a block "with _naming_place(place)", messages of errors begin with place, which says
 where the bad value is.  Section 13 defines most of these functions.  Python's operator.index(n)
-converts any integer, including numpy's, to int, and rejects floats.  Other functions that are used
-before their definition have a telling name, or a comment.
+converts any integer, including numpy's, to int, and rejects floats.  Most other functions that are
+used before their definition have a telling name, or a comment.
 
 The module needs only numpy and torch.  The optional accelerator, _helpers.c, gives identical
 results.
@@ -40,8 +40,8 @@ Words       token           an integer that stands for a piece of text
             job             one set of processes, from its start to its end
             run             the training of one model; several jobs may continue it in turn
             rank            one process of a job, usually with one GPU
-            dp rank         (data-parallel rank) the group of processes that read the same samples,
-                            or the number of this group
+            dp rank         (data-parallel rank) a number; the processes that have the same number
+                            read the same samples
             micro-batch     the samples that one dp rank reads at once
             padding sample  fills an incomplete micro-batch, and adds nothing to the loss
             round           one micro-batch on every dp rank
@@ -51,7 +51,7 @@ Words       token           an integer that stands for a piece of text
   +-- "document" --------------------------------------------------------------------------------+
   | In sections 1 and 2, and in the tools of part IV, a document is a text.  From section 3 on,  |
   | a document is a sequence of the .idx file.  Upstream does the same, because a text is nearly |
-  | always one sequence.  (Only the eod settings look for texts inside of a sequence.)           |
+  | always one sequence.                                                                         |
   +----------------------------------------------------------------------------------------------+
 
 Notation    S  input tokens of a sample (sequence_length)    D  sequences in a split
@@ -924,7 +924,7 @@ class BlendedMegatronDatasetConfig:
 
     Samples
       sequence_length   S, in tokens
-      random_seed       seed of the shuffles of section 4.  (The sampler "cyclic" has its own seed.)
+      random_seed       seed of the shuffles of section 4
       tokenizer         an object as described in section 2; section 5 uses its eod and pad
       allow_ambiguous_pad_tokens
                         True: treat all tokens that equal the pad id as padding, even if another
@@ -935,8 +935,7 @@ class BlendedMegatronDatasetConfig:
                         True: build one validation dataset per corpus instead of a blend, so that
                         each gets its own loss (section 7).  Needs blend_per_split
       full_validation   True: each of several validation datasets is one epoch of its corpus.  The
-                        requested size of valid (section 7) must then be None.  (This does not
-                        select the sampler of this name.)
+                        requested size of valid (section 7) must then be None
 
     Building and reading
       mid_level_dataset_surplus
@@ -952,7 +951,7 @@ class BlendedMegatronDatasetConfig:
     Computed, not arguments
       split_matrix      (begin, end) of each split, as fractions of a corpus, or None if empty; with
                         blend_per_split, None
-      mock              True if no blend is given; split is then "1,1,1"
+      mock              True if neither blend nor blend_per_split is given; split is then "1,1,1"
 
     Names and defaults are upstream's, except blend_phases.  fast_cache_load and
     defer_npy_index_mmap are accepted and ignored.
@@ -1030,8 +1029,9 @@ class BlendedMegatronDatasetConfig:
 # The shuffles (1) and (3) can be done in two ways.
 #
 # Upstream shuffles all epochs together, with one exception.  Usually, E whole epochs have more
-# samples than are requested, and the run reads only the first of them.  If all were shuffled
-# together, too many of these would be from the last epoch, and too few from the others.
+# samples than are requested, and the run reads only the first of these samples.  If 1.1 epochs are
+# requested, for example, 2 are built.  Shuffled together, the first 1.1 would have about 0.55 of
+# each.
 # So if fewer than about 80 % of the last epoch are needed (plan_epochs() has the rule), that epoch
 # is shuffled separately and comes last.
 #
@@ -2178,7 +2178,7 @@ class BlendedDataset(torch.utils.data.Dataset):
 # this corpus, with more samples.  (Upstream fails.)
 #
 # For each split, the first row that applies decides what the builder makes.  size is what the user
-# requests from the split.  From a corpus, None or 0 requests one epoch.
+# requests from the split: a number, which may be 0, or None.
 #
 #   the split has                          becomes                      requested of each corpus
 #   no corpora, or an empty share          None
@@ -2187,15 +2187,17 @@ class BlendedDataset(torch.utils.data.Dataset):
 #   multiple_validation_sets (valid only)  one dataset per corpus       size
 #   one corpus, without a weight           the dataset of the corpus    size
 #   one corpus, in blend_per_split         the dataset of the corpus    size
-#   no weights, and no size                a blend of all samples       one epoch
-#   no weights, and a size                 a blend of size samples or,  one epoch
+#   no weights; size is None               a blend of all samples       one epoch
+#   no weights; size is a number           a blend of size samples or,  one epoch
 #                                          if there are fewer, of all
-#   weights, but no size                   ValueError
-#   weights, and a size                    a blend of sum(n) samples    n plus surplus
+#   weights; size is None                  ValueError
+#   weights; size is a number              a blend of sum(n) samples    n plus surplus
 #
-# As in upstream, sum(n) may be a few more than size.  Without weights, each corpus is weighted
-# by its number of samples.  A blend of phases has all samples of its phases.  A size
-# above their number is an error; any other size is ignored.
+# If size samples are requested of a corpus, and size is None or 0, the corpus gives one epoch.
+#
+# As in upstream, sum(n) may be a few more than size.  Without weights, each corpus is weighted by
+# its number of samples.  A blend of phases has all samples of its phases.  A size above their
+# number is an error; any other size is ignored.
 #
 # Mock data (section 21) count as one corpus.  If the size is not 0, but the corpora of the split
 # have no samples, the split is None, and a warning says so.
@@ -2347,7 +2349,7 @@ class BlendedMegatronDatasetBuilder:
             build = functools.partial(self._build_part, entry)
             parts = self._map(build, corpora, entry.prefixes, entry.requested)
             size = self.sizes[entry.split.value]
-            if size != 0:  # a size of 0 gives an empty blend, without a warning
+            if size != 0:  # if size is 0, datasets may be empty, without a warning
                 _warn_of_short_corpora(entry.split, size, parts)
                 if not any(len(part) for part in parts):
                     continue
@@ -2718,7 +2720,7 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 #
 # Ranks are numbered along tp first, then cp, dp and pp: with 2 ranks on each axis, the number of a
 # rank is tp + 2 cp + 4 dp + 8 pp.  Each row says
-# what becomes of the part in the row above:
+# who gets which part of the result of the row above:
 #
 #   a round (section 8)  --sampler-->    dp 0: ranks 0-3, 8-11          dp 1: ranks 4-7, 12-15
 #   batch of a dp rank   --stage---->    pp 0: tokens, positions        pp 1: labels, loss mask
