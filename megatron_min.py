@@ -7591,14 +7591,14 @@ def _start_in_thread(process):
     """
     outcome = []
 
-    def start():
+    def _start():
         try:
             process.start()
             outcome.append(None)
         except BaseException as error:
             outcome.append(error)
 
-    _thread.start_new_thread(start, ())
+    _thread.start_new_thread(_start, ())
     try:
         while len(outcome) == 0:
             time.sleep(0.001)
@@ -8351,7 +8351,7 @@ def find(
 
     path_prefix   path of the pair: the path that the dataset was made with, or any path that leads
                   to the same files.  None: mock data
-    sequence      index of the sequence in the pair
+    sequence      index of the sequence in the pair; -1 is the last
     Cost          O(samples + entries of document_index), with 4 or 8 bytes of memory for each
                   sample; then O(log(samples)) for each epoch, and O(pieces) for each sample found
 
