@@ -1036,7 +1036,7 @@ class BlendedMegatronDatasetConfig:
 # is shuffled separately and comes last.
 #
 # One generator shuffles the documents first, and then the samples, so the result of a shuffle
-# depends on all items that have been shuffled before.  If a longer run has more epochs, or its last
+# depends on how many items have been shuffled before.  If a longer run has more epochs, or its last
 # epoch is no longer separate, all samples may therefore change, from the first one on.
 #
 # With stable_order, a field of the config in section 5, each epoch is shuffled separately and has
@@ -2282,8 +2282,9 @@ class BlendedMegatronDatasetBuilder:
                       few more; a blend of phases always has all their samples.
                         None   one epoch of each corpus.  (With phases: all their samples.  With
                                weights: ValueError)
-                        0      an empty blend.  (With phases: all their samples.  Without a blend:
-                               one epoch)
+                        0      an empty blend, or None if it has no weights and no corpus has a
+                               sample.  (With phases: all their samples.  Without a blend: one
+                               epoch)
     is_built_on_rank  function without arguments that returns whether this rank needs the datasets.
                       It is called only with torch.distributed.  If it returns False, build()
                       returns [None, None, None].  (Rank 0 builds in any case, to write the cache.)
@@ -2433,9 +2434,9 @@ class BlendedMegatronDatasetBuilder:
 #
 # The sampler "single" keeps the samples in order and deals each dp rank a block of them.  The
 # sampler "cyclic" shuffles them anew in each pass.  With data_sharding, the loader's default, each
-# dp rank owns a part of the samples and shuffles only this part; all parts are shuffled in the same
-# way.  Without it, all samples are shuffled together and dealt to the dp ranks one by one.  With
-# micro_batch_size 2, data_parallel_size 2 and 8 samples:
+# dp rank owns a part of the samples and shuffles only this part; all parts are shuffled with the
+# same permutation.  Without it, all samples are shuffled together and dealt to the dp ranks one by
+# one.  With micro_batch_size 2, data_parallel_size 2 and 8 samples:
 #
 #   round                            0              1
 #   single               sample      0  1  2  3     4  5  6  7
@@ -2521,8 +2522,9 @@ class _Sampler:
 class MegatronPretrainingSampler(_Sampler):
     """Sampler that yields the samples in order, from consumed_samples on.
 
-    It yields lists of micro_batch_size sample numbers; dp rank r gets block r of each round.  All
-    dp ranks yield the same number of lists.  Every later iteration starts at sample 0.
+    It yields lists of micro_batch_size sample numbers (or None, see drop_last); dp rank r gets
+    block r of each round.  All dp ranks yield the same number of lists.  Every later iteration
+    starts at sample 0.
 
     drop_last  True: drop samples that do not fill a round.  False: pad this round with None
 
