@@ -1588,20 +1588,18 @@ class GPTDataset(MegatronDataset):
         index_split: Split,
         config: GPTDatasetConfig,
     ) -> None:
-        super().__init__(
-            indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
-        )
+        # the names of cache files, which super() makes, depend on these two
         self._x = int(config.add_extra_token_to_sequence)
         is_valid = index_split.name == "valid"
         self._keeps_short = is_valid and not config.drop_last_partial_validation_sequence
+        super().__init__(
+            indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
+        )
         self._pad_token_id = _pad_id_of_config(config)  # section 13; -1 matches no token
         self.eod_token_id = None  # only set if a field needs it
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
             self.eod_token_id = config.tokenizer.eod
 
-        # the index arrays, and the names of the files in which they are cached (section 15)
-        self.unique_identifiers |= _identifiers_of_orders(self)
-        _name_cache_files(self)
         self.epoch_plan = None
         arrays = self._build_document_sample_shuffle_indices()
         self.document_index, self.sample_index, self.shuffle_index = arrays
@@ -4488,13 +4486,13 @@ class DatasetFormatError(ValueError):
 # -- How errors and warnings are made --------------------------------------------------------------
 
 
-def _check_field(path, field, is_right, expected, found):
+def _check_field(path, field, is_right, expected, actual):
     """Raise DatasetFormatError if a field of a file has an unexpected value (is_right is false)."""
     if not is_right:
         advice = "copy the file again, or preprocess again"
         if _is_remote(path):
             advice += "; delete its local copy in path_to_idx_cache"
-        raise DatasetFormatError(f"{path}: {field}: expected {expected}, got {found}; {advice}")
+        raise DatasetFormatError(f"{path}: {field}: expected {expected}, got {actual}; {advice}")
 
 
 def _message_of(error):
@@ -4609,8 +4607,8 @@ def _stamp_of_pair_file(path):
     except FileNotFoundError as error:
         start = _without_ending(_without_ending(path))
         folder, name = os.path.split(start)
-        found = sorted(_without_ending(each) for each in glob.glob("*.idx", root_dir=folder))
-        pairs = [each for each in found if os.path.exists(get_bin_path(f"{folder}/{each}"))]
+        bases = sorted(_without_ending(each) for each in glob.glob("*.idx", root_dir=folder))
+        pairs = [each for each in bases if os.path.exists(get_bin_path(f"{folder}/{each}"))]
         begun = [each for each in pairs if each.startswith(name)]
         named = begun[:5] or difflib.get_close_matches(name, pairs, 3, 0)
         rest = len(begun or pairs) - len(named)
@@ -4714,8 +4712,8 @@ def _check_span(pair, i, pointer, size, offset, length):
     token_bytes = pair._token_bytes
     end = pointer + size * token_bytes
     if pointer % token_bytes or not 0 <= pointer <= end <= pair.num_tokens * token_bytes:
-        found = f"{size} tokens at byte {pointer}"
-        _check_field(pair._idx_path, f"sequence {i}", False, "whole tokens inside the .bin", found)
+        actual = f"{size} tokens at byte {pointer}"
+        _check_field(pair._idx_path, f"sequence {i}", False, "whole tokens inside the .bin", actual)
     if not 0 <= offset <= offset + length <= size:
         part = f"offset {offset} with length {length} is out of range"
         raise IndexError(f"{pair.path_prefix}: {part}: sequence {i} has {size} tokens")
@@ -4753,8 +4751,8 @@ def _check_appended(builder, other):
     if os.path.realpath(source) == os.path.realpath(builder._bin.path):
         raise ValueError(f"{source} is both input and output; choose a different output prefix")
     if other.dtype != builder.dtype:
-        found = f"got {other.dtype.__name__}; only pairs of one dtype can be merged"
-        raise ValueError(f"{source}: expected {builder.dtype.__name__} tokens, {found}")
+        reason = f"got {other.dtype.__name__}; only pairs of one dtype can be merged"
+        raise ValueError(f"{source}: expected {builder.dtype.__name__} tokens, {reason}")
     if other.has_modes and not builder.multimodal:
         raise ValueError(f"{source} has modes; keep them with multimodal=True (--multimodal)")
 
@@ -6077,9 +6075,12 @@ def _load_or_build_blend(dataset):
 def _name_cache_files(dataset):
     """Set what the names of cache files are made of: unique_description, its MD5, and the folder.
 
-    unique_description is unique_identifiers, a dict, as the JSON text that upstream writes.
+    unique_description is unique_identifiers, a dict, as the JSON text that upstream writes.  A
+    GPTDataset adds its settings that upstream's text lacks, unless they have their defaults.
     """
     identifiers = dataset.unique_identifiers
+    if isinstance(dataset, GPTDataset):
+        identifiers |= _identifiers_of_orders(dataset)
     dataset.unique_description = json.dumps(identifiers, indent=4, default=_json_default)
     dataset.unique_description_hash = _md5(dataset.unique_description)
     dataset._cache_folder = _folder_of_cache(dataset)
@@ -6398,8 +6399,8 @@ def _check_no_secrets(names, is_input=False):
             advice = "pass it to fsspec in an environment variable, such as FSSPEC_S3_SECRET"
             raise ValueError(f"{secret}; remove it from the URL, and {advice}")
         if not is_input and re.search(r"::[^/]*://", url):
-            found = "the URL of a pair must not be an fsspec chain (a::b)"
-            raise ValueError(f"path: {found}; pass only the last URL of the chain (b)")
+            reason = "the URL of a pair must not be an fsspec chain (a::b)"
+            raise ValueError(f"path: {reason}; pass only the last URL of the chain (b)")
     elif isinstance(names, collections.abc.Sequence):
         for name in names:
             _check_no_secrets(name, is_input)
@@ -6810,9 +6811,9 @@ class HuggingFaceTokenizer:
         names = [str(eod_token)] if eod_token else ["<|endoftext|>", "</s>"]
         known = [name for name in names if self._tokenizer.token_to_id(name) is not None]
         if len(known) == 0:
-            found = f"it has no token {' or '.join(names)}"
+            reason = f"it has no token {' or '.join(names)}"
             advice = "give the text of its end-of-document token as eod_token (--eod-token)"
-            raise ValueError(f"{self.path}: {found}; {advice}")
+            raise ValueError(f"{self.path}: {reason}; {advice}")
         self.eod = self._tokenizer.token_to_id(known[0])
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1  # ids may have gaps
         self.unique_identifiers = {"class": "HuggingFaceTokenizer", "package": "tokenizers"}
@@ -8366,8 +8367,8 @@ def find(
     of_pair = [d for d, part in enumerate(parts) if _is_pair_of(part, path_prefix)]
     if len(of_pair) == 0:
         names = ", ".join(_label_of_dataset(part) for part in parts)
-        found = f"expected a pair of the dataset ({names}), got {path_prefix}"
-        raise ValueError(f"path_prefix: {found}")
+        reason = f"expected a pair of the dataset ({names}), got {path_prefix}"
+        raise ValueError(f"path_prefix: {reason}")
     all_samples = []
     for d in of_pair:
         samples = _samples_of_sequence(parts[d], sequence)
