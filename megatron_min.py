@@ -659,8 +659,8 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 #
 # Each line that is not blank is a document.  If its text is a str, the document becomes one
 # sequence.  If its text is a list of sentences, each sentence that has tokens becomes one.  A
-# document without tokens adds no sequence.
-# As in upstream, it still adds an entry to document_indices: the previous value again.
+# document without tokens adds no sequence.  As in upstream, it still adds an entry to
+# document_indices: the previous value again.
 #
 # The end-of-document token, eod, shows a model where one text ends and an unrelated text begins.
 # It is appended only with append_eod=True, which is not the default.  Without eod tokens, three
@@ -1028,10 +1028,10 @@ class BlendedMegatronDatasetConfig:
 #
 # The shuffles (1) and (3) can be done in two ways.
 #
-# Upstream shuffles all epochs together, with one exception.  Usually, E whole epochs have more
-# samples than are requested, and the run reads only the first of these samples.  If 1.1 epochs are
-# requested, for example, 2 are built.  Shuffled together, the first 1.1 would have about 0.55 of
-# each.
+# Upstream shuffles all epochs together, with one exception.  The arrays always cover whole epochs,
+# so they usually have more samples than are requested.  If samples for 1.1 epochs are requested,
+# for example, two epochs are built, and a run that reads as many samples as it requested stops
+# after 1.1 epochs.  If both epochs were shuffled together, it would have read about 55 % of each.
 # So if fewer than about 80 % of the last epoch are needed (plan_epochs() has the rule), that epoch
 # is shuffled separately and comes last.
 #
@@ -1237,10 +1237,12 @@ def build_sample_idx(
 def _fill_rows(rows, sizes, document_index, S, x, end_of_last):
     """Fill in the rows of a sample_index.  Section 18 replaces this function with a faster one.
 
-    Row 0 is (0, 0).  For each later row j, find the document in which sample j - 1 ends.  That
-    sample ends j*S + x tokens into the stream, or at end_of_last if it is short.  Without the extra
-    token, sample j starts there.  If this is the border of two documents, row j therefore points to
-    the end of the first one, as in upstream.
+    Row 0 is (0, 0).  Sample j starts x tokens before sample j - 1 ends, and both places are in the
+    same document.  So for each later row j, find the document in which sample j - 1 ends.  That
+    sample ends j*S + x tokens into the stream, or at end_of_last if it is short.
+
+    Without the extra token, sample j starts exactly where sample j - 1 ends.  If this is the border
+    of two documents, row j therefore points to the end of the first one, as in upstream.
     """
     _check_document_index(document_index, sizes)
     lengths = sizes[document_index]
@@ -1355,13 +1357,14 @@ def build_stable_orders(
 #   inter_document_masking    where a sequence of      positions count from 0 again; cu_seqlens
 #                             the .idx file starts     lists the starts, instead of a mask
 #
-# cu_seqlens (cumulative lengths) always has S + 1 entries; unused ones hold S.  Documents
-# that start at 0 and 3, with S = 4, give cu_seqlens 0 3 4 4 4; max_seqlen, the length of the
-# longest document, is 3.
+# cu_seqlens (cumulative lengths) always has S + 1 entries; unused ones hold S.  Documents that
+# start at 0 and 3, with S = 4, give cu_seqlens 0 3 4 4 4; max_seqlen, the length of the longest
+# document, is 3.
 #
 # A label that equals the pad id never counts in the loss.  With eod_mask_loss, neither does the
-# label of an input that is eod.  The pad id is the tokenizer's pad.  If there is none, or if
-# another special token has the same id, it is -1, which matches no token.
+# label of an input that is eod.  The pad id is the tokenizer's pad.  If the tokenizer has no pad,
+# the pad id is -1, which matches no token.  It is also -1 if another special token has the same id
+# as pad, unless allow_ambiguous_pad_tokens is set.
 #
 # ds[None] returns a padding sample: sample 0 with a loss_mask of zeros.  Padding samples fill up a
 # micro-batch that has too few samples (section 8).
@@ -1793,12 +1796,12 @@ def _read_pieces(reader: typing.Any, pieces: list[tuple[int, int, int]]) -> list
 def causal_mask(starts: typing.Sequence[int], sequence_length: int) -> np.ndarray:
     """Return the mask of one sample, bool (1, S, S): True where row i may not attend to column j.
 
-    A token attends to itself and to the earlier tokens of its document.  starts are the positions
-    at which documents start.  The mask has S * S bytes.
+    A token attends to itself and to the earlier tokens of its part.  starts are the positions at
+    which the parts of the sample start; the first is 0.  The mask has S * S bytes.
 
     Upstream: a part of _get_ltor_masks_and_position_ids
 
-    >>> causal_mask([0, 2], 4)[0].astype(int)          # two documents of two tokens
+    >>> causal_mask([0, 2], 4)[0].astype(int)              # two parts of two tokens
     array([[0, 1, 1, 1],
            [0, 0, 1, 1],
            [1, 1, 0, 1],
@@ -1806,7 +1809,7 @@ def causal_mask(starts: typing.Sequence[int], sequence_length: int) -> np.ndarra
     """
     mask = np.triu(np.ones((sequence_length, sequence_length), bool), 1)  # the future
     for begin, end in itertools.pairwise(starts):
-        mask[end:, begin:end] = True  # no later token may attend to this document
+        mask[end:, begin:end] = True  # no later token may attend to this part
     return mask[None]
 
 
@@ -1829,7 +1832,7 @@ def _starts_of_documents(lengths: typing.Iterable[int], sequence_length: int) ->
 
 
 def _positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.ndarray:
-    """Return each token's position in its document, int64 (S,).  starts is as in causal_mask().
+    """Return each token's position in its part, int64 (S,).  starts is as in causal_mask().
 
     >>> _positions_from([0, 2], 5).tolist()
     [0, 1, 0, 1, 2]
@@ -2015,7 +2018,7 @@ class BlendedDataset(torch.utils.data.Dataset):
       made with               .size    .weights    .phases             built by
       weights and size        size     normalized  None                build_blending_indices
       weights alone           None     counts      None                build_exhaustive_...
-      one phase, no 0 in it   the sum  normalized  None                build_blending_indices
+      one phase, no weight 0  the sum  normalized  None                build_blending_indices
       other phases            the sum  None        normalized weights  build_phase_indices
 
     One phase without a weight of 0 is a plain blend, so it has the same cache files as in upstream.
@@ -2164,9 +2167,9 @@ class BlendedDataset(torch.utils.data.Dataset):
 # ==============================================================================
 # Question: which datasets does a config describe, and which rank builds first?
 #
-# In a blend with weights, each corpus has a target of n samples and is built with a surplus:
+# From each split, the user requests a size: a number of samples, or None.  In a blend with weights,
+# each corpus has a target of n samples and is built with a surplus:
 #
-#   size            the number of samples requested from the blend
 #   w               the weight of the corpus, divided by the sum of all weights
 #   n               ceil(size * w)
 #   n plus surplus  ceil(n * (1 + surplus)), where surplus is mid_level_dataset_surplus
@@ -2175,8 +2178,8 @@ class BlendedDataset(torch.utils.data.Dataset):
 # Hence the surplus.  If the rule takes more samples than a corpus has, the builder rebuilds only
 # this corpus, with more samples.  (Upstream fails.)
 #
-# For each split, the first row that applies decides what the builder makes.  size is what the user
-# requests from the split: a number, which may be 0, or None.
+# For each split, the first row that applies decides what the builder makes.  A size that is a
+# number may be 0.
 #
 #   the split has                          becomes                      requested of each corpus
 #   no corpora, or an empty share          None
@@ -2593,7 +2596,9 @@ class MegatronPretrainingRandomSampler(_Sampler):
     If the sizes change, a resumed sampler continues at the same sample under two conditions:
     consumed_samples is a multiple of the new number of samples in a round, and the pass
     (consumed_samples // active_total_samples), the place in it (the remainder) and
-    samples_shuffled() do not change.
+    samples_shuffled() do not change.  For example, without data_sharding, 100 samples and
+    micro_batch_size 4: on 2 and on 4 dp ranks, 96 samples are active and 100 are shuffled.  A run
+    on 2 dp ranks may therefore continue on 4 after 16, 32, 48, ... consumed samples.
 
     All dp ranks yield the same number of lists.  An iteration ends with its pass; the next one
     continues after the last list that was yielded.
@@ -2719,8 +2724,8 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 #            tokens, positions, labels and loss mask.
 #
 # Ranks are numbered along tp first, then cp, dp and pp: with 2 ranks on each axis, the number of a
-# rank is tp + 2 cp + 4 dp + 8 pp.  Each row says
-# who gets which part of the result of the row above:
+# rank is tp + 2 cp + 4 dp + 8 pp.  Each row says who gets which part of the result of the row
+# above:
 #
 #   a round (section 8)  --sampler-->    dp 0: ranks 0-3, 8-11          dp 1: ranks 4-7, 12-15
 #   batch of a dp rank   --stage---->    pp 0: tokens, positions        pp 1: labels, loss mask
