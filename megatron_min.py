@@ -26,7 +26,8 @@ Words       token           an integer that stands for a piece of text
             corpus          a collection of documents
             pair            the two files that hold one corpus, .bin and .idx
             sequence        consecutive tokens that the .idx lists as one entry
-            record          the JSON file beside a pair that names its tokenizer and its inputs
+            record          the JSON file that preprocess() writes beside a pair; it names the
+                            tokenizer and the inputs
             split           a part of a corpus, for training, validation or testing
             epoch           one reading of all sequences of a split
             stream          the sequences of all epochs, shuffled and concatenated; samples are cut
@@ -54,7 +55,7 @@ Words       token           an integer that stands for a piece of text
   | always one sequence.                                                                         |
   +----------------------------------------------------------------------------------------------+
 
-Notation    S  input tokens of a sample (sequence_length)    D  sequences in a split
+Notation    S  input tokens of a sample (sequence_length)    D  documents in a split
             T  tokens in one epoch of a split                E  epochs over the split
             N  samples in a dataset                          x  1 if a sample has an extra token, so
                                                                 its last input has a label; else 0
@@ -515,7 +516,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     ) -> None:
         """Append sequences.  content holds their tokens, as _encode_tokens() returns them.
 
-        lengths and modes have an entry for each sequence.  If modes is None, all modes are 0.
+        lengths and modes have an entry for each sequence.  If modes is None, all modes are 0.  A
+        builder that is not multimodal ignores modes.
         """
         lengths, modes = _as_lengths_and_modes(self, content, lengths, modes)  # as arrays
         try:
@@ -602,7 +604,8 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     def __exit__(self, kind, error, traceback):
         try:
             if kind is None and not self._is_final:
-                self.finalize(get_idx_path(self._bin.path.removesuffix(".bin")))
+                prefix = self._bin.path.removesuffix(".bin")  # path is the final path
+                self.finalize(get_idx_path(prefix))
         finally:
             self._bin.discard()  # removes the file unless finalize() has given it its final name
 
@@ -679,8 +682,8 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
 # eod is needed for append_eod and for the three settings above.  These attributes are optional:
 #
 #   pad                  the id that pads a short sample
-#   eos, special_tokens_dict
-#                        other special ids: one id, and {name: id}
+#   eos                  another special id
+#   special_tokens_dict  {name: id} of all special tokens.  Section 5 compares pad with these ids
 #   tokenize_batch       takes a list of str, returns the ids of each one.  It only saves time
 
 
@@ -787,7 +790,7 @@ def encode_jsonl(
 # ==============================================================================
 # Question: how is each corpus split, and in what proportions are corpora mixed?
 #
-# The setting "split" cuts every corpus into parts that have no sequence in common.  Each of these
+# The setting "split" cuts every corpus into parts that have no document in common.  Each of these
 # parts is also called a split.  A blend combines corpora, each with a weight:
 #
 #   split "98,1,1"    wiki, 100 documents    code, 1000 documents
@@ -923,8 +926,8 @@ class BlendedMegatronDatasetConfig:
       Instead of a list, any Python sequence may be given, such as OmegaConf's ListConfig.
 
     Samples
-      sequence_length   S, in tokens
       random_seed       seed of the shuffles of section 4
+      sequence_length   S, in tokens
       tokenizer         an object as described in section 2; section 5 uses its eod and pad
       allow_ambiguous_pad_tokens
                         True: treat all tokens that equal the pad id as padding, even if another
@@ -1035,9 +1038,9 @@ class BlendedMegatronDatasetConfig:
 # So if fewer than about 80 % of the last epoch are needed (plan_epochs() has the rule), that epoch
 # is shuffled separately and comes last.
 #
-# One generator shuffles the documents first, and then the samples, so the result of a shuffle
-# depends on how many items have been shuffled before.  If a longer run has more epochs, or its last
-# epoch is no longer separate, all samples may therefore change, from the first one on.
+# If a longer run shuffles more epochs together, all samples may change, from the first one on.
+# They may change even if it only adds a separate last epoch, because one generator shuffles first
+# all documents and then the samples.
 #
 # With stable_order, a field of the config in section 5, each epoch is shuffled separately and has
 # its own seed.  So additional epochs leave the order of the earlier ones unchanged:
@@ -1227,7 +1230,8 @@ def build_sample_idx(
     _fill_rows(rows, sizes, document_index, S, x, end_of_last)
     # As in upstream, the last row is different in one case: the last sample is short, there is no
     # extra token, and the stream ends with empty documents.  It then points to the last of these.
-    # (If the last document has tokens, the line changes nothing.)
+    # (If the last document has tokens, the line changes nothing.  If the caller gives fewer tokens
+    # than the documents have, the sample ends earlier.)
     is_short = N * S > tokens
     if x == 0 and is_short and tokens == sizes[document_index].sum(dtype=np.int64):
         rows[-1] = len(document_index) - 1, sizes[document_index[-1]]
@@ -1359,7 +1363,8 @@ def build_stable_orders(
 #
 # cu_seqlens (cumulative lengths) always has S + 1 entries; unused ones hold S.  Documents that
 # start at 0 and 3, with S = 4, give cu_seqlens 0 3 4 4 4; max_seqlen, the length of the longest
-# document, is 3.
+# part, is 3.  With inter_document_masking, reset_position_ids has no effect, and
+# reset_attention_mask is an error.
 #
 # A label that equals the pad id never counts in the loss.  With eod_mask_loss, neither does the
 # label of an input that is eod.  The pad id is the tokenizer's pad.  If the tokenizer has no pad,
@@ -1476,14 +1481,7 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
         self.num_samples = _as_size(num_samples, "num_samples")
         self.index_split = index_split
         self.config = config
-        self.unique_identifiers = collections.OrderedDict()  # as in upstream; names cache files
-        self.unique_identifiers["class"] = type(self).__name__
-        self.unique_identifiers["dataset_path"] = self.dataset_path
-        self.unique_identifiers["num_samples"] = self.num_samples
-        self.unique_identifiers["index_split"] = self.index_split.name
-        for name in self._key_config_attributes():
-            self.unique_identifiers[name] = getattr(config, name)
-        _name_cache_files(self)  # from unique_identifiers: section 15
+        _describe_dataset(self)  # the description names the cache files: section 15
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -1523,7 +1521,10 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
-        """Return the config fields that name the cache files.  Subclasses may add fields."""
+        """Return config fields on which the names of cache files depend.
+
+        Subclasses may add fields.  GPTDataset's other settings are added in section 15.
+        """
         return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
 
 
@@ -1591,7 +1592,7 @@ class GPTDataset(MegatronDataset):
         index_split: Split,
         config: GPTDatasetConfig,
     ) -> None:
-        # the names of cache files, which super() makes, depend on these two
+        # super() makes the names of cache files, which depend on these two, so they are set before
         self._x = int(config.add_extra_token_to_sequence)
         is_valid = index_split.name == "valid"
         self._keeps_short = is_valid and not config.drop_last_partial_validation_sequence
@@ -1614,9 +1615,10 @@ class GPTDataset(MegatronDataset):
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         k = 0 if idx is None else idx
-        parts = self._query_document_sample_shuffle_indices(k)  # (ids, sequences), as in upstream
-        lengths = parts[2] if len(parts) > 2 else None  # only a subclass returns a third value
-        return self._make_sample(idx, parts[0], lengths)
+        # only a subclass returns more than two values
+        ids, _, *more = self._query_document_sample_shuffle_indices(k)
+        lengths = more[0] if more else None
+        return self._make_sample(idx, ids, lengths)
 
     def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
         """Return [self[idx] for idx in indices], but faster.  torch's DataLoader calls this."""
@@ -1698,7 +1700,7 @@ class GPTDataset(MegatronDataset):
         else:
             position_starts = eod_starts if config.reset_position_ids else [0]
 
-        # Padding becomes 0.  As in upstream, so do real tokens that equal the pad id.
+        # Padding becomes 0, a valid id.  As in upstream, so do real tokens that equal the pad id.
         tokens[tokens == pad] = 0
         labels[equals_pad] = 0
         sample = {"tokens": tokens, "labels": labels}
@@ -1764,8 +1766,8 @@ class GPTDataset(MegatronDataset):
 
     def __setstate__(self, state):
         """Set the attributes, and load or build the arrays that the pickle left out."""
-        # Call GPTDataset's own method even for a subclass.  A pickle leaves out only arrays that
-        # this method cached.
+        # GPTDataset's own method, even if a subclass overrides it: only arrays that this method has
+        # cached are missing in the pickle.
         _restore_arrays(self, state, GPTDataset._build_document_sample_shuffle_indices)
 
     # ---- what the builder calls
@@ -1782,7 +1784,7 @@ class GPTDataset(MegatronDataset):
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
-        """Return the number of sequences in the pair."""
+        """Return the number of documents, which are the sequences of the pair."""
         return len(low_level_dataset)
 
 
@@ -1980,18 +1982,18 @@ def build_phase_indices(
     """
     taken = np.zeros(len(phases[0][1]), np.int64)  # samples of each dataset in the earlier phases
     begin = 0
-    for samples, weights in phases:
-        samples = operator.index(samples)
+    for count, weights in phases:
+        count = operator.index(count)
         shares = np.array(weights, np.float64)
         limits = np.where(shares > 0, np.inf, 0.0)  # without it, a weight of 0 could win a tie
-        which = dataset_index[begin : begin + samples]
-        sample = dataset_sample_index[begin : begin + samples]
-        _check_blending(which, sample, shares, len(taken))
-        _check_phase_has_weight(samples, weights)
-        _fill_blend(which, sample, shares, limits, samples)
-        sample += taken[which]  # in place: sample is a view
+        which = dataset_index[begin : begin + count]
+        numbers = dataset_sample_index[begin : begin + count]
+        _check_blending(which, numbers, shares, len(taken))
+        _check_phase_has_weight(count, weights)
+        _fill_blend(which, numbers, shares, limits, count)
+        numbers += taken[which]  # in place: numbers is a view
         taken += np.bincount(which, minlength=len(taken))
-        begin += samples
+        begin += count
 
 
 def _drop_zero_weights(items, weights, names):
@@ -2038,8 +2040,8 @@ class BlendedDataset(torch.utils.data.Dataset):
     >>> config = GPTDatasetConfig(1234, 4, blend=([prefix], None), split="1",
     ...                           tokenizer=ByteTokenizer())
     >>> documents = np.arange(3, dtype=np.int32)
-    >>> part = GPTDataset(IndexedDataset(prefix), prefix, documents, 3, Split.train, config)
-    >>> blend = BlendedDataset([part, part], [1, 3], 4, config)
+    >>> dataset = GPTDataset(IndexedDataset(prefix), prefix, documents, 3, Split.train, config)
+    >>> blend = BlendedDataset([dataset, dataset], [1, 3], 4, config)
     >>> blend.dataset_index.tolist(), blend.dataset_sample_index.tolist()
     ([1, 0, 1, 1], [0, 0, 1, 2])
     """
@@ -2060,16 +2062,7 @@ class BlendedDataset(torch.utils.data.Dataset):
         self._set_shares(weights, size, phases)
         self.split = self.datasets[0].index_split
 
-        self.unique_identifiers = collections.OrderedDict()  # as in upstream; names cache files
-        self.unique_identifiers["class"] = type(self).__name__
-        self.unique_identifiers["datasets"] = [part.unique_identifiers for part in self.datasets]
-        self.unique_identifiers["split"] = self.split.name
-        self.unique_identifiers["weights"] = self.weights
-        self.unique_identifiers["size"] = self.size
-        if self.phases is not None:
-            self.unique_identifiers["phases"] = self.phases
-
-        _name_cache_files(self)  # section 15
+        _describe_blend(self)  # the description names the cache files: section 15
         self._taken = None  # see samples_taken()
         self.dataset_index, self.dataset_sample_index = self._build_indices()
         # raises _BlendTooLarge; the builder (section 7) rebuilds the datasets that are too small
@@ -2201,7 +2194,8 @@ class BlendedDataset(torch.utils.data.Dataset):
 # number is an error; any other size is ignored.
 #
 # Mock data (section 21) count as one corpus.  If the size is not 0, but the corpora of the split
-# have no samples, the split is None, and a warning says so.
+# have no samples, the split is None, and a warning says so.  If the size is 0, only a blend without
+# weights is None then.
 #
 # In a job of several ranks, rank 0 builds first:
 #
@@ -2226,7 +2220,7 @@ class _Entry(typing.NamedTuple):
 
 
 def _entries_of_config(config, sizes):
-    """Return an entry for each split that has a share, in the order of the splits."""
+    """Return an entry for each split that has a share and corpora, in the order of the splits."""
     _check_sizes(config, sizes)
     surplus = config.mid_level_dataset_surplus
     entries = []
@@ -2279,13 +2273,10 @@ class BlendedMegatronDatasetBuilder:
     """Build the train, valid and test datasets that a config describes.
 
     cls               a MegatronDataset class, such as GPTDataset
-    sizes             numbers of samples of train, valid and test.  A blend with weights may have a
-                      few more; a blend of phases always has all their samples.
-                        None   one epoch of each corpus.  (With phases: all their samples.  With
-                               weights: ValueError)
-                        0      an empty blend, or None if it has no weights and no corpus has a
-                               sample.  (With phases: all their samples.  Without a blend: one
-                               epoch)
+    sizes             what to request from train, valid and test: a number of samples, or None for
+                      one epoch of each corpus.  A blend with weights needs a number, and may have a
+                      few samples more; 0 makes an empty blend.  A single corpus gives one epoch if
+                      its size is 0.  A blend of phases always has all samples of its phases
     is_built_on_rank  function without arguments that returns whether this rank needs the datasets.
                       It is called only with torch.distributed.  If it returns False, build()
                       returns [None, None, None].  (Rank 0 builds in any case, to write the cache.)
@@ -2345,21 +2336,21 @@ class BlendedMegatronDatasetBuilder:
     def _build_splits(self):
         """Build the datasets of all splits on this rank."""
         opened = self._open_all()
-        datasets = dict.fromkeys(Split)
+        result = dict.fromkeys(Split)  # None for each split
         for entry in self._entries:
             corpora = [opened[prefix] for prefix in entry.prefixes]
-            build = functools.partial(self._build_part, entry)
-            parts = self._map(build, corpora, entry.prefixes, entry.requested)
+            build = functools.partial(self._build_dataset, entry)
+            datasets = self._map(build, corpora, entry.prefixes, entry.requested)
             size = self.sizes[entry.split.value]
             if size != 0:  # if size is 0, datasets may be empty, without a warning
-                _warn_of_short_corpora(entry.split, size, parts)
-                if not any(len(part) for part in parts):
-                    continue
+                _warn_of_short_corpora(entry.split, size, datasets)
+                if not any(len(dataset) for dataset in datasets):
+                    continue  # the split stays None
             if entry.is_blend:
-                datasets[entry.split] = self._make_blend(entry, corpora, parts)
+                result[entry.split] = self._make_blend(entry, corpora, datasets)
             else:
-                datasets[entry.split] = parts if len(parts) > 1 else parts[0]
-        return list(datasets.values())
+                result[entry.split] = datasets if len(datasets) > 1 else datasets[0]
+        return list(result.values())
 
     def _open_all(self):
         """Return {prefix: opened corpus}; a corpus that several splits use is opened once."""
@@ -2384,7 +2375,7 @@ class BlendedMegatronDatasetBuilder:
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             return list(pool.map(function, *columns))
 
-    def _build_part(self, entry, corpus, prefix, num_samples):
+    def _build_dataset(self, entry, corpus, prefix, num_samples):
         """Build the dataset of one corpus, from the documents that belong to the split."""
         first, end = split_range(entry.bounds, self.cls.numel_low_level_dataset(corpus))
         documents = range(first, end)
@@ -2392,33 +2383,33 @@ class BlendedMegatronDatasetBuilder:
             documents = np.arange(first, end, dtype=np.int32)
         return self.cls(corpus, prefix, documents, num_samples, entry.split, self.config)
 
-    def _make_blend(self, entry, corpora, parts):
-        """Return the blend of parts, the datasets of the corpora."""
-        rows = list(zip(parts, corpora, entry.prefixes, strict=True))
+    def _make_blend(self, entry, corpora, datasets):
+        """Return the blend of the datasets of the corpora."""
+        rows = list(zip(datasets, corpora, entry.prefixes, strict=True))
         weights = entry.weights
         size = entry.size
         if weights is None and entry.phases is None:
             rows = [row for row in rows if len(row[0])]
             if not rows:  # only if size is 0; see _build_splits()
                 return None
-            weights = [len(part) for part, _, _ in rows]
+            weights = [len(dataset) for dataset, _, _ in rows]
             _warn_of_few_samples(entry.split, sum(weights), size)
             if size is not None:
                 size = min(size, sum(weights))
         arguments = (weights, size, self.config)
         try:
-            parts = [part for part, _, _ in rows]
-            return BlendedDataset(parts, *arguments, phases=entry.phases)
+            datasets = [dataset for dataset, _, _ in rows]
+            return BlendedDataset(datasets, *arguments, phases=entry.phases)
         except _BlendTooLarge as error:
-            needed = error.needed  # {part that is too short: samples that the blend takes from it}
+            needed = error.needed  # {dataset that is too short: samples that the blend takes of it}
         # Rebuild only these corpora.  If a corpus is built with more samples, its order of samples
         # may change, and the corpora that are large enough need not change.
-        parts = []
-        for part, corpus, prefix in rows:
-            if part in needed:
-                part = self._build_part(entry, corpus, prefix, needed[part])
-            parts.append(part)
-        return BlendedDataset(parts, *arguments, phases=entry.phases)
+        datasets = []
+        for dataset, corpus, prefix in rows:
+            if dataset in needed:
+                dataset = self._build_dataset(entry, corpus, prefix, needed[dataset])
+            datasets.append(dataset)
+        return BlendedDataset(datasets, *arguments, phases=entry.phases)
 
 
 # ==============================================================================
@@ -2482,11 +2473,17 @@ class _Sampler:
 
     kind                  name of the sampler in a saved state
     consumed_samples      as passed to the constructor; iterating does not change it
-    next_start            where the next iteration starts, counted like consumed_samples
+    next_start            where the next iteration starts, counted like consumed_samples.  "cyclic"
+                          adds a round to it for each list that it yields.  The other samplers set
+                          it to 0 when an iteration begins
     samples_per_round     micro_batch_size * data_parallel_size
     active_total_samples  number of samples in full rounds
 
     len() is the number of batches in a full pass, regardless of where the next iteration starts.
+
+    Raises ValueError for an invalid size, and if the pass cannot start at consumed_samples.
+    "cyclic" needs samples for at least one round, and starts only after full rounds.  The other
+    samplers start at any sample, or at the end of the pass.
 
     Upstream differs: len() is the number of samples.
     """
@@ -2594,11 +2591,14 @@ class MegatronPretrainingRandomSampler(_Sampler):
     seed           0 to 2**63 - 1; pass p is shuffled with seed + p.  0 gives upstream's order
 
     If the sizes change, a resumed sampler continues at the same sample under two conditions:
-    consumed_samples is a multiple of the new number of samples in a round, and the pass
-    (consumed_samples // active_total_samples), the place in it (the remainder) and
-    samples_shuffled() do not change.  For example, without data_sharding, 100 samples and
-    micro_batch_size 4: on 2 and on 4 dp ranks, 96 samples are active and 100 are shuffled.  A run
-    on 2 dp ranks may therefore continue on 4 after 16, 32, 48, ... consumed samples.
+
+      - consumed_samples is a multiple of the new number of samples in a round
+      - samples_shuffled() does not change, nor does the pass (consumed_samples divided by
+        active_total_samples) or the place in it (the remainder)
+
+    For example, without data_sharding, with 100 samples and micro_batch_size 4: on 2 and on 4 dp
+    ranks, 96 samples are active and 100 are shuffled.  So a run on 2 dp ranks may continue on 4
+    after 16, 32, 48, ... consumed samples.
 
     All dp ranks yield the same number of lists.  An iteration ends with its pass; the next one
     continues after the last list that was yielded.
@@ -2701,13 +2701,14 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 # Question: which part of each batch does a rank get, and from where?
 #
 # A big model is trained by many ranks, which divide the work along up to four axes.  A rank has a
-# coordinate on each axis.  (The coordinate on dp is its dp rank.)
+# coordinate on each axis.  (The coordinate on dp is its dp rank.)  Ranks with different coordinates
+# on an axis have:
 #
-#   tp  tensor parallel     each coordinate has a part of every layer; all need the same batch
-#   cp  context parallel    each coordinate has a part of every row of the batch
-#   dp  data parallel       each coordinate has a copy of the whole model, and its own batches
-#   pp  pipeline parallel   each coordinate has some of the layers, and is called a stage: the first
-#                           stage needs the tokens, the last stage the labels
+#   tp  tensor parallel     different parts of every layer, and the same batch
+#   cp  context parallel    different parts of every row of the batch
+#   dp  data parallel       copies of the whole model, and different batches
+#   pp  pipeline parallel   different layers.  Ranks with the same pp coordinate are called a stage:
+#                           the first stage needs the tokens, the last stage the labels
 #
 # Ranks that work together form a process group of torch.distributed.  A group sends tensors with
 # one of two backends: gloo between CPUs, or NCCL between GPUs.
@@ -2724,8 +2725,8 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 #            tokens, positions, labels and loss mask.
 #
 # Ranks are numbered along tp first, then cp, dp and pp: with 2 ranks on each axis, the number of a
-# rank is tp + 2 cp + 4 dp + 8 pp.  Each row says who gets which part of the result of the row
-# above:
+# rank is tp + 2 cp + 4 dp + 8 pp.  The samples of a round are divided in four steps, from top to
+# bottom.  Each row says what is divided, how, and who gets what:
 #
 #   a round (section 8)  --sampler-->    dp 0: ranks 0-3, 8-11          dp 1: ranks 4-7, 12-15
 #   batch of a dp rank   --stage---->    pp 0: tokens, positions        pp 1: labels, loss mask
@@ -2853,7 +2854,8 @@ def get_batch(
     """Read the next micro-batch, share it among the tp ranks, and return this cp rank's part.
 
     options                     keyword arguments of get_batch_on_this_tp_rank()
-    use_per_sequence_balancing  passed to get_batch_on_this_cp_rank()
+    use_per_sequence_balancing  True: cut full rows, even if the batch has cu_seqlens, as in
+                                get_batch_on_this_cp_rank()
 
     Raises the errors of these two functions.
 
@@ -3021,8 +3023,8 @@ def get_batch_on_this_cp_rank(
 
                  attention_mask                         cut along dim 2, the queries; all keys stay
                  other tensors with S tokens in dim 1   cut along dim 1
-                 all other values, and cu_seqlens       passed on as they are.  Attention, which
-                                                        needs the full row, reads cu_seqlens
+                 all other values, and cu_seqlens       passed on as they are.  Attention needs
+                                                        the cu_seqlens of the full row
 
     use_per_sequence_balancing
                True: cut the full row, even with cu_seqlens.  False: with cu_seqlens, cut each
@@ -6077,15 +6079,42 @@ def _load_or_build_blend(dataset):
     return _load_or_build(dataset, dataset.split, made_from={}, pair=None)
 
 
-def _name_cache_files(dataset):
-    """Set what the names of cache files are made of: unique_description, its MD5, and the folder.
+def _describe_dataset(dataset):
+    """Set unique_identifiers of a MegatronDataset, and what follows from them.
 
-    unique_description is unique_identifiers, a dict, as the JSON text that upstream writes.  A
-    GPTDataset adds its settings that upstream's text lacks, unless they have their defaults.
+    A GPTDataset adds the settings that upstream's text lacks, unless they have their defaults.
     """
-    identifiers = dataset.unique_identifiers
+    identifiers = collections.OrderedDict()  # as in upstream
+    identifiers["class"] = type(dataset).__name__
+    identifiers["dataset_path"] = dataset.dataset_path
+    identifiers["num_samples"] = dataset.num_samples
+    identifiers["index_split"] = dataset.index_split.name
+    for name in dataset._key_config_attributes():
+        identifiers[name] = getattr(dataset.config, name)
     if isinstance(dataset, GPTDataset):
         identifiers |= _identifiers_of_orders(dataset)
+    _name_cache_files(dataset, identifiers)
+
+
+def _describe_blend(blend):
+    """Set unique_identifiers of a BlendedDataset, and what follows from them."""
+    identifiers = collections.OrderedDict()  # as in upstream
+    identifiers["class"] = type(blend).__name__
+    identifiers["datasets"] = [dataset.unique_identifiers for dataset in blend.datasets]
+    identifiers["split"] = blend.split.name
+    identifiers["weights"] = blend.weights
+    identifiers["size"] = blend.size
+    if blend.phases is not None:
+        identifiers["phases"] = blend.phases
+    _name_cache_files(blend, identifiers)
+
+
+def _name_cache_files(dataset, identifiers):
+    """Set unique_identifiers, and what names the cache files: their text, its MD5, and the folder.
+
+    The text is unique_description: the identifiers as JSON, as upstream writes it.
+    """
+    dataset.unique_identifiers = identifiers
     dataset.unique_description = json.dumps(identifiers, indent=4, default=_json_default)
     dataset.unique_description_hash = _md5(dataset.unique_description)
     dataset._cache_folder = _folder_of_cache(dataset)
