@@ -2194,8 +2194,8 @@ class BlendedDataset(torch.utils.data.Dataset):
 # number is an error; any other size is ignored.
 #
 # Mock data (section 21) count as one corpus.  If the size is not 0, but the corpora of the split
-# have no samples, the split is None, and a warning says so.  If the size is 0, only a blend without
-# weights is None then.
+# have no samples, the split is None, and a warning says so.  If the size is 0, there is no warning,
+# and only a blend without weights is None.
 #
 # In a job of several ranks, rank 0 builds first:
 #
@@ -2275,8 +2275,8 @@ class BlendedMegatronDatasetBuilder:
     cls               a MegatronDataset class, such as GPTDataset
     sizes             what to request from train, valid and test: a number of samples, or None for
                       one epoch of each corpus.  A blend with weights needs a number, and may have a
-                      few samples more; 0 makes an empty blend.  A single corpus gives one epoch if
-                      its size is 0.  A blend of phases always has all samples of its phases
+                      few samples more; 0 makes an empty blend.  Without a blend, 0 means the same
+                      as None.  A blend of phases always has all samples of its phases
     is_built_on_rank  function without arguments that returns whether this rank needs the datasets.
                       It is called only with torch.distributed.  If it returns False, build()
                       returns [None, None, None].  (Rank 0 builds in any case, to write the cache.)
