@@ -589,7 +589,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         num_bytes = lengths.astype(np.int64) * self._token_dtype.itemsize
         sequence_pointers = np.cumsum(num_bytes)
         sequence_pointers -= num_bytes  # where each sequence begins
-        index = _NewFile(idx_path, random_part=self._bin.random_part)  # section 14
+        index = _NewFile(idx_path, random_part=self._bin.random_part)  # of the temporary name
         try:
             index.write(_HEADER.pack(_MAGIC, _VERSION, code, n, m))
             index.write(lengths)
@@ -866,9 +866,10 @@ def convert_split_vector_to_split_matrix(
 
 
 def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, int]:
-    """Turn fractions of a corpus into (first, end), a half-open range of its sequences.
+    """Turn fractions of a corpus into (first, end), a half-open range of its documents.
 
-    Both are rounded as round() does: a half, such as 48.5, goes to the even number.
+    Both are rounded as round() does: a half, such as 48.5, goes to the even number.  The fractions
+    are sums of floats (0.7 + 0.2 is slightly less than 0.9), so a half may be missed.
 
     >>> split_range((0.98, 0.99), 100), split_range((0.98, 0.99), 1000), split_range((0, 0.5), 97)
     ((98, 99), (980, 990), (0, 48))
@@ -1031,12 +1032,11 @@ class BlendedMegatronDatasetConfig:
 #
 # The shuffles (1) and (3) can be done in two ways.
 #
-# Upstream shuffles all epochs together, with one exception.  The arrays always cover whole epochs,
-# so they usually have more samples than are requested.  If samples for 1.1 epochs are requested,
-# for example, two epochs are built, and a run that reads as many samples as it requested stops
-# after 1.1 epochs.  If both epochs were shuffled together, it would have read about 55 % of each.
-# So if fewer than about 80 % of the last epoch are needed (plan_epochs() has the rule), that epoch
-# is shuffled separately and comes last.
+# Upstream shuffles all epochs together, unless fewer than about 80 % of the last one are needed
+# (plan_epochs() has the rule).  Then the last epoch is shuffled separately, and comes last.  The
+# reason is that the arrays always cover whole epochs.  If samples for 1.1 epochs are requested, for
+# example, two epochs are built, and a run that reads as many samples as it requested stops after
+# 1.1 epochs.  If both epochs were shuffled together, it would have read about 55 % of each.
 #
 # If a longer run shuffles more epochs together, all samples may change, from the first one on.
 # They may change even if it only adds a separate last epoch, because one generator shuffles first
@@ -1189,7 +1189,8 @@ def build_sample_idx(
 ) -> np.ndarray:
     """Build sample_index: where each sample starts in the stream.
 
-    Sample j is the tokens [j*S, j*S + S + x) of the stream.
+    Sample j is the tokens [j*S, j*S + S + x) of the stream.  A short last sample ends with the
+    stream.
 
     sizes             int32: the sequence_lengths of the .idx file
     document_indices  int32 (E*D,): the document_index.  (Upstream's name.  This is not the
@@ -1201,8 +1202,8 @@ def build_sample_idx(
                       as in count_samples()
 
     Return int32 (N+1, 2), or int64 if E*D is 2**31 or more.  Row j is (d, offset): sample j starts
-    offset tokens after the start of the d-th document of the stream.  Row N is where sample N would
-    start: x tokens before the end of sample N - 1.
+    offset tokens after the start of the d-th document of the stream.  Row N says in the same way
+    where sample N - 1 ends: x tokens after this place.
 
     Raises TypeError if an array has the wrong dtype, and IndexError if a document is not in sizes.
     Raises ValueError if an array is not 1-D, if S < 1, if a length is negative, or if the documents
@@ -1228,36 +1229,39 @@ def build_sample_idx(
     rows = np.empty((N + 1, 2), _sample_index_dtype(len(document_index)))
     end_of_last = min(N * S + x, tokens) if N else 0  # a short last sample ends with the stream
     _fill_rows(rows, sizes, document_index, S, x, end_of_last)
-    # As in upstream, the last row is different in one case: the last sample is short, there is no
-    # extra token, and the stream ends with empty documents.  It then points to the last of these.
-    # (If the last document has tokens, the line changes nothing.  If the caller gives fewer tokens
-    # than the documents have, the sample ends earlier.)
-    is_short = N * S > tokens
-    if x == 0 and is_short and tokens == sizes[document_index].sum(dtype=np.int64):
-        rows[-1] = len(document_index) - 1, sizes[document_index[-1]]
+    if x == 0 and N * S > tokens:  # the last sample is short, and has no extra token
+        _move_last_row(rows, sizes, document_index, tokens)
     return rows
 
 
 def _fill_rows(rows, sizes, document_index, S, x, end_of_last):
     """Fill in the rows of a sample_index.  Section 18 replaces this function with a faster one.
 
-    Row 0 is (0, 0).  Sample j starts x tokens before sample j - 1 ends, and both places are in the
-    same document.  So for each later row j, find the document in which sample j - 1 ends.  That
-    sample ends j*S + x tokens into the stream, or at end_of_last if it is short.
-
-    Without the extra token, sample j starts exactly where sample j - 1 ends.  If this is the border
-    of two documents, row j therefore points to the end of the first one, as in upstream.
+    Row 0 is (0, 0).  For each later row j, find the document that has the last token of sample
+    j - 1.  That sample ends j*S + x tokens into the stream, or at end_of_last if it is short.
+    Sample j starts x tokens before this end: at that last token or, without the extra token, just
+    after it.  So if x is 0, a row may point to the end of a document, as in upstream.
     """
     _check_document_index(document_index, sizes)
     lengths = sizes[document_index]
     _check_lengths(lengths, end_of_last)
-    tokens_read = np.minimum(np.arange(1, len(rows)) * S + x, end_of_last)
-    ends = np.cumsum(lengths, dtype=np.int64)  # tokens of the stream up to the end of each document
-    starts = ends - lengths
-    d = np.searchsorted(ends, tokens_read)  # the first document that ends there or later
+    sample_ends = np.minimum(np.arange(1, len(rows)) * S + x, end_of_last)
+    document_ends = np.cumsum(lengths, dtype=np.int64)
+    document_starts = document_ends - lengths
+    d = np.searchsorted(document_ends, sample_ends)  # the first document that ends there or later
     rows[0] = 0
     rows[1:, 0] = d
-    rows[1:, 1] = tokens_read - x - starts[d]  # sample j begins x tokens before sample j - 1 ends
+    rows[1:, 1] = sample_ends - x - document_starts[d]
+
+
+def _move_last_row(rows, sizes, document_index, tokens):
+    """Let the last row point to the end of the last document, as in upstream.
+
+    This changes the row only if the stream ends with empty documents.  If the stream has fewer
+    tokens than its documents, the last sample ends before their end, and the row stays.
+    """
+    if tokens == sizes[document_index].sum(dtype=np.int64):
+        rows[-1] = len(document_index) - 1, sizes[document_index[-1]]
 
 
 def _sample_index_dtype(num_documents):
@@ -1341,9 +1345,9 @@ def build_stable_orders(
 #   k --shuffle_index--> j --sample_index[j], [j + 1]--> (d, offset) .. (d', offset')
 #     --document_index[d .. d']--> pieces of sequences in the file pair --joined--> S + x tokens
 #
-# The example is sample k = 0 of the toy corpus, which is sample j = 1 of the stream in section 4.
-# (The shuffle happens to leave the three documents in file order.)  sample_index has the rows
-# (0, 0) (1, 0) (2, 1) (2, 5), and shuffle_index is 1 2 0:
+# The example is sample k = 0 of the toy corpus with seed 1234.  It is sample j = 1 of the stream in
+# section 4.  (The shuffle happens to leave the three documents in file order.)  sample_index has
+# the rows (0, 0) (1, 0) (2, 1) (2, 5), and shuffle_index is 1 2 0:
 #
 #   stream, counted        0 1 2 3 4 5 6 7 8 9 . . .       k = 0: j = 1, rows (1, 0) and (2, 1)
 #                          a a a a b b b c c c c c c
@@ -1947,14 +1951,13 @@ def _fill_blend(dataset_index, dataset_sample_index, shares, limits, size):
 
     Section 18 replaces this function with a faster one.
     """
-    # samples that each dataset has given; inf if it has none left: its lag is then -inf
-    taken = np.where(limits > 0, 0.0, np.inf)
+    taken = np.zeros(len(shares))  # samples that each dataset has given
     for i in range(size):
-        d = np.argmax(shares * max(i, 1) - taken)
-        k = taken[d]
+        lags = np.where(taken < limits, shares * max(i, 1) - taken, -np.inf)
+        d = np.argmax(lags)
         dataset_index[i] = d
-        dataset_sample_index[i] = k
-        taken[d] = k + 1 if k + 1 < limits[d] else np.inf
+        dataset_sample_index[i] = taken[d]
+        taken[d] += 1
 
 
 def build_phase_indices(
@@ -2079,6 +2082,8 @@ class BlendedDataset(torch.utils.data.Dataset):
             self.datasets, weights = _drop_zero_weights(self.datasets, weights, names)
             if size is not None:
                 self.size = _as_size(size, "size")
+                # as in upstream, the builder's weights are normalized twice, which may change the
+                # last bit
                 self.weights = normalize(weights)
             else:
                 self.weights = _as_counts(weights, "weights").tolist()
@@ -2178,7 +2183,8 @@ class BlendedDataset(torch.utils.data.Dataset):
 #   no corpora, or an empty share          None
 #   blend_phases (train only)              a blend of all phases        sum of the n of each phase,
 #                                                                       plus surplus
-#   multiple_validation_sets (valid only)  one dataset per corpus       size
+#   multiple_validation_sets (valid only)  one dataset per corpus, in   size
+#                                          a list if there are several
 #   one corpus, without a weight           the dataset of the corpus    size
 #   one corpus, in blend_per_split         the dataset of the corpus    size
 #   no weights; size is None               a blend of all samples       one epoch
@@ -2310,26 +2316,17 @@ class BlendedMegatronDatasetBuilder:
         self._entries = _entries_of_config(self.config, self.sizes)
 
     def build(self) -> list:
-        """Return [train, valid, test]: each is a dataset, None, or a list of validation datasets.
+        """Return [train, valid, test]: each is a dataset or None; valid may be a list of datasets.
 
         If the build fails on one rank, every rank raises an error.  If the ranks have different
         data, every rank raises ValueError.
         """
         if not _is_distributed():
             return self._build_splits()
-        # _call_and_wait() calls a function, if it is given one, and then waits until all ranks have
-        # called it.  If a function raised an error on one rank, every rank raises an error.
-        # _wait_for_ranks() calls nothing, and only waits.  (Both are in section 17.)
+        # Both functions are in section 17.  They wait for all ranks; if a call fails on one rank,
+        # every rank raises an error.
         is_built_here = _call_and_wait(self.is_built_on_rank)
-        #   rank 0                   other ranks
-        #   _call_and_wait(build)    _wait_for_ranks()        until rank 0 has built
-        #   _wait_for_ranks()        _call_and_wait(build)    until all ranks have built
-        if _rank() == 0:
-            datasets = _call_and_wait(self._build_splits)
-            _wait_for_ranks()
-        else:
-            _wait_for_ranks()
-            datasets = _call_and_wait(self._build_splits if is_built_here else None)
+        datasets = _call_on_rank_0_first(self._build_splits, is_built_here)
         _check_same_builds(datasets)  # section 13
         return datasets if is_built_here else [None] * len(Split)
 
@@ -2402,8 +2399,8 @@ class BlendedMegatronDatasetBuilder:
             return BlendedDataset(datasets, *arguments, phases=entry.phases)
         except _BlendTooLarge as error:
             needed = error.needed  # {dataset that is too short: samples that the blend takes of it}
-        # Rebuild only these corpora.  If a corpus is built with more samples, its order of samples
-        # may change, and the corpora that are large enough need not change.
+        # Rebuild only these corpora, because the order of a corpus may change if it is built with
+        # more samples.
         datasets = []
         for dataset, corpus, prefix in rows:
             if dataset in needed:
@@ -2447,9 +2444,9 @@ class BlendedMegatronDatasetBuilder:
 #                             micro-batches are completed with None, for a padding sample
 #   full_validation           the same as single with drop_last=False
 #   cyclic, sharded           dropped before the shuffle; they are the last ones of the dataset
-#   cyclic, unsharded         those that do not fill a micro-batch are dropped before the shuffle.
-#                             After it, those that do not fill a round are dropped, so different
-#                             ones in each pass
+#   cyclic, unsharded         dropped in two steps.  Before the shuffle: the last samples of the
+#                             dataset, if they do not fill a micro-batch.  After it: the samples
+#                             that do not fill a round, which are different ones in each pass
 #
 # For example, with 11 samples, rounds of 4 and micro-batches of 2, "single" with drop_last and
 # "cyclic", sharded, never read samples 8, 9 and 10.  "cyclic", unsharded, shuffles samples 0 .. 9,
@@ -2473,9 +2470,8 @@ class _Sampler:
 
     kind                  name of the sampler in a saved state
     consumed_samples      as passed to the constructor; iterating does not change it
-    next_start            where the next iteration starts, counted like consumed_samples.  "cyclic"
-                          adds a round to it for each list that it yields.  The other samplers set
-                          it to 0 when an iteration begins
+    next_start            where the next iteration starts, counted like consumed_samples; an
+                          iteration changes it
     samples_per_round     micro_batch_size * data_parallel_size
     active_total_samples  number of samples in full rounds
 
@@ -2544,7 +2540,8 @@ class MegatronPretrainingSampler(_Sampler):
             if self.drop_last and count < self.samples_per_round:
                 return
             # In a full round, each dp rank gets micro_batch_size samples.  In a short round, the
-            # numbers of samples of two dp ranks differ by at most 1, and dp rank 0 has the most.
+            # numbers of samples of two dp ranks differ by at most 1, and dp rank 0 has the most:
+            # of 5 samples, 4 dp ranks get 2, 1, 1 and 1.
             own_first = first + _ceil_div(rank * count, ranks)
             own_end = first + _ceil_div((rank + 1) * count, ranks)
             padding = [None] * (self.micro_batch_size - (own_end - own_first))
@@ -2590,11 +2587,12 @@ class MegatronPretrainingRandomSampler(_Sampler):
                    False: the samples are shuffled together and dealt to the dp ranks one by one
     seed           0 to 2**63 - 1; pass p is shuffled with seed + p.  0 gives upstream's order
 
-    If the sizes change, a resumed sampler continues at the same sample under two conditions:
+    If the sizes change, a resumed sampler continues at the same sample under three conditions:
 
       - consumed_samples is a multiple of the new number of samples in a round
-      - samples_shuffled() does not change, nor does the pass (consumed_samples divided by
-        active_total_samples) or the place in it (the remainder)
+      - samples_shuffled() does not change
+      - the pass and the place in it do not change: consumed_samples divided by
+        active_total_samples, and the remainder
 
     For example, without data_sharding, with 100 samples and micro_batch_size 4: on 2 and on 4 dp
     ranks, 96 samples are active and 100 are shuffled.  So a run on 2 dp ranks may continue on 4
@@ -2706,7 +2704,7 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 #
 #   tp  tensor parallel     different parts of every layer, and the same batch
 #   cp  context parallel    different parts of every row of the batch
-#   dp  data parallel       copies of the whole model, and different batches
+#   dp  data parallel       copies of the same part of the model, and different batches
 #   pp  pipeline parallel   different layers.  Ranks with the same pp coordinate are called a stage:
 #                           the first stage needs the tokens, the last stage the labels
 #
@@ -2746,8 +2744,8 @@ class ParallelGroups:
     tensor, context, pipeline   number of ranks along the axes tp, cp and pp.  The number along dp
                                 is the number of all ranks, divided by the product of these three
 
-    All methods have an argument kind: an axis, such as "tp", or several axes joined by "-", such as
-    "dp-cp".  The ranks of a group differ only in their coordinates on these axes.
+    Most methods have an argument kind: an axis, such as "tp", or several axes joined by "-", such
+    as "dp-cp".  The ranks of a group differ only in their coordinates on these axes.
 
     Every rank must create its ParallelGroups at the same point in the program, after
     torch.distributed is initialized.  A job of one process does not need torch.distributed.
@@ -6507,9 +6505,21 @@ def _call_and_wait(step, group=None):
     return result
 
 
-def _wait_for_ranks():
-    """Wait for the other ranks, and raise their error if one of them failed."""
+def _call_on_rank_0_first(step, is_wanted):
+    """Call step() on rank 0, and then on each other rank on which it is wanted.
+
+    Returns what step() returns on this rank, or None.  If it fails on one rank, every rank raises
+    an error, as in _call_and_wait().
+    """
+    #   rank 0                  other ranks
+    #   _call_and_wait(step)    _call_and_wait(None)    until rank 0 has called step()
+    #   _call_and_wait(None)    _call_and_wait(step)    until all ranks have called it
+    if _rank() == 0:
+        result = _call_and_wait(step)
+        _call_and_wait(None)
+        return result
     _call_and_wait(None)
+    return _call_and_wait(step if is_wanted else None)
 
 
 def _raise_on_every_rank(failed_rank, error, group):
