@@ -1661,12 +1661,13 @@ class GPTDataset(MegatronDataset):
         return pieces
 
     def _pad(self, ids):
-        """Return the tokens of a sample, padded to S + x."""
+        """Return the tokens of a sample as int64, padded to S + x.  Raises TypeError for floats."""
+        ids = np.asarray(ids).astype(np.int64, casting="same_kind", copy=False)
         missing = self.config.sequence_length + self._x - len(ids)
         if missing == 0:
             return ids
         _check_row_fits(self, ids)
-        return np.concatenate([ids, np.full(missing, self._pad_token_id)], dtype=np.int64)
+        return np.append(ids, np.full(missing, self._pad_token_id))
 
     def _make_sample(self, idx, ids, lengths=None):
         """Make the dict of sample idx from the ids of its tokens.
@@ -1677,9 +1678,7 @@ class GPTDataset(MegatronDataset):
         config = self.config
         S = config.sequence_length
         pad = self._pad_token_id
-        # _query_...() pads, as in upstream.  Section 10 and subclasses may pass fewer ids.
-        ids = self._pad(ids)
-        ids = np.asarray(ids).astype(np.int64, casting="same_kind", copy=False)  # rejects floats
+        ids = self._pad(ids)  # section 10 and subclasses may pass fewer ids than S + x
         tokens = ids[:S].copy()
         labels = ids[1:].copy()
         if not self._x:  # the last input has no label
@@ -1732,10 +1731,7 @@ class GPTDataset(MegatronDataset):
         config = self.config
         S = config.sequence_length
         lengths = self.dataset.sequence_lengths
-        documents = self._documents
-        if isinstance(documents, range):  # a slice copies no lengths
-            documents = slice(documents.start, documents.stop)
-        tokens_per_epoch = int(lengths[documents].sum(dtype=np.int64))
+        tokens_per_epoch = _count_tokens(lengths, self._documents)
         drop_last = not self._keeps_short
         with _naming_place(f"{_label_of_dataset(self)}, {self.index_split.name}"):
             plan = plan_epochs(tokens_per_epoch, self.num_samples, S, drop_last, self._x)
@@ -1790,6 +1786,13 @@ class GPTDataset(MegatronDataset):
     def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
         """Return the number of documents, which are the sequences of the pair."""
         return len(low_level_dataset)
+
+
+def _count_tokens(sequence_lengths: np.ndarray, documents: np.ndarray | range) -> int:
+    """Return the number of tokens of the documents."""
+    if isinstance(documents, range):  # a slice copies no lengths
+        documents = slice(documents.start, documents.stop)
+    return int(sequence_lengths[documents].sum(dtype=np.int64))
 
 
 def _read_pieces(reader: typing.Any, pieces: list[tuple[int, int, int]]) -> list[np.ndarray]:
@@ -2210,7 +2213,7 @@ class BlendedDataset(torch.utils.data.Dataset):
 # Finally the ranks compare what they built, because a node may have an old copy of the corpora.
 
 
-class _Entry(typing.NamedTuple):
+class _SplitPlan(typing.NamedTuple):
     """What to build for a split, as a row of the table above describes it."""
 
     split: Split
@@ -2225,11 +2228,11 @@ class _Entry(typing.NamedTuple):
     phases: list | None = None
 
 
-def _entries_of_config(config, sizes):
-    """Return an entry for each split that has a share and corpora, in the order of the splits."""
+def _plans_of_splits(config, sizes):
+    """Return a plan for each split that has a share and corpora, in the order of the splits."""
     _check_sizes(config, sizes)
     surplus = config.mid_level_dataset_surplus
-    entries = []
+    plans = []
     for split, size in zip(Split, sizes, strict=True):
         if config.blend_per_split is not None:
             bounds = (0.0, 1.0)
@@ -2242,7 +2245,7 @@ def _entries_of_config(config, sizes):
             continue
         prefixes, weights = list(corpora[0]), corpora[1]
         requested = [size] * len(prefixes)
-        blend = {}  # the other fields of the entry
+        blend = {}  # the other fields of the plan
         if split is Split.train and config.blend_phases is not None:
             phases = _as_normalized_phases(config.blend_phases, prefixes)
             requested = [math.ceil(n * (1 + surplus)) for n in _targets_of_corpora(phases)]
@@ -2262,8 +2265,8 @@ def _entries_of_config(config, sizes):
             targets = _targets_of_corpora([(size, weights)])
             requested = [math.ceil(n * (1 + surplus)) for n in targets]
             blend = {"is_blend": True, "weights": weights, "size": sum(targets)}
-        entries.append(_Entry(split, prefixes, bounds, requested, **blend))
-    return entries
+        plans.append(_SplitPlan(split, prefixes, bounds, requested, **blend))
+    return plans
 
 
 def _targets_of_corpora(phases):
@@ -2313,7 +2316,7 @@ class BlendedMegatronDatasetBuilder:
         self.sizes = [_as_size(size, "sizes") for size in sizes]
         self.is_built_on_rank = is_built_on_rank
         self.config = copy.copy(config)
-        self._entries = _entries_of_config(self.config, self.sizes)
+        self._plans = _plans_of_splits(self.config, self.sizes)
 
     def build(self) -> list:
         """Return [train, valid, test]: each is a dataset or None; valid may be a list of datasets.
@@ -2334,26 +2337,25 @@ class BlendedMegatronDatasetBuilder:
         """Build the datasets of all splits on this rank."""
         opened = self._open_all()
         result = dict.fromkeys(Split)  # None for each split
-        for entry in self._entries:
-            corpora = [opened[prefix] for prefix in entry.prefixes]
-            build = functools.partial(self._build_dataset, entry)
-            datasets = self._map(build, corpora, entry.prefixes, entry.requested)
-            size = self.sizes[entry.split.value]
-            if size != 0:  # if size is 0, datasets may be empty, without a warning
-                _warn_of_short_corpora(entry.split, size, datasets)
-                if not any(len(dataset) for dataset in datasets):
-                    continue  # the split stays None
-            if entry.is_blend:
-                result[entry.split] = self._make_blend(entry, corpora, datasets)
+        for plan in self._plans:
+            corpora = [opened[prefix] for prefix in plan.prefixes]
+            build = functools.partial(self._build_dataset, plan)
+            datasets = self._map(build, corpora, plan.prefixes, plan.requested)
+            size = self.sizes[plan.split.value]
+            _warn_of_short_corpora(plan.split, size, datasets)  # not if size is 0
+            if size != 0 and not any(len(dataset) for dataset in datasets):
+                continue  # the split stays None
+            if plan.is_blend:
+                result[plan.split] = self._make_blend(plan, corpora, datasets)
             else:
-                result[entry.split] = datasets if len(datasets) > 1 else datasets[0]
+                result[plan.split] = datasets if len(datasets) > 1 else datasets[0]
         return list(result.values())
 
     def _open_all(self):
         """Return {prefix: opened corpus}; a corpus that several splits use is opened once."""
         prefixes = {}  # a dict keeps the order and drops duplicates
-        for entry in self._entries:
-            prefixes |= dict.fromkeys(entry.prefixes)
+        for plan in self._plans:
+            prefixes |= dict.fromkeys(plan.prefixes)
         _allow_open_files()  # a blend of hundreds of corpora opens hundreds of files
         configs = [self.config] * len(prefixes)
         corpora = self._map(self.cls.build_low_level_dataset, prefixes, configs)
@@ -2372,31 +2374,31 @@ class BlendedMegatronDatasetBuilder:
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             return list(pool.map(function, *columns))
 
-    def _build_dataset(self, entry, corpus, prefix, num_samples):
+    def _build_dataset(self, plan, corpus, prefix, num_samples):
         """Build the dataset of one corpus, from the documents that belong to the split."""
-        first, end = split_range(entry.bounds, self.cls.numel_low_level_dataset(corpus))
+        first, end = split_range(plan.bounds, self.cls.numel_low_level_dataset(corpus))
         documents = range(first, end)
         if self.cls is not GPTDataset:  # a class written for upstream expects an array
             documents = np.arange(first, end, dtype=np.int32)
-        return self.cls(corpus, prefix, documents, num_samples, entry.split, self.config)
+        return self.cls(corpus, prefix, documents, num_samples, plan.split, self.config)
 
-    def _make_blend(self, entry, corpora, datasets):
+    def _make_blend(self, plan, corpora, datasets):
         """Return the blend of the datasets of the corpora."""
-        rows = list(zip(datasets, corpora, entry.prefixes, strict=True))
-        weights = entry.weights
-        size = entry.size
-        if weights is None and entry.phases is None:
+        rows = list(zip(datasets, corpora, plan.prefixes, strict=True))
+        weights = plan.weights
+        size = plan.size
+        if weights is None and plan.phases is None:
             rows = [row for row in rows if len(row[0])]
             if not rows:  # only if size is 0; see _build_splits()
                 return None
             weights = [len(dataset) for dataset, _, _ in rows]
-            _warn_of_few_samples(entry.split, sum(weights), size)
+            _warn_of_few_samples(plan.split, sum(weights), size)
             if size is not None:
                 size = min(size, sum(weights))
         arguments = (weights, size, self.config)
         try:
             datasets = [dataset for dataset, _, _ in rows]
-            return BlendedDataset(datasets, *arguments, phases=entry.phases)
+            return BlendedDataset(datasets, *arguments, phases=plan.phases)
         except _BlendTooLarge as error:
             needed = error.needed  # {dataset that is too short: samples that the blend takes of it}
         # Rebuild only these corpora, because the order of a corpus may change if it is built with
@@ -2404,9 +2406,9 @@ class BlendedMegatronDatasetBuilder:
         datasets = []
         for dataset, corpus, prefix in rows:
             if dataset in needed:
-                dataset = self._build_dataset(entry, corpus, prefix, needed[dataset])
+                dataset = self._build_dataset(plan, corpus, prefix, needed[dataset])
             datasets.append(dataset)
-        return BlendedDataset(datasets, *arguments, phases=entry.phases)
+        return BlendedDataset(datasets, *arguments, phases=plan.phases)
 
 
 # ==============================================================================
@@ -3064,9 +3066,11 @@ def get_batch_on_this_cp_rank(
     for key, value in batch.items():
         if key == "cu_seqlens" or not isinstance(value, torch.Tensor):
             continue
+        # Along dim, a tensor of _BATCH_KEYS must have S entries, or 1.  Any other tensor is cut if
+        # it has S entries.
         dim = 2 if key == "attention_mask" else 1
         _check_axis_to_cut(key, value, dim, S)
-        if value.dim() <= dim or value.shape[dim] != S:  # it has no axis of S tokens
+        if value.dim() <= dim or value.shape[dim] != S:
             continue
         if documents_are_cut:
             _check_rows_to_cut(key, value, positions)
@@ -5017,24 +5021,27 @@ def _check_has_size(split, size):
         raise ValueError(f"{split.name}: the size of a blend with weights is None; {advice}")
 
 
-def _warn_of_short_corpora(split, size, parts):
+def _warn_of_short_corpora(split, size, datasets):
     """Warn if corpora of a split are shorter than a sample, or if no corpus has a sample.
 
-    parts are the datasets of the corpora.  A corpus without tokens in this split does not count as
-    short.
+    datasets are those of the corpora.  A corpus without tokens in this split does not count as
+    short.  If size is 0, nobody requested a sample, so there is no warning.
     """
+    if size == 0:
+        return
     short = []
-    for part in parts:
-        if isinstance(part, GPTDataset) and len(part) == 0 and part.num_samples is None:
-            tokens = int(part.dataset.sequence_lengths[part.indices].sum(dtype=np.int64))
-            needed = part._x + (1 if part._keeps_short else part.config.sequence_length)
+    for dataset in datasets:
+        if isinstance(dataset, GPTDataset) and len(dataset) == 0 and dataset.num_samples is None:
+            tokens = _count_tokens(dataset.dataset.sequence_lengths, dataset._documents)
+            needed = dataset._x + (1 if dataset._keeps_short else dataset.config.sequence_length)
             if 0 < tokens < needed:
-                short.append(f"{_label_of_dataset(part)} has {tokens} of {needed} needed tokens")
+                label = _label_of_dataset(dataset)
+                short.append(f"{label} has {tokens} of {needed} needed tokens")
     if short:
         advice = "add documents, enlarge the share of the split, or reduce sequence_length"
-        number = f"{len(short)} of {len(parts)} corpora cannot fill one sample"
+        number = f"{len(short)} of {len(datasets)} corpora cannot fill one sample"
         _warn(f"{split.name}: {number} (for example, {short[0]}); {advice}")
-    elif not any(len(part) for part in parts):
+    elif not any(len(dataset) for dataset in datasets):
         _warn_of_few_samples(split, 0, size)
 
 
