@@ -5,17 +5,19 @@
 """Megatron-LM's GPT data path in one file: from text to training batches, in resumable runs.
 
 This module writes and reads the files that Megatron-LM trains on, and makes training batches from
-them.  The reference is the package megatron-core 0.16.1, called "upstream" here.  Wherever upstream
-works as intended, both make the same files, index arrays, caches, samples and batches, bit for bit.
+them.  The reference is the package megatron-core 0.16.1, called "upstream" here.  Except where
+upstream has a fault, both make the same files, index arrays, caches, samples and batches, bit for
+bit.
 
-Part I is the textbook.  Each section asks a question and answers it twice: first with a drawing
-or a table, then in code.  The code defines what happens to good input.  Most bad input is rejected
-by one-line calls to helper functions.  _check_...() raises an error for bad input; some of these
-functions also warn.  _as_...() and _parse_...() convert a value, or raise an error.  _warn_...()
-only warns.  In a block "with _naming_place(place)", messages of errors begin with place, which says
-where the bad value is.  Section 13 defines most of these functions.  Python's operator.index(n)
-converts any integer, including numpy's, to int, and rejects floats.  Most other functions that are
-used before their definition have a telling name, or a comment.
+Part I explains the path of a token, like a textbook.  Each section asks a question and answers it
+twice: first with a drawing or a table, then in code.  The code defines what happens to good input.
+One-line calls to helper functions reject most bad input.  _check_...() raises an error for bad
+input; some of these functions also warn.  _as_...() and _parse_...() convert a value, or raise an
+error.  _warn_...() only warns.  In a block "with _naming_place(place)", every error message begins
+with place, which says where the bad value is.  Section 13 defines most of these functions.
+Python's operator.index(n) converts any integer, including numpy's, to int, and rejects floats.
+Most other functions that are used before their definition have a name that says what they do, or a
+comment.
 
 The module needs only numpy and torch.  The optional accelerator, _helpers.c, gives identical
 results.
@@ -289,7 +291,7 @@ class _MappedTokens:
     """The tokens of a .bin file that is mapped into memory.
 
     read() copies nothing: it returns a view, which keeps the mapping alive.  _FileTokens and
-    _RemoteFile (section 16) have the same two methods.
+    _RemoteFile (section 16) also have read() and read_many().
     """
 
     def __init__(self, path: str | os.PathLike, dtype: type) -> None:
@@ -351,20 +353,16 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     def _open(self):
         """Read the .idx and open the .bin.  (Loading a pickle calls this, too: section 15.)"""
-        self._memo = {}  # cached results: verified, fingerprint, record
-        self._stamps = {"idx": _stamp_of_pair_file(self._idx_path)}  # size and time (section 15)
-        self._set_arrays(_read_idx(self))
-        self._stamps["bin"] = _stamp_of_pair_file(self._bin_path)
-        self.num_tokens = self._stamps["bin"]["size"] // self._token_bytes
-        _check_ends_of_pair(self)
-        self._tokens = _open_tokens(self)  # a _MappedTokens, if the .bin is mapped
+        self._set_arrays(_read_idx(self))  # section 15
+        self._tokens = _open_tokens(self)  # section 15: a _MappedTokens, if the .bin is mapped
         _remember_files(self)  # for pickles, which leave out what is in the files: section 15
         if self.check:
             self.verify()
 
     def _set_arrays(self, content):
         """Set the dtype and the arrays of the .idx file, from its bytes (an array of uint8)."""
-        code, n, m = _parse_idx_header(self._idx_path, content, self.multimodal)
+        _check_idx_header(self._idx_path, content, self.multimodal)
+        _, _, code, n, m = _HEADER.unpack_from(content)
         self.dtype = DType.dtype_from_code(code)
         self._token_bytes = DType.size(self.dtype)
         self.sequence_lengths = np.frombuffer(content, np.int32, n, 34)
@@ -377,6 +375,11 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens in the .bin."""
+        return self._stamps["bin"]["size"] // self._token_bytes
 
     def __repr__(self) -> str:
         size = f"sequences={len(self)}, tokens={self.num_tokens}"
@@ -589,7 +592,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         num_bytes = lengths.astype(np.int64) * self._token_dtype.itemsize
         sequence_pointers = np.cumsum(num_bytes)
         sequence_pointers -= num_bytes  # where each sequence begins
-        index = _NewFile(idx_path, random_part=self._bin.random_part)  # of the temporary name
+        index = self._bin.partner(idx_path)  # another _NewFile
         try:
             index.write(_HEADER.pack(_MAGIC, _VERSION, code, n, m))
             index.write(lengths)
@@ -990,8 +993,7 @@ class BlendedMegatronDatasetConfig:
         if self.blend_per_split is not None and not any(self.blend_per_split):
             self.blend_per_split = None  # [None, None, None] means the same as None
         _check_config(self)
-        # Both become ints, because the names of cache files depend on their JSON text (section 15),
-        # and json writes a numpy integer differently.
+        # as Python's ints, whose JSON text is a part of the names of cache files (section 15)
         self.random_seed = _as_whole(self.random_seed, "random_seed", 0, 2**32 - 1)
         self.sequence_length = _as_whole(self.sequence_length, "sequence_length", 1, 2**32 - 1)
         if self.blend_per_split is not None:
@@ -1032,11 +1034,11 @@ class BlendedMegatronDatasetConfig:
 #
 # The shuffles (1) and (3) can be done in two ways.
 #
-# Upstream shuffles all epochs together, unless fewer than about 80 % of the last one are needed
-# (plan_epochs() has the rule).  Then the last epoch is shuffled separately, and comes last.  The
-# reason is that the arrays always cover whole epochs.  If samples for 1.1 epochs are requested, for
-# example, two epochs are built, and a run that reads as many samples as it requested stops after
-# 1.1 epochs.  If both epochs were shuffled together, it would have read about 55 % of each.
+# The arrays always cover whole epochs.  If samples for 1.1 epochs are requested, for example, two
+# epochs are built, and a run that reads as many samples as it requested stops after 1.1 epochs.  If
+# both epochs were shuffled together, it would have read about 55 % of each.  So upstream shuffles
+# all epochs together only if about 80 % of the last one, or more, are needed (plan_epochs() has the
+# rule).  Otherwise the last epoch is shuffled separately, and comes last.
 #
 # If a longer run shuffles more epochs together, all samples may change, from the first one on.
 # They may change even if it only adds a separate last epoch, because one generator shuffles first
@@ -1102,9 +1104,9 @@ def plan_epochs(
 
     The number of epochs E is the smallest integer >= 1 with E*T >= num_samples*S + x.
 
-    If E > 1 and fewer than int(0.80 * n) samples of the last epoch are needed, this epoch is
-    shuffled separately.  Here n is the number of full samples in one epoch.  The factor is
-    upstream's.
+    If E > 1 and fewer than int(0.80 * samples_per_epoch) samples of the last epoch are needed, this
+    epoch is shuffled separately.  samples_per_epoch counts the full samples of one epoch.  The
+    factor is upstream's.
 
     Raises ValueError if samples are requested and T is 0.
 
@@ -1202,8 +1204,8 @@ def build_sample_idx(
                       as in count_samples()
 
     Return int32 (N+1, 2), or int64 if E*D is 2**31 or more.  Row j is (d, offset): sample j starts
-    offset tokens after the start of the d-th document of the stream.  Row N says in the same way
-    where sample N - 1 ends: x tokens after this place.
+    offset tokens after the start of the d-th document of the stream.  Row N is where another sample
+    would start: x tokens before the end of sample N - 1.
 
     Raises TypeError if an array has the wrong dtype, and IndexError if a document is not in sizes.
     Raises ValueError if an array is not 1-D, if S < 1, if a length is negative, or if the documents
@@ -1230,7 +1232,7 @@ def build_sample_idx(
     end_of_last = min(N * S + x, tokens) if N else 0  # a short last sample ends with the stream
     _fill_rows(rows, sizes, document_index, S, x, end_of_last)
     if x == 0 and N * S > tokens:  # the last sample is short, and has no extra token
-        _move_last_row(rows, sizes, document_index, tokens)
+        _skip_empty_documents(rows, sizes, document_index)
     return rows
 
 
@@ -1254,13 +1256,13 @@ def _fill_rows(rows, sizes, document_index, S, x, end_of_last):
     rows[1:, 1] = sample_ends - x - document_starts[d]
 
 
-def _move_last_row(rows, sizes, document_index, tokens):
-    """Let the last row point to the end of the last document, as in upstream.
+def _skip_empty_documents(rows, sizes, document_index):
+    """Make the last row point to the last document, as in upstream, if no tokens follow the row.
 
-    This changes the row only if the stream ends with empty documents.  If the stream has fewer
-    tokens than its documents, the last sample ends before their end, and the row stays.
+    Only a row that points to the end of a document is changed.
     """
-    if tokens == sizes[document_index].sum(dtype=np.int64):
+    d, offset = rows[-1].tolist()
+    if offset == sizes[document_index[d]] and not sizes[document_index[d + 1 :]].any():
         rows[-1] = len(document_index) - 1, sizes[document_index[-1]]
 
 
@@ -1327,10 +1329,9 @@ def build_stable_orders(
     document_index = np.tile(_as_document_numbers(documents), num_epochs)
     N = operator.index(sample_edges[-1])
     shuffle_index = np.arange(N, dtype=_shuffle_index_dtype(N))
-    random_state = np.random.RandomState(random_seed)
+    random_state = np.random.RandomState()
     for epoch in range(num_epochs):
-        if epoch > 0:
-            random_state.seed([random_seed, epoch])
+        random_state.seed([random_seed, epoch] if epoch > 0 else random_seed)
         first_document = epoch * num_documents
         shuffle(document_index[first_document : first_document + num_documents], random_state)
         shuffle(shuffle_index[sample_edges[epoch] : sample_edges[epoch + 1]], random_state)
@@ -1371,9 +1372,12 @@ def build_stable_orders(
 # reset_attention_mask is an error.
 #
 # A label that equals the pad id never counts in the loss.  With eod_mask_loss, neither does the
-# label of an input that is eod.  The pad id is the tokenizer's pad.  If the tokenizer has no pad,
-# the pad id is -1, which matches no token.  It is also -1 if another special token has the same id
-# as pad, unless allow_ambiguous_pad_tokens is set.
+# label of an input that is eod.  In a sample, tokens and labels that equal the pad id become 0.
+#
+# The pad id is the tokenizer's pad.  If the tokenizer has no pad, the pad id is -1, which matches
+# no token.  It is also -1 if another special token has the same id as pad, unless
+# allow_ambiguous_pad_tokens is set.  The special tokens are those in special_tokens_dict or, if
+# there are none, eos and eod.
 #
 # ds[None] returns a padding sample: sample 0 with a loss_mask of zeros.  Padding samples fill up a
 # micro-batch that has too few samples (section 8).
@@ -1390,7 +1394,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
     The tokenizer is required and must have unique_identifiers.
 
-    Documents that end with eod (the tokenizer must have an eod)
+    Texts that end with eod (the tokenizer must have an eod)
       reset_position_ids     True: positions restart after every eod token.  (None means False.)
       reset_attention_mask   True: no token attends across an eod token.  Needs the dense mask
       eod_mask_loss          True: no loss where the input token is eod
@@ -1485,7 +1489,7 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
         self.num_samples = _as_size(num_samples, "num_samples")
         self.index_split = index_split
         self.config = config
-        _describe_dataset(self)  # the description names the cache files: section 15
+        _set_identifiers_of_dataset(self)  # unique_identifiers names the cache files: section 15
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -1596,7 +1600,7 @@ class GPTDataset(MegatronDataset):
         index_split: Split,
         config: GPTDatasetConfig,
     ) -> None:
-        # super() makes the names of cache files, which depend on these two, so they are set before
+        # set before super(), which makes the names of cache files from them
         self._x = int(config.add_extra_token_to_sequence)
         is_valid = index_split.name == "valid"
         self._keeps_short = is_valid and not config.drop_last_partial_validation_sequence
@@ -1666,7 +1670,7 @@ class GPTDataset(MegatronDataset):
         missing = self.config.sequence_length + self._x - len(ids)
         if missing == 0:
             return ids
-        _check_row_fits(self, ids)
+        _check_sample_fits(self, ids)
         return np.append(ids, np.full(missing, self._pad_token_id))
 
     def _make_sample(self, idx, ids, lengths=None):
@@ -1686,7 +1690,7 @@ class GPTDataset(MegatronDataset):
         equals_pad = labels == pad
         loss_mask = np.ones(S, np.float32)
         loss_mask[equals_pad] = 0
-        if config.eod_mask_loss:  # the label of an eod is the first token of the next document
+        if config.eod_mask_loss:  # the label of an eod is the first token of the next text
             loss_mask[tokens == self.eod_token_id] = 0
         if idx is None:
             loss_mask[:] = 0
@@ -1766,9 +1770,7 @@ class GPTDataset(MegatronDataset):
 
     def __setstate__(self, state):
         """Set the attributes, and load or build the arrays that the pickle left out."""
-        # GPTDataset's own method, even if a subclass overrides it: only arrays that this method has
-        # cached are missing in the pickle.
-        _restore_arrays(self, state, GPTDataset._build_document_sample_shuffle_indices)
+        _restore_arrays(self, state)
 
     # ---- what the builder calls
 
@@ -1895,8 +1897,9 @@ def build_blending_indices(
     """Fill in, for each sample of a blend, its dataset and its number in that dataset.
 
     Sample i comes from the dataset with the largest lag, as defined above.  Lags are computed in
-    IEEE doubles.  Ties go to the lowest d.  Pass normalized weights, because rounding decides
-    which of two nearly equal lags is larger.
+    IEEE doubles.  Ties go to the lowest d.  The sum of the weights must be 1, as normalize() makes
+    it.  Rounding decides which of two nearly equal lags is larger, so even the last bit of a weight
+    matters.
 
     dataset_index         int16 (size,), filled in: the dataset of each sample
     dataset_sample_index  int64 (size,), filled in: the number of the sample in its dataset
@@ -1954,7 +1957,7 @@ def _fill_blend(dataset_index, dataset_sample_index, shares, limits, size):
 
     Section 18 replaces this function with a faster one.
     """
-    taken = np.zeros(len(shares))  # samples that each dataset has given
+    taken = np.zeros(len(shares), np.int64)  # samples that each dataset has given
     for i in range(size):
         lags = np.where(taken < limits, shares * max(i, 1) - taken, -np.inf)
         d = np.argmax(lags)
@@ -2068,7 +2071,7 @@ class BlendedDataset(torch.utils.data.Dataset):
         self._set_shares(weights, size, phases)
         self.split = self.datasets[0].index_split
 
-        _describe_blend(self)  # the description names the cache files: section 15
+        _set_identifiers_of_blend(self)  # unique_identifiers names the cache files: section 15
         self._taken = None  # see samples_taken()
         self.dataset_index, self.dataset_sample_index = self._build_indices()
         # raises _BlendTooLarge; the builder (section 7) rebuilds the datasets that are too small
@@ -2085,8 +2088,7 @@ class BlendedDataset(torch.utils.data.Dataset):
             self.datasets, weights = _drop_zero_weights(self.datasets, weights, names)
             if size is not None:
                 self.size = _as_size(size, "size")
-                # as in upstream, the builder's weights are normalized twice, which may change the
-                # last bit
+                # (for the second time, if they come from the builder, as in upstream)
                 self.weights = normalize(weights)
             else:
                 self.weights = _as_counts(weights, "weights").tolist()
@@ -2143,7 +2145,7 @@ class BlendedDataset(torch.utils.data.Dataset):
 
     def __setstate__(self, state):
         """Set the attributes, and load or build the arrays that the pickle left out."""
-        _restore_arrays(self, state, BlendedDataset._build_indices)
+        _restore_arrays(self, state)
 
     # ---- sample i
 
@@ -2168,43 +2170,40 @@ class BlendedDataset(torch.utils.data.Dataset):
 # ==============================================================================
 # Question: which datasets does a config describe, and which rank builds first?
 #
-# From each split, the user requests a size: a number of samples, or None.  In a blend with weights,
-# each corpus has a target of n samples and is built with a surplus:
+# From each of train, valid and test, the user requests a size: a number of samples, or None.  The
+# first row that applies says what the split becomes:
 #
-#   w               the weight of the corpus, divided by the sum of all weights
-#   n               ceil(size * w)
-#   n plus surplus  ceil(n * (1 + surplus)), where surplus is mid_level_dataset_surplus
+#   the split has                            becomes
+#   no corpora, or an empty share            None
+#   blend_phases (train only)                a blend of all samples of the phases
+#   multiple_validation_sets (valid only)    a list of datasets, one for each corpus
+#   one corpus, which has no weight,         the dataset of the corpus
+#   or is in blend_per_split
+#   corpora without weights                  a blend of size samples or, if size is None or too
+#                                            large, of as many as the corpora have
+#   corpora with weights                     a blend of size samples, or slightly more
 #
-# The rule of section 6 keeps to the weights only approximately, and may take more than n samples.
-# Hence the surplus.  If the rule takes more samples than a corpus has, the builder rebuilds only
-# this corpus, with more samples.  (Upstream fails.)
+# A list of one dataset is replaced with the dataset.  Mock data (section 21) count as one corpus.
 #
-# For each split, the first row that applies decides what the builder makes.  A size that is a
-# number may be 0.
+# What is requested of each corpus:
 #
-#   the split has                          becomes                      requested of each corpus
-#   no corpora, or an empty share          None
-#   blend_phases (train only)              a blend of all phases        sum of the n of each phase,
-#                                                                       plus surplus
-#   multiple_validation_sets (valid only)  one dataset per corpus, in   size
-#                                          a list if there are several
-#   one corpus, without a weight           the dataset of the corpus    size
-#   one corpus, in blend_per_split         the dataset of the corpus    size
-#   no weights; size is None               a blend of all samples       one epoch
-#   no weights; size is a number           a blend of size samples or,  one epoch
-#                                          if there are fewer, of all
-#   weights; size is None                  ValueError
-#   weights; size is a number              a blend of sum(n) samples    n plus surplus
+#   for a dataset, or a list       size samples.  None and 0 request one epoch
+#   for a blend without weights    one epoch.  The weights are then the corpora's numbers of samples
+#   for a blend with weights       its target, plus surplus
+#   for a blend of phases          the sum of its targets in all phases, plus surplus
 #
-# If size samples are requested of a corpus, and size is None or 0, the corpus gives one epoch.
+# A target is ceil(size * w), where w is the weight of the corpus divided by the sum of all weights.
+# A target plus surplus is ceil(target * (1 + mid_level_dataset_surplus)).  A blend with weights has
+# as many samples as the sum of the targets, which may be a few more than size, as in upstream.
 #
-# As in upstream, sum(n) may be a few more than size.  Without weights, each corpus is weighted by
-# its number of samples.  A blend of phases has all samples of its phases.  A size above their
-# number is an error; any other size is ignored.
+# The rule of section 6 keeps to the weights only approximately, and may take more samples of a
+# corpus than its target.  Hence the surplus.  If the rule takes more samples than a corpus has, the
+# builder rebuilds only this corpus, with more samples.  (Upstream fails.)
 #
-# Mock data (section 21) count as one corpus.  If the size is not 0, but the corpora of the split
-# have no samples, the split is None, and a warning says so.  If the size is 0, there is no warning,
-# and only a blend without weights is None.
+# A blend with weights needs a number as its size.  A blend of phases ignores its size, which must
+# not be above its number of samples.  If no corpus of a split has a sample, the split is None, and
+# a warning says so.  (If the size is 0, there is no warning, and only a blend without weights is
+# None.)
 #
 # In a job of several ranks, rank 0 builds first:
 #
@@ -2214,7 +2213,7 @@ class BlendedDataset(torch.utils.data.Dataset):
 
 
 class _SplitPlan(typing.NamedTuple):
-    """What to build for a split, as a row of the table above describes it."""
+    """What to build for a split, as the tables above describe it."""
 
     split: Split
     prefixes: list  # path prefix of each corpus; [None] for mock data
@@ -2342,7 +2341,7 @@ class BlendedMegatronDatasetBuilder:
             build = functools.partial(self._build_dataset, plan)
             datasets = self._map(build, corpora, plan.prefixes, plan.requested)
             size = self.sizes[plan.split.value]
-            _warn_of_short_corpora(plan.split, size, datasets)  # not if size is 0
+            _warn_of_short_corpora(plan.split, size, datasets)  # no warning if size is 0
             if size != 0 and not any(len(dataset) for dataset in datasets):
                 continue  # the split stays None
             if plan.is_blend:
@@ -2591,10 +2590,9 @@ class MegatronPretrainingRandomSampler(_Sampler):
 
     If the sizes change, a resumed sampler continues at the same sample under three conditions:
 
-      - consumed_samples is a multiple of the new number of samples in a round
-      - samples_shuffled() does not change
-      - the pass and the place in it do not change: consumed_samples divided by
-        active_total_samples, and the remainder
+      - consumed_samples is a multiple of the new samples_per_round
+      - samples_shuffled() stays the same
+      - divmod(consumed_samples, active_total_samples) stays the same: the pass, and the place in it
 
     For example, without data_sharding, with 100 samples and micro_batch_size 4: on 2 and on 4 dp
     ranks, 96 samples are active and 100 are shuffled.  So a run on 2 dp ranks may continue on 4
@@ -2725,8 +2723,8 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 #            tokens, positions, labels and loss mask.
 #
 # Ranks are numbered along tp first, then cp, dp and pp: with 2 ranks on each axis, the number of a
-# rank is tp + 2 cp + 4 dp + 8 pp.  The samples of a round are divided in four steps, from top to
-# bottom.  Each row says what is divided, how, and who gets what:
+# rank is tp + 2 cp + 4 dp + 8 pp.  A round reaches the ranks in four steps, from top to bottom.
+# Each row says what is shared, how, and who gets what:
 #
 #   a round (section 8)  --sampler-->    dp 0: ranks 0-3, 8-11          dp 1: ranks 4-7, 12-15
 #   batch of a dp rank   --stage---->    pp 0: tokens, positions        pp 1: labels, loss mask
@@ -4645,11 +4643,10 @@ def _check_unchanged(path, stamp, done):
         raise DatasetFormatError(f"{path}: the file changed while it was {done}; {advice}")
 
 
-def _parse_idx_header(path, content, multimodal):
-    """Return the dtype code, n and m from the header of an .idx file.
+def _check_idx_header(path, content, multimodal):
+    """Raise DatasetFormatError if the header of an .idx file is invalid, or if its size differs.
 
-    content is the complete file.  Raises DatasetFormatError if a field of the header is
-    invalid, or if the file size does not match the header.
+    content is the complete file, whose size follows from the header.
     """
     size = len(content)
     _check_field(path, "file size", size >= _HEADER.size, f"at least {_HEADER.size} bytes", size)
@@ -4662,7 +4659,6 @@ def _parse_idx_header(path, content, multimodal):
     sizes = [end + n] if multimodal else [end, end + n]
     expected = f"{sizes[0]} bytes ({end + n} with modes)"
     _check_field(path, "file size", size in sizes, expected, size)
-    return code, n, m
 
 
 def _check_ends_of_pair(pair):
@@ -5213,11 +5209,11 @@ def _check_rows_of_sample(dataset, k, j, rows):
         raise IndexError(f"{_label_of_dataset(dataset)}, sample {k}: {reason}; {advice}")
 
 
-def _check_row_fits(dataset, row):
+def _check_sample_fits(dataset, ids):
     """Raise IndexError if a sample has more than S + x tokens."""
     most = dataset.config.sequence_length + dataset._x
-    if len(row) > most:
-        size = f"a sample has {len(row)} tokens, expected at most {most}"
+    if len(ids) > most:
+        size = f"a sample has {len(ids)} tokens, expected at most {most}"
         advice = "correct the subclass that made it, or delete the cache folder and build again"
         raise IndexError(f"{_label_of_dataset(dataset)}: {size}; {advice}")
 
@@ -5593,6 +5589,10 @@ class _NewFile(contextlib.AbstractContextManager):
             raise
         weakref.finalize(self, self.file.raw.close)  # in case nobody closes the file
 
+    def partner(self, path: str | os.PathLike) -> "_NewFile":
+        """Return a new file whose temporary name has the same random part."""
+        return _NewFile(path, self.synced, self.random_part)
+
     @property
     def is_open(self) -> bool:
         """Return whether the file has been neither removed nor committed (see _commit_pair())."""
@@ -5914,7 +5914,13 @@ def _file_exists(path):
 
 
 def _read_idx(pair):
-    """Return the bytes of the .idx, as an array; on object storage, they are copied first."""
+    """Return the bytes of the .idx, as an array; on object storage, they are copied first.
+
+    Sets _memo, for cached results, and _stamps, which identify the files.  Each stamp is taken
+    before its file is opened.
+    """
+    pair._memo = {}  # verified, fingerprint, record
+    pair._stamps = {"idx": _stamp_of_pair_file(pair._idx_path)}
     path = pair._idx_path
     if _is_remote(path):
         path = _fetch_idx(path, pair._stamps["idx"], pair.object_storage_config)
@@ -5922,10 +5928,12 @@ def _read_idx(pair):
 
 
 def _open_tokens(pair):
-    """Open the .bin, and check that neither file has changed since its stamp was taken.
+    """Open the .bin, and check that it ends where the arrays say, and that no file has changed.
 
-    A .bin on object storage is not opened and not checked.
+    A .bin on object storage is not opened and not checked for changes.
     """
+    pair._stamps["bin"] = _stamp_of_pair_file(pair._bin_path)
+    _check_ends_of_pair(pair)
     if _is_remote(pair._bin_path):
         tokens = _RemoteFile(pair._bin_path, pair.dtype)
     else:
@@ -6014,10 +6022,17 @@ def _picklable_state(dataset):
     return state
 
 
-def _restore_arrays(dataset, state, load_or_build):
-    """Set the attributes of a pickled dataset, and the index arrays that its pickle left out."""
+def _restore_arrays(dataset, state):
+    """Set the attributes of a pickled dataset, and the index arrays that its pickle left out.
+
+    Only arrays that the method of GPTDataset or BlendedDataset has cached are missing in a pickle.
+    So this method is called, even if a subclass overrides it.
+    """
     vars(dataset).update(state)
     dataset._arrays_in_files = {}
+    load_or_build = BlendedDataset._build_indices
+    if isinstance(dataset, GPTDataset):
+        load_or_build = GPTDataset._build_document_sample_shuffle_indices
     if any(name not in state for name in dataset.index_names):
         for name, values in zip(dataset.index_names, load_or_build(dataset), strict=True):
             vars(dataset).setdefault(name, values)
@@ -6084,7 +6099,7 @@ def _load_or_build_blend(dataset):
     return _load_or_build(dataset, dataset.split, made_from={}, pair=None)
 
 
-def _describe_dataset(dataset):
+def _set_identifiers_of_dataset(dataset):
     """Set unique_identifiers of a MegatronDataset, and what follows from them.
 
     A GPTDataset adds the settings that upstream's text lacks, unless they have their defaults.
@@ -6101,7 +6116,7 @@ def _describe_dataset(dataset):
     _name_cache_files(dataset, identifiers)
 
 
-def _describe_blend(blend):
+def _set_identifiers_of_blend(blend):
     """Set unique_identifiers of a BlendedDataset, and what follows from them."""
     identifiers = collections.OrderedDict()  # as in upstream
     identifiers["class"] = type(blend).__name__
