@@ -43,8 +43,8 @@ Words       token           an integer that stands for a piece of text
             job             one set of processes, from its start to its end
             run             the training of one model; several jobs may continue it in turn
             rank            one process of a job, usually with one GPU
-            dp rank         (data-parallel rank) a number; the processes that have the same number
-                            read the same samples
+            dp rank         (data-parallel rank) the index of a rank in data parallelism; ranks with
+                            the same dp rank read the same samples
             micro-batch     the samples that one dp rank reads at once
             padding sample  fills an incomplete micro-batch, and adds nothing to the loss
             round           one micro-batch on every dp rank
@@ -61,10 +61,10 @@ Notation    S  input tokens of a sample (sequence_length)    D  documents in a s
             T  tokens in one epoch of a split                E  epochs over the split
             N  samples in a dataset                          x  1 if a sample has an extra token, so
                                                                 its last input has a label; else 0
-            j  number of a sample in the stream              k  number of a sample in its dataset
-            d  number of a document in the stream (sections 4 and 5), or of a dataset in the blend
+            j  index of a sample in the stream               k  index of a sample in its dataset
+            d  index of a document in the stream (sections 4 and 5), or of a dataset in the blend
                (section 6)
-            i  number of a sequence in a pair (sections 1 and 5), or of a sample in the blend
+            i  index of a sequence in a pair (sections 1 and 5), or of a sample in the blend
 Examples    most use toy_corpus(), with the documents aaaa, bbb and cccccc, and set S to 4
 
 Contents
@@ -920,8 +920,8 @@ class BlendedMegatronDatasetConfig:
     The sections that use the other fields explain them.
 
     Data
-      blend             (prefixes, weights).  weights is a list of numbers.  None weights each
-                        corpus by its number of samples
+      blend             (prefixes, weights).  weights is a list of numbers.  If it is None, each
+                        corpus is weighted by its number of samples
       split             shares of train, valid and test, such as "98,1,1"
       blend_per_split   a list of three: for train, valid and test, a blend or None
       blend_phases      [(samples, weights), ...]: weights that change during training, instead of
@@ -941,13 +941,13 @@ class BlendedMegatronDatasetConfig:
       multiple_validation_sets
                         True: build one validation dataset per corpus instead of a blend, so that
                         each gets its own loss (section 7).  Needs blend_per_split
-      full_validation   True: each of several validation datasets is one epoch of its corpus.  The
-                        requested size of valid (section 7) must then be None
+      full_validation   True: if there are several validation datasets, each one covers one epoch
+                        of its corpus.  The size of valid (section 7) must then be None
 
     Building and reading
       mid_level_dataset_surplus
-                        extra samples to build of each corpus in a blend with weights or phases, as
-                        a fraction of its share (section 7)
+                        how many extra samples to build for each corpus of a blend with weights or
+                        phases, as a fraction of its share (section 7)
       num_dataset_builder_threads
                         how many corpora to build in parallel (section 7)
       path_to_cache     folder for the cached index arrays (section 15).  None: each corpus is
@@ -1371,8 +1371,8 @@ def build_stable_orders(
 # part, is 3.  With inter_document_masking, reset_position_ids has no effect, and
 # reset_attention_mask is an error.
 #
-# A label that equals the pad id never counts in the loss.  With eod_mask_loss, neither does the
-# label of an input that is eod.  In a sample, tokens and labels that equal the pad id become 0.
+# A label that equals the pad id never counts in the loss.  With eod_mask_loss, neither does a label
+# whose input token is eod.  In a sample, tokens and labels that equal the pad id become 0.
 #
 # The pad id is the tokenizer's pad.  If the tokenizer has no pad, the pad id is -1, which matches
 # no token.  It is also -1 if another special token has the same id as pad, unless
@@ -1522,7 +1522,7 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: typing.Any) -> int:
-        """Return how many documents the opened data have.  The builder splits this number."""
+        """Return how many documents the opened data have.  The builder divides them into splits."""
         raise NotImplementedError(
             "numel_low_level_dataset() is missing; define it in the class passed to the builder"
         )
@@ -1894,7 +1894,7 @@ def build_blending_indices(
     size: int,
     verbose: bool = False,
 ) -> None:
-    """Fill in, for each sample of a blend, its dataset and its number in that dataset.
+    """Fill in, for each sample of a blend, which dataset it comes from, and its index there.
 
     Sample i comes from the dataset with the largest lag, as defined above.  Lags are computed in
     IEEE doubles.  Ties go to the lowest d.  The sum of the weights must be 1, as normalize() makes
@@ -2036,8 +2036,8 @@ class BlendedDataset(torch.utils.data.Dataset):
 
     ds[i] is {"dataset_id": int64 (), **sample}.  Two attributes say which sample this is:
 
-      dataset_index          int16 (size,)   the number of its dataset, which dataset_id repeats
-      dataset_sample_index   int64 (size,)   the number of the sample in that dataset
+      dataset_index          int16 (size,)   the index of its dataset, which dataset_id repeats
+      dataset_sample_index   int64 (size,)   the index of the sample in that dataset
 
     ds[None] is the padding sample of the dataset that sample 0 comes from.
 
@@ -2185,7 +2185,7 @@ class BlendedDataset(torch.utils.data.Dataset):
 #
 # A list of one dataset is replaced with the dataset.  Mock data (section 21) count as one corpus.
 #
-# What is requested of each corpus:
+# What is requested from each corpus:
 #
 #   for a dataset, or a list       size samples.  None and 0 request one epoch
 #   for a blend without weights    one epoch.  The weights are then the corpora's numbers of samples
@@ -2193,8 +2193,9 @@ class BlendedDataset(torch.utils.data.Dataset):
 #   for a blend of phases          the sum of its targets in all phases, plus surplus
 #
 # A target is ceil(size * w), where w is the weight of the corpus divided by the sum of all weights.
-# A target plus surplus is ceil(target * (1 + mid_level_dataset_surplus)).  A blend with weights has
-# as many samples as the sum of the targets, which may be a few more than size, as in upstream.
+# (For a phase, size is the phase's number of samples.)  A target plus surplus is ceil(target * (1 +
+# mid_level_dataset_surplus)).  A blend with weights has as many samples as the sum of the targets,
+# which may be a few more than size, as in upstream.
 #
 # The rule of section 6 keeps to the weights only approximately, and may take more samples of a
 # corpus than its target.  Hence the surplus.  If the rule takes more samples than a corpus has, the
@@ -2218,7 +2219,7 @@ class _SplitPlan(typing.NamedTuple):
     split: Split
     prefixes: list  # path prefix of each corpus; [None] for mock data
     bounds: tuple[float, float]  # the part of each corpus that belongs to the split
-    requested: list  # samples requested of each corpus; None: one epoch
+    requested: list  # samples requested from each corpus; None: one epoch
     is_blend: bool = False  # True: a BlendedDataset.  False: a dataset for each corpus
     # These three are arguments of the BlendedDataset.  If both weights and phases are None, the
     # weights are the corpora's numbers of samples.
@@ -2252,7 +2253,7 @@ def _plans_of_splits(config, sizes):
         elif split is Split.valid and config.multiple_validation_sets:
             _check_size_of_sets(config, prefixes, size)
         elif len(prefixes) == 1 and (weights is None or config.blend_per_split is not None):
-            pass  # one corpus, of which size samples are requested
+            pass  # one corpus, from which size samples are requested
         elif weights is None:
             requested = [None] * len(prefixes)
             blend = {"is_blend": True, "size": size}
@@ -2294,7 +2295,8 @@ class BlendedMegatronDatasetBuilder:
     Lightning, call it in setup(), which runs on every rank, and not in prepare_data().)
 
     In this example both corpora are the toy corpus, with 3 samples per epoch.  With the surplus, 2
-    samples are requested from corpus 0, and 4 from corpus 1, whose second epoch changes the order.
+    samples are requested from corpus 0, and 4 from corpus 1.  Four samples need a second epoch,
+    which changes their order.
 
     >>> config = GPTDatasetConfig(1234, 4, blend=([toy_corpus(), toy_corpus()], [1, 3]), split="1",
     ...                           tokenizer=ByteTokenizer(), create_attention_mask=False)
@@ -2415,7 +2417,7 @@ class BlendedMegatronDatasetBuilder:
 # ==============================================================================
 # Question: which samples does a rank read, and how does a run resume?
 #
-# Each rank that reads samples has a sampler.  The sampler yields one list of sample numbers for
+# Each rank that reads samples has a sampler.  The sampler yields one list of sample indices for
 # each micro-batch of its dp rank; batches_of() reads these samples and stacks them.
 #
 #   round   micro_batch_size * data_parallel_size samples
@@ -2449,8 +2451,8 @@ class BlendedMegatronDatasetBuilder:
 #                             dataset, if they do not fill a micro-batch.  After it: the samples
 #                             that do not fill a round, which are different ones in each pass
 #
-# For example, with 11 samples, rounds of 4 and micro-batches of 2, "single" with drop_last and
-# "cyclic", sharded, never read samples 8, 9 and 10.  "cyclic", unsharded, shuffles samples 0 .. 9,
+# For example, take 11 samples, rounds of 4 and micro-batches of 2.  "single" with drop_last never
+# reads samples 8, 9 and 10, nor does sharded "cyclic".  Unsharded "cyclic" shuffles samples 0 .. 9,
 # and then drops two.
 #
 # To resume, a sampler needs one number: consumed_samples, the samples that all dp ranks together
@@ -2887,8 +2889,8 @@ def get_batch_on_this_tp_rank(
 
     data_iterator          iterator over the batches of a loader.  It may be None on a rank that
                            reads no batches (see the opening of this section)
-    micro_batch_size       B, the rows of a batch
-    sequence_length        S, the tokens of a row
+    micro_batch_size       B, the number of rows in a batch
+    sequence_length        S, the number of tokens in a row
     create_attention_mask  True: the first and the last stage get the dense mask, too.  False: a
                            mask in the batch is left out.  Pass config.has_dense_mask.  (The default
                            here differs from the config's, because a mask has S * S bytes a row)
@@ -3030,11 +3032,11 @@ def get_batch_on_this_cp_rank(
 
     Return a new dict, whose rows have S / cp_size tokens.  The batch is not changed.
 
-    Raises ValueError if cp_rank is not in 0 .. cp_size - 1.  If cp_size is above 1, the length of
-    what is cut (the row, or each document) must be a multiple of 2 * cp_size, or ValueError is
-    raised.  SFTDataset pads its documents to such a length if context_parallel_size is set.
-    GPTDataset does not; with inter_document_masking, set use_per_sequence_balancing.  The shapes
-    and the keys of the batch are checked, too (section 13).
+    Raises ValueError if cp_rank is not in 0 .. cp_size - 1.  If cp_size is above 1, also raises it
+    unless the length of the row, or of each document that is cut, is a multiple of 2 * cp_size.
+    SFTDataset pads its documents to such a length if context_parallel_size is set.  GPTDataset does
+    not, so with inter_document_masking, set use_per_sequence_balancing.  The shapes and the keys of
+    the batch are checked, too (section 13).
 
     Upstream differs: it modifies the batch in place.
 
@@ -3082,7 +3084,7 @@ def get_batch_on_this_cp_rank(
 
 
 def _length_of_rows(batch):
-    """Return S, the tokens of a row, or None if the batch has no rows."""
+    """Return S, the number of tokens in a row, or None if the batch has no rows."""
     for key in _BATCH_KEYS:
         if batch.get(key) is not None:
             return batch[key].shape[-1]
@@ -3104,7 +3106,7 @@ def _positions_in_documents(cu_seqlens, S, cp_rank, cp_size):
     bounds = _as_bounds(cu_seqlens, S)  # begins with 0 and ends with S
     _check_divisible_documents(bounds, cp_size)
     positions = torch.arange(S, device="cpu").repeat(len(bounds), 1)
-    # the number of each position's document, counted from 1: bounds[which] is where it ends
+    # the index of each position's document, counted from 1: bounds[which] is where it ends
     which = torch.searchsorted(bounds, positions, right=True)
     start = bounds.gather(1, which - 1)
     length = bounds.gather(1, which) - start
@@ -3462,7 +3464,7 @@ def _getitems(dataset: typing.Any, indices: typing.Sequence[int | None]) -> list
         # None, the padding sample, is passed on as it is
         indices = [k if k is None else dataset.indices[k] for k in indices]
         dataset = dataset.dataset
-    if callable(getattr(dataset, "__getitems__", None)):  # as torch does, also accept None
+    if callable(getattr(dataset, "__getitems__", None)):  # None counts as missing, as in torch
         return dataset.__getitems__(indices)
     return [dataset[idx] for idx in indices]
 
@@ -3554,8 +3556,8 @@ def _provenance_of(dataset, n, memo):
 def _provenance_of_parts(concat, n, memo):
     """Return what determines the first n samples of a ConcatDataset.
 
-    The result has an entry for each dataset that gives some of them.  A dataset may grow if no
-    later dataset gave a sample, and datasets may be added at the end.
+    The result has an entry for each dataset that gives some of these samples.  So datasets may be
+    added at the end, and the last dataset that gave a sample may grow.
     """
     firsts = []
     settings = {"first sample of each dataset": firsts}
@@ -4088,8 +4090,8 @@ def finalize_model_grads(
     """Finish the gradients of a step.
 
     model       list of the parts of the model on this rank
-    num_tokens  for a loss that is a sum over tokens: how many tokens count on this rank, as an int
-                on every rank or as a tensor on every rank.  The gradients then become the gradients
+    num_tokens  for a loss that is a sum over tokens: how many tokens count on this rank; an int on
+                every rank, or a tensor on every rank.  The gradients then become the gradients
                 of the mean loss per token.  None: they stay the average over ranks
     groups      a ParallelGroups: num_tokens is summed over its dp-cp ranks.  None: it is summed
                 over the group of each part
@@ -4454,7 +4456,7 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 #   a text, its ids        the type                                     tokenizing          (e)
 #
 #   a config, a blend      range of a field or weight; contradictions   when it is made     (e)
-#   sizes                  negative, fraction, more than the phases     builder is made     (e)
+#   sizes                  negative, fractional, more than the phases   builder is made     (e)
 #   corpora                too many sequences; tokenizers differ        build()             (e)
 #                          too few tokens or samples                    build()             warning
 #   data of the ranks      they differ                                  end of build()      (e)
@@ -4466,9 +4468,9 @@ def check_data_consistency(consumed_samples: int, group: typing.Any = None) -> N
 #
 #   a sampler              a size below 1; an impossible start          made, state loaded  (e)
 #   sizes of the axes      product does not divide the number of ranks  groups are made     (e)
-#   a batch                shapes; packed; a mask that is dropped       when it is read     (e)
+#   a batch                wrong shape or packed; a mask is dropped     when it is read     (e)
 #   rows, documents        lengths that cannot be cut for the ranks     when they are cut   (e)
-#   a loader               no rank, in a job of several processes       when it is made     (e)
+#   a loader               no rank is given, but the job has several    when it is made     (e)
 #                          it has no batch                              when it is made     warning
 #   a state                its history differs                          when it is loaded   (e)
 #   an iterator            a newer one has begun                        next batch          (f)
@@ -4604,10 +4606,10 @@ def _as_counts(values, name="sizes"):
 def _stamp_of_pair_file(path):
     """Return the stamp of the .bin or the .idx of a pair (section 15).
 
-    Raises FileNotFoundError if the file is missing.  The message names the first five pairs in the
-    folder whose names begin with the prefix.  The user may have given the output_prefix "wiki" of
-    preprocess(), which writes the pair "wiki_text_document".  If there are none, it names the three
-    pairs with the most similar names.
+    Raises FileNotFoundError if the file is missing.  The message names up to five pairs in the
+    folder whose names begin with the prefix, because users often give the output_prefix "wiki" of
+    preprocess(), which writes the pair "wiki_text_document".  If no name begins with the prefix, it
+    names the three pairs with the most similar names.
     """
     try:
         return _file_stamp(path)
@@ -4728,7 +4730,8 @@ def _as_lengths_and_modes(builder, content, lengths, modes):
     """Return lengths as an int32 array and modes as an int8 array, as the .idx stores them.
 
     Raises ValueError if a value does not fit, or if a length is negative.  Also raises it if the
-    lengths do not sum to the tokens in content, or if there is not one mode for each length.
+    sum of the lengths is not the number of tokens in content, or if there is not one mode for each
+    length.
     """
     path = builder._bin.path
     try:
@@ -4787,7 +4790,7 @@ def _as_integers(ids, values):
 
 
 def _check_ids_fit(ids, tokens):
-    """Raise ValueError for the first id that its conversion to the dtype of tokens has changed."""
+    """Raise ValueError for the first id that was changed by its conversion to tokens.dtype."""
     misfits = (tokens != ids).nonzero()[0]
     if len(misfits):
         i = misfits[0]
@@ -4966,7 +4969,7 @@ def _as_normalized_phases(phases, names):
 class _BlendTooLarge(ValueError):
     """Datasets are too small for a blend.
 
-    Its attribute needed maps each dataset that is too small to the samples required from it.
+    The attribute "needed" maps each dataset that is too small to the number of samples required.
     """
 
 
@@ -4985,7 +4988,7 @@ def _check_blend_fits(datasets, taken):
 
 
 def _check_sizes(config, sizes):
-    """Raise ValueError unless sizes has 3 entries, and train at most the samples of the phases."""
+    """Raise ValueError unless there are 3 sizes, and train's is not above the samples of phases."""
     if len(sizes) != len(Split):
         raise ValueError(f"sizes: expected 3 (train, valid, test), got {len(sizes)}")
     train, _, _ = sizes
@@ -5125,7 +5128,7 @@ def _check_has_tokens(tokens_per_epoch, num_samples, unit="tokens"):
 
 
 def _check_document_index(document_index, sizes):
-    """Raise IndexError unless each document is an index of sizes."""
+    """Raise IndexError unless each document is an index into sizes."""
     n = len(sizes)
     wrong = np.flatnonzero((document_index < 0) | (document_index >= n))
     if len(wrong):
@@ -5239,7 +5242,8 @@ def _check_start(sampler, consumed_samples):
         raise ValueError(f"consumed_samples: {reason}; {advice}")
     size = f"{sampler.samples_per_round} (micro_batch_size * data_parallel_size)"
     if is_cyclic and total < sampler.samples_per_round:
-        raise ValueError(f"total_samples: expected at least {size}, got {total}")
+        advice = "request more samples, or make one of the two sizes smaller"
+        raise ValueError(f"total_samples: expected at least {size}, got {total}; {advice}")
     if is_cyclic and consumed_samples % sampler.samples_per_round:
         advice = f"choose the two sizes so that their product divides {consumed_samples}"
         got = f"got {consumed_samples}; {advice}"
@@ -5288,7 +5292,7 @@ def _check_batch(batch, layout, create_attention_mask):
             given = tuple(given.shape) if isinstance(given, torch.Tensor) else given
             raise ValueError(
                 f"batch[{key!r}]: expected shape {shape}, got {given!s:.60}; give config, loader "
-                "and get_batch the same sequence_length, micro_batch_size, create_attention_mask"
+                "and get_batch() the same sequence_length, micro_batch_size, create_attention_mask"
             )
         if given.is_floating_point() and not dtype.is_floating_point:
             raise ValueError(f"batch[{key!r}]: expected {dtype}, got {given.dtype}")
@@ -5364,7 +5368,7 @@ def _check_divisible_documents(bounds, cp_size):
 def _check_loader(sampler, kwargs):
     """Raise ValueError for in_order=False, and warn if a loader would have no batch."""
     if not kwargs.get("in_order", True):
-        raise ValueError("in_order=False: a state counts batches, so they must be in order")
+        raise ValueError("in_order=False is not supported, because a state counts batches in order")
     if len(sampler) == 0:
         sizes = f"{sampler.total_samples} samples, and a round has {sampler.samples_per_round}"
         advice = "request more samples, or set drop_last=False"
@@ -5549,9 +5553,9 @@ def _num_processes():
 #   3      new          new                                                 the folder is synced
 #
 # If the job ends before step 1, the old pair stays.  (Without an old .idx, this holds until step
-# 2.)  If the job ends later, because of an error or any signal, the new pair is complete.  But both
-# files or only the .idx may still have temporary names.  An OSError names the two files.  Rename
-# them yourself, the .bin first.
+# 2.)  If the job ends later, because of an error or any signal, the new pair is complete.  However,
+# both files or only the .idx may still have temporary names.  An OSError names the two files.
+# Rename them yourself, the .bin first.
 #
 # All other temporary files are removed, at the latest when the process ends.  After SIGKILL, delete
 # these files yourself.
@@ -5865,8 +5869,8 @@ def _write_arrays(stem, dataset, arrays, manifest):
     """Write the cache files.  Return {name: array}, opened from the files as a later job does.
 
     The old manifest and description are removed first, and their replacements are put in place
-    last.  After a crash, neither is beside a mixture of old and new arrays.  (Upstream trusts
-    arrays that have a description.)
+    last.  So a crash cannot leave either of them beside a mixture of old and new arrays.  (Upstream
+    trusts arrays that have a description.)
     """
     os.makedirs(os.path.dirname(stem), exist_ok=True)
     in_files = {}
@@ -6059,7 +6063,7 @@ def _json_default(value):
 
 
 def _identifiers_of_orders(dataset):
-    """Return the settings of a GPTDataset that change its arrays, but are not in upstream's text.
+    """Return the settings of a GPTDataset that change its arrays, but that upstream's text lacks.
 
     Defaults are left out, so that the cache files have upstream's names.
     """
@@ -6100,7 +6104,7 @@ def _load_or_build_blend(dataset):
 
 
 def _set_identifiers_of_dataset(dataset):
-    """Set unique_identifiers of a MegatronDataset, and what follows from them.
+    """Set unique_identifiers of a MegatronDataset, and the attributes derived from it.
 
     A GPTDataset adds the settings that upstream's text lacks, unless they have their defaults.
     """
@@ -6117,7 +6121,7 @@ def _set_identifiers_of_dataset(dataset):
 
 
 def _set_identifiers_of_blend(blend):
-    """Set unique_identifiers of a BlendedDataset, and what follows from them."""
+    """Set unique_identifiers of a BlendedDataset, and the attributes derived from it."""
     identifiers = collections.OrderedDict()  # as in upstream
     identifiers["class"] = type(blend).__name__
     identifiers["datasets"] = [dataset.unique_identifiers for dataset in blend.datasets]
@@ -6130,9 +6134,10 @@ def _set_identifiers_of_blend(blend):
 
 
 def _name_cache_files(dataset, identifiers):
-    """Set unique_identifiers, and what names the cache files: their text, its MD5, and the folder.
+    """Set unique_identifiers, unique_description, unique_description_hash and _cache_folder.
 
-    The text is unique_description: the identifiers as JSON, as upstream writes it.
+    unique_description is the text of the identifiers, as JSON, as upstream writes it.  The names of
+    the cache files contain its MD5.
     """
     dataset.unique_identifiers = identifiers
     dataset.unique_description = json.dumps(identifiers, indent=4, default=_json_default)
@@ -6429,9 +6434,9 @@ def _fetch_idx(url, stamp, config):
     return copied
 
 
-# Matches a URL, or one URL of a chain, that may contain a password.  A URL may, unless the part
-# between :// and the next slash is only a name or an [IPv6 address], with an optional port.  For
-# http and https, a name with an @, as in https://user@host, matches, too.
+# Matches a URL, or one URL of a chain, that may contain a password.  Any URL may contain one,
+# unless the part between :// and the next slash is only a name or an [IPv6 address], with an
+# optional port.  For http and https, a name with an @, as in https://user@host, matches, too.
 _PASSWORD = re.compile(
     r"://(?![^/:]*(\[[^/\]]*\])?(:[0-9]+)?(/|\Z|::[^/@]*://))|https?://[^/]*@", re.IGNORECASE
 )
@@ -6579,9 +6584,9 @@ def _raise_on_every_rank(failed_rank, error, group):
 #   _make_batch                         _c_make_batch                  read_samples
 #   GPTDataset.__getitem__              _c_getitem                     read_samples
 #
-# An adapter takes the arguments of its definition, and returns the same result or raises the same
-# error.  functools.wraps() gives it the docstring of the definition, and keeps the definition as
-# adapter.__wrapped__.  A loop rejects an array that is not contiguous, or an index out of range.
+# An adapter takes the same arguments as its definition, and returns the same result or raises the
+# same error.  functools.wraps() gives it the docstring of the definition, and keeps the definition
+# as adapter.__wrapped__.  A loop rejects an array that is not contiguous, or an index out of range.
 # The adapter then calls the definition, which handles this input or raises the error.
 #
 # _helpers.c is built as the extension module _megatron_min.  The environment variable
@@ -6935,7 +6940,7 @@ class _GigatokenTokenizer(HuggingFaceTokenizer):
         self.unique_identifiers["package"] = "gigatoken"
         self._gigatoken = None
         # Both packages make the same ids for usual files, such as the files of GPT-2 and Llama 3.
-        # With unusual settings, such as tokens that span words, they may differ.
+        # With unusual settings, such as tokens that span words, they may differ.  So compare them.
         some_ids = range(0, self.vocab_size, self.vocab_size // 1000 + 1)
         texts = [*self._PROBE_TEXTS, *(self.detokenize([token]) for token in some_ids)]
         for added in self._tokenizer.get_added_tokens_decoder().values():
@@ -7031,7 +7036,7 @@ def build_tokenizer(
     return tokenizer
 
 
-# The class of each attribute's value, and the name of this class in messages.
+# The class of each attribute's value, and what messages call it.
 _ATTRIBUTES_OF_TOKENIZER = {
     "vocab_size": (typing.SupportsIndex, "a whole number"),
     "eod": (typing.SupportsIndex, "an id"),
@@ -7653,10 +7658,10 @@ def _iter_encoded_blocks(encoder, blocks, workers):
 
 
 def _start_in_thread(process):
-    """Start a process in a thread: a signal that arrives while the main thread forks is lost.
+    """Start a process in a thread: if the main thread forked, it might lose a signal meanwhile.
 
-    The main thread waits without a lock: a signal that arrives in Thread.join() or Future.result()
-    may leave a lock locked, and both threads would wait forever.
+    The main thread waits without a lock, because a signal that arrives in Thread.join() or
+    Future.result() may leave a lock locked, and both threads would wait forever.
     """
     outcome = []
 
@@ -7898,8 +7903,8 @@ def _check_tokenizers(opened, tokenizer):
 #   a row       {"messages": [{"role": "user", "content": "2+2"},
 #                             {"role": "assistant", "content": "4"}]}
 #
-#   text        u s e r :   2 + 2 ; a s s i s t a n t :   4 $      ; is a line end, $ is eod
-#   targets     . . . . . . . . . . . . . . . . . . . . . 4 $      . is -100: it is not learned
+#   text        u s e r :   2 + 2 ; a s s i s t a n t :   4 $      ; is a newline, $ is eod
+#   targets     . . . . . . . . . . . . . . . . . . . . . 4 $      . is -100: not trained on
 #
 #   a sample    |<- conversation 0 ->|<-- conversation 1 -->|<- padding ->|     S + 1 positions
 #   tokens      all positions but the last
@@ -7973,7 +7978,7 @@ class MockGPTDataset(GPTDataset):
         return MockGPTLowLevelDataset(config.tokenizer)
 
 
-_IGNORED = -100  # the target of a token that is not learned; torch's cross_entropy skips it
+_IGNORED = -100  # the target of a token that is not trained on; torch's cross_entropy skips it
 
 
 class SFTDataset(MegatronDataset):
@@ -7990,16 +7995,16 @@ class SFTDataset(MegatronDataset):
     ds[k] is a dict of new tensors:
 
       tokens         int64 (S,)
-      labels         int64 (S,): the next token, or -100 if it is not learned; in padding, the id
-                     of the padding (see below)
+      labels         int64 (S,): the next token, or -100 if it is not trained on; in padding, the
+                     id of the padding (see below)
       loss_mask      float32 (S,), 0: the label is -100 or padding
       position_ids   int64 (S,), counted from 0 in each conversation
       cu_seqlens     int32 (S+1,): the positions at which conversations start, then S in all other
                      entries
       max_seqlen     int32 (): length of the longest conversation, with its padding
 
-    A tokenizer may have a template of its own, as upstream's tokenizers for fine-tuning do.  This
-    is a method tokenize_conversation(conversation, return_target=True, add_generation_prompt=False)
+    A tokenizer may have a template of its own, as upstream's tokenizers for fine-tuning do: a
+    method tokenize_conversation(conversation, return_target=True, add_generation_prompt=False)
     that returns tokens and targets.  Without it, the text of a message is "role: content" and
     a line end, or, for the role assistant, "assistant: content" and eod.
 
@@ -8339,14 +8344,14 @@ class Span(typing.NamedTuple):
     """Consecutive tokens of one sequence in one sample.
 
     path_prefix     the pair.  None: mock data
-    sequence        number of the sequence in the pair
-    document        number, in the pair, of the document that the sequence belongs to
+    sequence        index of the sequence in the pair, from 0
+    document        index, in the pair, of the document that the sequence belongs to
     offset          where the span begins in the sequence, in tokens
     length          number of tokens in the span
     byte_offset     where the span begins in the .bin file, in bytes.  None: no file
     sample_offset   where the span begins in the sample, in tokens
     input           the input file that the document comes from.  None: the pair has no record
-    input_document  number of the document in this file, without blank lines
+    input_document  index of the document in this file, from 0; blank lines are not counted
     """
 
     path_prefix: str | None
