@@ -44,7 +44,7 @@ Words       token           an integer that stands for a piece of text
             run             the training of one model; several jobs may continue it in turn
             rank            one process of a job, usually with one GPU
             dp rank         (data-parallel rank) the index of a rank in data parallelism; ranks with
-                            the same dp rank read the same samples
+                            the same dp rank use the same samples
             micro-batch     the samples that one dp rank reads at once
             padding sample  fills an incomplete micro-batch, and adds nothing to the loss
             round           one micro-batch on every dp rank
@@ -353,9 +353,10 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     def _open(self):
         """Read the .idx and open the .bin.  (Loading a pickle calls this, too: section 15.)"""
-        self._set_arrays(_read_idx(self))  # section 15
-        self._tokens = _open_tokens(self)  # section 15: a _MappedTokens, if the .bin is mapped
-        _remember_files(self)  # for pickles, which leave out what is in the files: section 15
+        # Both functions are in section 15.  They also set _stamps, the size and time of each file.
+        self._set_arrays(_read_idx(self))
+        self._tokens = _open_tokens(self)  # a _MappedTokens, if the .bin is mapped
+        _remember_files(self)  # section 15: pickles leave out what is in the files
         if self.check:
             self.verify()
 
@@ -432,7 +433,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         Raises DatasetFormatError if a length is negative, if a sequence does not begin where the
         sequence before it ends, or if a document begins before the preceding document.
         """
-        if "verified" not in self._memo:
+        if "verified" not in self._memo:  # cached results, which _open() clears
             _check_entries_of_idx(self)
             self._memo["verified"] = True
 
@@ -522,7 +523,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         lengths and modes have an entry for each sequence.  If modes is None, all modes are 0.  A
         builder that is not multimodal ignores modes.
         """
-        lengths, modes = _as_lengths_and_modes(self, content, lengths, modes)  # as arrays
+        lengths, modes = _as_lengths_and_modes(self, content, lengths, modes)  # of array.array
         try:
             self._bin.write(content)
             self.sequence_lengths.extend(lengths)
@@ -624,7 +625,7 @@ def _encode_tokens(values, dtype):
     ids = np.asarray(values).ravel()
     if dtype.kind == "f":
         return ids.astype(dtype).tobytes()
-    ids = _as_integers(ids, values)
+    ids = _as_integers(ids, values)  # values are for the error message
     tokens = ids.astype(dtype)
     _check_ids_fit(ids, tokens)  # tokens equals ids, unless an id has wrapped
     return tokens.tobytes()
@@ -838,6 +839,7 @@ def parse_and_normalize_split(split: str) -> list[float]:
     >>> parse_and_normalize_split("3,1")
     [0.75, 0.25, 0.0]
     """
+    # at commas, semicolons, slashes and spaces
     fields = re.split(r"\s*[,;/]\s*|\s+", str(split).strip("[]() "))
     with _naming_place(f'split {split!r} (write, for example, "98,1,1")'):
         shares = [float(field) for field in fields]
@@ -872,7 +874,8 @@ def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, i
     """Turn fractions of a corpus into (first, end), a half-open range of its documents.
 
     Both are rounded as round() does: a half, such as 48.5, goes to the even number.  The fractions
-    are sums of floats (0.7 + 0.2 is slightly less than 0.9), so a half may be missed.
+    are sums of floats, and 0.7 + 0.2 is slightly less than 0.9, so a product that should be a half
+    may be slightly less, and be rounded down.
 
     >>> split_range((0.98, 0.99), 100), split_range((0.98, 0.99), 1000), split_range((0, 0.5), 97)
     ((98, 99), (980, 990), (0, 48))
@@ -1032,7 +1035,7 @@ class BlendedMegatronDatasetConfig:
 # input has a label, too.  The next sample begins with this extra token, so no token is a label
 # twice.  Only the first token of the stream is an input but never a label.
 #
-# The shuffles (1) and (3) can be done in two ways.
+# The shuffles (1) and (3) can be done in upstream's way, or with stable_order.
 #
 # The arrays always cover whole epochs.  If samples for 1.1 epochs are requested, for example, two
 # epochs are built, and a run that reads as many samples as it requested stops after 1.1 epochs.  If
@@ -1257,9 +1260,10 @@ def _fill_rows(rows, sizes, document_index, S, x, end_of_last):
 
 
 def _skip_empty_documents(rows, sizes, document_index):
-    """Make the last row point to the last document, as in upstream, if no tokens follow the row.
+    """If only empty documents follow the last row, make it point to the last of these.
 
-    Only a row that points to the end of a document is changed.
+    The row still means the same place in the stream, so no sample changes; upstream writes it so.
+    A row that points into a document stays.
     """
     d, offset = rows[-1].tolist()
     if offset == sizes[document_index[d]] and not sizes[document_index[d + 1 :]].any():
@@ -2088,7 +2092,8 @@ class BlendedDataset(torch.utils.data.Dataset):
             self.datasets, weights = _drop_zero_weights(self.datasets, weights, names)
             if size is not None:
                 self.size = _as_size(size, "size")
-                # (for the second time, if they come from the builder, as in upstream)
+                # The builder has normalized its weights already.  Upstream, too, does it twice, and
+                # the last bit may change.
                 self.weights = normalize(weights)
             else:
                 self.weights = _as_counts(weights, "weights").tolist()
@@ -2177,8 +2182,8 @@ class BlendedDataset(torch.utils.data.Dataset):
 #   no corpora, or an empty share            None
 #   blend_phases (train only)                a blend of all samples of the phases
 #   multiple_validation_sets (valid only)    a list of datasets, one for each corpus
-#   one corpus, which has no weight,         the dataset of the corpus
-#   or is in blend_per_split
+#   one corpus without a weight              the dataset of the corpus
+#   one corpus of blend_per_split            the dataset of the corpus
 #   corpora without weights                  a blend of size samples or, if size is None or too
 #                                            large, of as many as the corpora have
 #   corpora with weights                     a blend of size samples, or slightly more
@@ -2203,8 +2208,7 @@ class BlendedDataset(torch.utils.data.Dataset):
 #
 # A blend with weights needs a number as its size.  A blend of phases ignores its size, which must
 # not be above its number of samples.  If no corpus of a split has a sample, the split is None, and
-# a warning says so.  (If the size is 0, there is no warning, and only a blend without weights is
-# None.)
+# a warning says so.
 #
 # In a job of several ranks, rank 0 builds first:
 #
@@ -2244,19 +2248,19 @@ def _plans_of_splits(config, sizes):
             _warn_of_few_samples(split, 0, size)
             continue
         prefixes, weights = list(corpora[0]), corpora[1]
-        requested = [size] * len(prefixes)
-        blend = {}  # the other fields of the plan
+        fields = {}  # the other fields of the plan
         if split is Split.train and config.blend_phases is not None:
             phases = _as_normalized_phases(config.blend_phases, prefixes)
             requested = [math.ceil(n * (1 + surplus)) for n in _targets_of_corpora(phases)]
-            blend = {"is_blend": True, "phases": phases}
+            fields = {"is_blend": True, "phases": phases}
         elif split is Split.valid and config.multiple_validation_sets:
             _check_size_of_sets(config, prefixes, size)
+            requested = [size] * len(prefixes)
         elif len(prefixes) == 1 and (weights is None or config.blend_per_split is not None):
-            pass  # one corpus, from which size samples are requested
+            requested = [size]
         elif weights is None:
             requested = [None] * len(prefixes)
-            blend = {"is_blend": True, "size": size}
+            fields = {"is_blend": True, "size": size}
         else:
             _check_has_size(split, size)
             # a corpus of weight 0 is not even opened
@@ -2264,13 +2268,13 @@ def _plans_of_splits(config, sizes):
             weights = normalize(weights)
             targets = _targets_of_corpora([(size, weights)])
             requested = [math.ceil(n * (1 + surplus)) for n in targets]
-            blend = {"is_blend": True, "weights": weights, "size": sum(targets)}
-        plans.append(_SplitPlan(split, prefixes, bounds, requested, **blend))
+            fields = {"is_blend": True, "weights": weights, "size": sum(targets)}
+        plans.append(_SplitPlan(split, prefixes, bounds, requested, **fields))
     return plans
 
 
 def _targets_of_corpora(phases):
-    """Return the target n of each corpus, summed over phases: [(samples, weights), ...]."""
+    """Return the target of each corpus, summed over phases: [(samples, weights), ...]."""
     targets = [0] * len(phases[0][1])
     for samples, weights in phases:
         for d, weight in enumerate(weights):
@@ -2344,6 +2348,7 @@ class BlendedMegatronDatasetBuilder:
             datasets = self._map(build, corpora, plan.prefixes, plan.requested)
             size = self.sizes[plan.split.value]
             _warn_of_short_corpora(plan.split, size, datasets)  # no warning if size is 0
+            # With a size of 0, a split may have no samples.
             if size != 0 and not any(len(dataset) for dataset in datasets):
                 continue  # the split stays None
             if plan.is_blend:
@@ -2390,7 +2395,7 @@ class BlendedMegatronDatasetBuilder:
         size = plan.size
         if weights is None and plan.phases is None:
             rows = [row for row in rows if len(row[0])]
-            if not rows:  # only if size is 0; see _build_splits()
+            if not rows:  # only if size is 0
                 return None
             weights = [len(dataset) for dataset, _, _ in rows]
             _warn_of_few_samples(plan.split, sum(weights), size)
@@ -2404,12 +2409,12 @@ class BlendedMegatronDatasetBuilder:
             needed = error.needed  # {dataset that is too short: samples that the blend takes of it}
         # Rebuild only these corpora, because the order of a corpus may change if it is built with
         # more samples.
-        datasets = []
+        large_enough = []
         for dataset, corpus, prefix in rows:
             if dataset in needed:
                 dataset = self._build_dataset(plan, corpus, prefix, needed[dataset])
-            datasets.append(dataset)
-        return BlendedDataset(datasets, *arguments, phases=plan.phases)
+            large_enough.append(dataset)
+        return BlendedDataset(large_enough, *arguments, phases=plan.phases)
 
 
 # ==============================================================================
@@ -2590,14 +2595,16 @@ class MegatronPretrainingRandomSampler(_Sampler):
                    False: the samples are shuffled together and dealt to the dp ranks one by one
     seed           0 to 2**63 - 1; pass p is shuffled with seed + p.  0 gives upstream's order
 
-    If the sizes change, a resumed sampler continues at the same sample under three conditions:
+    If micro_batch_size or data_parallel_size changes, a resumed sampler continues at the same
+    sample, provided that both jobs shuffle the same samples, and are at the same place of the same
+    pass:
 
-      - consumed_samples is a multiple of the new samples_per_round
       - samples_shuffled() stays the same
       - divmod(consumed_samples, active_total_samples) stays the same: the pass, and the place in it
+      - consumed_samples is a multiple of the new samples_per_round
 
     For example, without data_sharding, with 100 samples and micro_batch_size 4: on 2 and on 4 dp
-    ranks, 96 samples are active and 100 are shuffled.  So a run on 2 dp ranks may continue on 4
+    ranks, 100 samples are shuffled and 96 are active.  So a run on 2 dp ranks may continue on 4
     after 16, 32, 48, ... consumed samples.
 
     All dp ranks yield the same number of lists.  An iteration ends with its pass; the next one
@@ -2733,6 +2740,7 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 #   batch of a stage     --one buffer->  tp 0: reads and sends it       tp 1: receives it
 #   batch of a tp rank   --cut------>    cp 0: chunks 0 and 3 of 4      cp 1: chunks 1 and 2
 #
+# For the last step, each row is cut into 2 * cp equal chunks, and each cp rank gets two of them.
 # Why chunks 0 and 3?  Under a causal mask, the last token attends to all tokens, and the first
 # token only to itself.  So the first chunk costs least and the last chunk costs most.  Together
 # they cost as much as the two chunks between them.
@@ -2855,7 +2863,8 @@ def get_batch(
 
     options                     keyword arguments of get_batch_on_this_tp_rank()
     use_per_sequence_balancing  True: cut full rows, even if the batch has cu_seqlens, as in
-                                get_batch_on_this_cp_rank()
+                                get_batch_on_this_cp_rank().  (In upstream's name, "sequence" means
+                                a row.)
 
     Raises the errors of these two functions.
 
@@ -2978,7 +2987,8 @@ def _share_batch(read, layout, groups, device):
     views = _views_of_buffer(buffer, sent)
     error = None
     if groups.rank("tp") == 0:
-        # _try_call() does not catch KeyboardInterrupt and SystemExit (section 17).
+        # _try_call() returns (result, None) or (None, error); it does not catch KeyboardInterrupt
+        # and SystemExit (section 17).
         _, error = _try_call(_read_into, views, read)
         views["error_flag"].fill_(error is not None)
     # This group uses gloo.  With NCCL, the flag would arrive on the GPU, and a receiver that reads
@@ -3032,7 +3042,7 @@ def get_batch_on_this_cp_rank(
 
     Return a new dict, whose rows have S / cp_size tokens.  The batch is not changed.
 
-    Raises ValueError if cp_rank is not in 0 .. cp_size - 1.  If cp_size is above 1, also raises it
+    Raises ValueError if cp_rank is not in 0 .. cp_size - 1.  With cp_size > 1, also raises it
     unless the length of the row, or of each document that is cut, is a multiple of 2 * cp_size.
     SFTDataset pads its documents to such a length if context_parallel_size is set.  GPTDataset does
     not, so with inter_document_masking, set use_per_sequence_balancing.  The shapes and the keys of
@@ -3066,11 +3076,9 @@ def get_batch_on_this_cp_rank(
     for key, value in batch.items():
         if key == "cu_seqlens" or not isinstance(value, torch.Tensor):
             continue
-        # Along dim, a tensor of _BATCH_KEYS must have S entries, or 1.  Any other tensor is cut if
-        # it has S entries.
         dim = 2 if key == "attention_mask" else 1
         _check_axis_to_cut(key, value, dim, S)
-        if value.dim() <= dim or value.shape[dim] != S:
+        if value.dim() <= dim or value.shape[dim] != S:  # it has no axis of S tokens
             continue
         if documents_are_cut:
             _check_rows_to_cut(key, value, positions)
