@@ -4851,9 +4851,8 @@ def build_with_fused_operations(folder):
 @linux
 def test_shuffle_of_more_than_2_32_items_uses_numpy(c, tmp_path):
     """There a draw is two words.  The file has a hole of this size."""
-    call = toy_call(c, "shuffle")
-    call["array"] = np.memmap(tmp_path / "a", "i4", "w+", shape=2**32 + 1)
-    assert is_refused(c, "shuffle", call)
+    items = np.memmap(tmp_path / "a", "i4", "w+", shape=2**32 + 1)
+    assert is_refused(c, "shuffle", toy_call(c, "shuffle") | {"array": items})
 
 
 @pytest.mark.parametrize("dtype", ["i4", "u4", "i8"])
@@ -5063,7 +5062,6 @@ OUT_OF_RANGE = [  # (the one sample that is read, array, values that lead it out
     (0, "pointers", [-4, 16, 28]),
     (2, "pointers", [0, 16, 32]),
     (2, "pointers", [0, 16, 26]),  # in the middle of a token
-    (0, "lengths", [14, 3, 6]),
     (0, "lengths", [-1, 3, 6]),
 ]  # section 5 has more: wrong entries of arrays
 
@@ -5323,7 +5321,6 @@ def test_unusable_tokenizer_raises(one, tmp_path, hf, monkeypatch):
     for name, eod_text, adds_special_tokens, words in (
         ("no.json", None, False, r"no\.json: cannot be read as a tokenizer\.json"),
         (f"gigatoken:{hf}", None, False, r"tokenizer\.json: .* by gigatoken .leave out .*: "),
-        (hf, "<none>", False, "<none>"),
         (f"gigatoken:{hf}", None, True, "json: add_special_tokens .*; leave out .gigatoken:"),
         ("null:9", "</s>", False, "null:9: eod_token .* need a tokenizer.json"),
         ("null:x", None, False, "unknown tokenizer 'null:x'"),
@@ -5413,15 +5410,13 @@ def test_gigatoken_refuses_a_file_if_its_ids_would_differ(one, tmp_path):
     pytest.importorskip("gigatoken")
     tokenizers = pytest.importorskip("tokenizers")
     bytes_alone = tokenizers.pre_tokenizers.ByteLevel(False, use_regex=False)
-    gpt_2 = tokenizers.pre_tokenizers.ByteLevel(False)
     words = tokenizers.pre_tokenizers.Split(tokenizers.Regex(LLAMA_3), "isolated")
     llama_3 = tokenizers.pre_tokenizers.Sequence([words, bytes_alone])
     reserved = [tokenizers.AddedToken(f"<|reserved_{k}|>", special=True) for k in range(300)]
     word = tokenizers.AddedToken("qq", single_word=True)
     path = tmp_path / "tokenizer.json"
     for pre_tokenizer, text, added, differs in (
-        (gpt_2, "the cat, the hat", ["qq"], None),
-        (llama_3, "the cat, the hat", reserved, None),
+        (llama_3, "the cat, the hat", [*reserved, "qq"], None),
         (bytes_alone, "the cat, the hat", [], "the|cat"),
         (bytes_alone, "j q j q", [], "j "),  # in no line of the probe
         (llama_3, "the cat", [*reserved, word], "aqqb"),
@@ -5533,8 +5528,7 @@ def test_all_shards_of_a_job_are_merged_or_none(one, tmp_path, monkeypatch):
     path.write_text(re.sub(r',\s+"job": "\w+"', "", path.read_text()))
     with refused:
         one.merge([first, second], "merged")
-    record = path.read_text()
-    path.write_text(record.replace('"bin": ', '"bin": 9'))  # of another pair
+    path.write_text(path.read_text().replace('"bin": ', '"bin": 9'))  # of another pair
     mk(one, tmp_path / "s_100000_of_100001", [[1]])
     for prefixes, missing in (
         ([], "at least one"),
@@ -5873,11 +5867,10 @@ def test_a_tokenizer_is_called_for_no_empty_list(one, tmp_path, monkeypatch):
         (tmp_path / f"{number}.jsonl").write_bytes(content)
     for workers, size in ((1, 1), (1, 1 << 19), (2, 20)):
         monkeypatch.setattr(one, "_BLOCK_BYTES", size)
-        made, messages = heard(one.preprocess, tmp_path / "*.jsonl", workers=workers, **job)
+        made, (bad, empty) = heard(one.preprocess, tmp_path / "*.jsonl", workers=workers, **job)
         assert texts_of(one, made["text"]) == [[1], [1], [1], [], [1], []]
         lines = [(name[-7:], number) for name, number in inputs_of(one, made["text"])]
         assert lines == [(f"{name}.jsonl", k) for name, k in ((2, 0), (3, 0), (4, 0), (4, 2))]
-        bad, empty = messages
         assert re.search(r"^1 bad line skipped .*/4\.jsonl, line 11: .*'oops'$", bad)
         assert re.search(r"no documents in 2 inputs; is .*/0\.jsonl empty\?$", empty)
     made = quiet(one.preprocess, None, texts=[], **job)["text"]
@@ -6377,9 +6370,7 @@ def test_what_fine_tuning_refuses(one, tmp_path):
     assert len(chat(one, tmp_path / "empty.jsonl")) == 0
     template = Tok(tokenize=with_start, tokenize_conversation=print)
     chat(one, tmp_path / "good.jsonl", tokenizer=template)
-    chat(one, tmp_path / "good.jsonl", sequence_length=96, **CP_4)
-    for cp in (None, 1):
-        chat(one, tmp_path / "good.jsonl", sequence_length=9, context_parallel_size=cp)
+    chat(one, tmp_path / "good.jsonl", sequence_length=9, context_parallel_size=None)
 
 
 @pytest.mark.filterwarnings("ignore:.* this sample has no loss")
@@ -6678,16 +6669,14 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_platforms_without_fcntl_and_fork(tmp_path):
+def test_platforms_without_fcntl_and_fork(tmp_path, monkeypatch):
     """Spawned workers find a module in the current folder; no package of an extra is there."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "program").mkdir()
     (tmp_path / "program" / "job.py").write_text(BARE_PLATFORM)
     module = "import megatron_min\nclass Tokenizer(megatron_min.ByteTokenizer): pass\n"
     (tmp_path / "beside.py").write_text(module)
-    env = os.environ | {"PYTHONPATH": str(HERE)}
-    run = [sys.executable, "program/job.py"]
-    done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=300)
-    assert done.returncode == 0 and "uninterrupted run: True" in done.stdout, done.stderr
+    assert "uninterrupted run: True" in "\n".join(run_script("program/job.py"))
 
 
 def test_a_list_is_read_as_prefixes_and_weights(one):
@@ -6900,9 +6889,9 @@ def test_arguments_are_those_of_upstreams_repository(one):
     for name, wanted in ARGUMENTS_BY_HAND.items():
         found = arguments_of(getattr(one, name), inspect.Parameter.KEYWORD_ONLY)
         assert list(found) == wanted.split(), name
-    wanted = {"data_sharding": "True", "drop_last": "True"}  # as upstream's
-    found = arguments_of(one.build_pretraining_data_loader)
-    assert found == found | wanted | {"num_workers": "0"}
+    options = arguments_of(one.build_pretraining_data_loader)
+    assert (options["data_sharding"], options["drop_last"]) == ("True", "True")  # as upstream's
+    assert options["num_workers"] == "0"
 
 
 def write_somehow(names, folder, docs, dtype, multimodal, rng):
@@ -7395,10 +7384,10 @@ def command_of(path, ranks):
 
 
 def run_script(path, *arguments, ranks=0, **variables):
-    """Run a script of README in the current folder: the lines that it prints."""
+    """Run a script in the current folder: the lines that it prints."""
     env = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"} | variables
     run = [*command_of(path, ranks), *arguments]
-    done = subprocess.run(run, env=env, capture_output=True, text=True)
+    done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
