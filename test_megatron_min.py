@@ -5161,7 +5161,7 @@ def test_wheels_of_the_sources_as_they_are_packed(tmp_path, monkeypatch):
         pytest.skip("setup.py is not beside this file")
     copied = tmp_path / "sources"
     shutil.copytree(HERE, copied, ignore=shutil.ignore_patterns("*.so", "build", "dist", ".git"))
-    # setuptools before 70.1 has none, and pip may be told to build with the one that is there
+    # setuptools before 70.1 has no bdist_wheel, and pip may be told to build with what is there
     code = "import runpy, sys; sys.modules['setuptools.command.bdist_wheel'] = None\n"
     code += f"sys.argv = ['setup.py', '-q', 'build', '--build-base', {str(tmp_path)!r}]\n"
     code += "runpy.run_path('setup.py')"
@@ -5632,7 +5632,7 @@ def test_a_pair_of_a_different_tokenizer(one, tmp_path, monkeypatch):
     fields = {"path_to_cache": "cache", "split": "1,1,0"}
     for tokenizer, corpora in ((Tok(), []), (Tok(eod=5), ["tok", "merged"])):
         cfg = config(one, (blend, None), tokenizer=tokenizer, **fields)
-        words = "^(merged|tok).* was .* than the config's: its eod is 0, not 5; give the config "
+        words = r"^(merged|tok)\S* was .* than the config's: its eod is 0, not 5; give the config "
         for _ in range(2):  # the second finds a cache
             _, messages = heard(build, one, [1, 1, 0], cfg)
             assert [re.search(words, message)[1] for message in messages] == corpora
@@ -6272,7 +6272,7 @@ def test_samples_of_conversations_equal_the_rules(one, tmp_path, kind, pad):
 @pytest.mark.parametrize("changed", [0, -1])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_file_of_rows_that_is_replaced(one, tmp_path, kind, changed):
-    """The file that was opened is read on; who unpickles it refuses another."""
+    """The file that was opened is read on, whole rows; who unpickles it refuses another."""
     old, new = tmp_path / f"a.{kind}", tmp_path / f"b.{kind}"
     rows = [[ROW[0], {"role": "assistant", "content": str(k)}] for k in range(100, 199)]
     write_rows(old, rows, np.random.default_rng(0))
