@@ -4810,7 +4810,6 @@ BUILDS = [  # what lies in the place of the C module, MEGATRON_MIN_C, what is sa
     (NO_BUILD, "", None),
     ("shuffle = None", "", "_megatron_min.*: expected version 2, got None"),
     ("VERSION = 3", "1", r"_megatron_min\.py: expected version 2, got 3; build it"),
-    ("VERSION = 3", "0", None),
     pytest.param("fused", "", "fused .*-ffp-contract=off", marks=pytest.mark.slow),
 ]
 
@@ -4830,10 +4829,8 @@ def test_incompatible_c_build_raises(monkeypatch, tmp_path, build, setting, word
         raises(ImportError, f"{words}.*pip install", runpy.run_path, path)
         return
     module, messages = heard(runpy.run_path, path)
-    assert module["IMPLEMENTATION"] == "python"
-    assert len(messages) == (words is not None)
-    for message in messages:
-        assert re.search(words, message)
+    assert (module["IMPLEMENTATION"], len(messages)) == ("python", words is not None)
+    assert all(re.search(words, message) for message in messages)
 
 
 def build_with_fused_operations(folder):
@@ -4854,9 +4851,8 @@ def build_with_fused_operations(folder):
 @linux
 def test_shuffle_of_more_than_2_32_items_uses_numpy(c, tmp_path):
     """There a draw is two words.  The file has a hole of this size."""
-    call = toy_call(c, "shuffle")
-    call["array"] = np.memmap(tmp_path / "a", "i4", "w+", shape=2**32 + 1)
-    assert is_refused(c, "shuffle", call)
+    items = np.memmap(tmp_path / "a", "i4", "w+", shape=2**32 + 1)
+    assert is_refused(c, "shuffle", toy_call(c, "shuffle") | {"array": items})
 
 
 @pytest.mark.parametrize("dtype", ["i4", "u4", "i8"])
@@ -4920,8 +4916,7 @@ def test_what_c_cannot_read_is_left_to_the_definition(mm, toy):
     for own.dataset, wanted in ((least, b"ccdd"), (pair, b"bbcc")):  # no roll of tokens
         for [sample] in read_in_all_ways(own, [0]):
             assert bytes(sample["labels"].tolist()) == wanted
-    with pytest.raises(IndexError):
-        batch_of(own, [])
+    raises(IndexError, None, batch_of, own, [])
 
 
 # -- arguments in all forms: C takes and refuses what the definition does -----------------------
@@ -4943,17 +4938,11 @@ HOSTILE = {  # {argument: what is refused}; upstream crashes at many of them
 }
 
 
-def read_only(values):
-    values = values.copy()
-    values.flags.writeable = False
-    return values
-
-
 def other_forms(value):
     """A good argument as something else, which may be taken or refused."""
     if isinstance(value, np.ndarray):
-        forms = [*wrong_forms(value), read_only(value), value[::-1], value[:-1], value[0]]
-        forms += [value.tolist(), memoryview(value), torch.from_numpy(value)]
+        forms = [*wrong_forms(value), value[::-1], value[:-1], value[0], value.tolist()]
+        forms += [np.broadcast_to(value, value.shape), memoryview(value), torch.from_numpy(value)]
         return [*forms, bytes(value), value.astype(float), value > 0, None]
     if isinstance(value, np.random.RandomState):
         return [np.random.RandomState(np.random.PCG64(3)), np.random.default_rng(3), 3, None]
@@ -5012,10 +5001,9 @@ READ += [int32(*b"aaaabbbcccccc"), np.array([0, 16, 28])]  # items, pointers
 READ += ARGUMENTS["build_sample_idx"][:2]  # lengths, document_index
 READ += [np.array([[0, 0], [1, 0], [2, 1], [2, 5]]), np.arange(3)]  # sample_index, shuffle_index
 READ += [1, -1, 0, True, True, True]  # extra, pad, eod, by_eod, mask_loss, reset_mask
-KEY = np.random.RandomState(0).get_state()[1]
 CALLS = {  # {function: how many arrays it fills, good arguments}: the toy corpus, or two datasets
     "build_sample_idx": (1, [np.zeros((4, 2), "i4"), *ARGUMENTS["build_sample_idx"][:3], 1, 13]),
-    "shuffle": (2, [np.arange(9), KEY, 600]),
+    "shuffle": (2, [np.arange(9), np.random.RandomState(0).get_state()[1], 600]),
     "build_blend": (2, [*BLEND, np.array([0.25, 0.75]), np.array([1.0, 3.0]), 4]),
     "read_samples": (7, READ),
 }
@@ -5042,7 +5030,6 @@ def is_refused(c, name, call):
 WRONG = {  # {function: {argument: values that it refuses in the toy call}}
     "build_sample_idx": {
         "sample_index": [np.zeros((4, 3), np.int32), np.zeros((0, 2), np.int32)],
-        "sizes": [int32(8, -1, 6)],
         "document_index": [int32(0, 3, 2), int32(-1, 1, 2), int32(0, 1)],
         "sequence_length": [0, 2**62, 2**63],
         "add_extra_token": [-1, 2],
@@ -5074,7 +5061,6 @@ OUT_OF_RANGE = [  # (the one sample that is read, array, values that lead it out
     (0, "pointers", [-4, 16, 28]),
     (2, "pointers", [0, 16, 32]),
     (2, "pointers", [0, 16, 26]),  # in the middle of a token
-    (0, "lengths", [14, 3, 6]),
     (0, "lengths", [-1, 3, 6]),
 ]  # section 5 has more: wrong entries of arrays
 
@@ -5106,7 +5092,7 @@ def refused_changes(name, usual):
         elif type(value) is int:
             wrong += [None, "4", 1.5]
         if key in filled:
-            wrong.append(read_only(value))
+            wrong.append(np.broadcast_to(value, value.shape))  # it is read-only
             if key != "array":  # any array may be shuffled
                 wrong += [np.delete(value, -1, axis) for axis in range(value.ndim)]
             for other in arrays.keys() - {key}:
@@ -5173,9 +5159,16 @@ def test_wheels_of_the_sources_as_they_are_packed(tmp_path, monkeypatch):
     """Without C a wheel is pure; if C is required, or flags are given, that is an error."""
     if not (HERE / "setup.py").exists():
         pytest.skip("setup.py is not beside this file")
-    pytest.importorskip("setuptools.command.bdist_wheel", reason="setuptools is before 70.1")
     copied = tmp_path / "sources"
     shutil.copytree(HERE, copied, ignore=shutil.ignore_patterns("*.so", "build", "dist", ".git"))
+    # setuptools before 70.1 has no bdist_wheel, and pip may be told to build with what is there
+    code = "import runpy, sys; sys.modules['setuptools.command.bdist_wheel'] = None\n"
+    code += f"sys.argv = ['setup.py', '-q', 'build', '--build-base', {str(tmp_path)!r}]\n"
+    code += "runpy.run_path('setup.py')"
+    pure = os.environ | {"MEGATRON_MIN_C": "0"}
+    subprocess.run([sys.executable, "-c", code], cwd=copied, env=pure, check=True)
+    assert (tmp_path / "lib" / "megatron_min.py").exists()
+    pytest.importorskip("setuptools.command.bdist_wheel", reason="setuptools is before 70.1")
     run_setup(copied, "sdist")
     [archive] = (copied / "dist").iterdir()
     for case, (variables, words) in WHEELS.items():
@@ -5200,19 +5193,6 @@ def test_wheels_of_the_sources_as_they_are_packed(tmp_path, monkeypatch):
             module = runpy.run_path(str(installed / "megatron_min.py"))
             assert module["IMPLEMENTATION"] == "c"
             test_blends_by_a_loop(types.SimpleNamespace(**module))
-
-
-@pytest.mark.slow
-def test_setup_does_without_the_command_for_wheels(tmp_path):
-    """setuptools before 70.1 has none, and pip may be told to build with the one that is there."""
-    if not (HERE / "setup.py").exists():
-        pytest.skip("setup.py is not beside this file")
-    code = "import runpy, sys; sys.modules['setuptools.command.bdist_wheel'] = None\n"
-    code += f"sys.argv = ['setup.py', '-q', 'build', '--build-base', {str(tmp_path)!r}]\n"
-    code += "runpy.run_path('setup.py')"
-    environment = os.environ | {"MEGATRON_MIN_C": "0"}
-    subprocess.run([sys.executable, "-c", code], cwd=HERE, env=environment, check=True)
-    assert (tmp_path / "lib" / "megatron_min.py").exists()
 
 
 def test_the_benchmark(tmp_path, monkeypatch, capsys):
@@ -5257,7 +5237,7 @@ def test_the_benchmark(tmp_path, monkeypatch, capsys):
 
 
 def test_tokenizer_by_module_and_attribute(one, tmp_path, monkeypatch):
-    """The current folder is searched first, by worker processes, too."""
+    """The current folder is searched first; then it is the last one, for worker processes, too."""
     lines = "object = Tok()\ndef make(): return object\ntext = ''\n"
     (tmp_path / "my_tokens.py").write_text(f"from {__name__} import Tok\n{lines}")
     (tmp_path / "zipapp.py").write_text((tmp_path / "my_tokens.py").read_text())  # and Python's
@@ -5268,7 +5248,6 @@ def test_tokenizer_by_module_and_attribute(one, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(before))
     for name, words in (
         ("no_tokens:Tok", "No module named 'no_module'"),
-        ("no_tokens_at_all:Tok", "No module named 'no_tokens_at_all'"),
         ("my_tokens:none", "has no attribute 'none'"),
     ):
         raises(ImportError, f"^tokenizer '{name}': .*{words}", one.build_tokenizer, name)
@@ -5281,11 +5260,6 @@ def test_tokenizer_by_module_and_attribute(one, tmp_path, monkeypatch):
     assert one.build_tokenizer("zipapp:Tok").tokenize("7 8") == [7, 8]
     del sys.modules["zipapp"]
     assert sys.path == [*before, str(tmp_path)]
-    context = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
-    process = context.Process(target=importlib.import_module, args=["my_tokens"])
-    process.start()
-    process.join(timeout=600)
-    assert process.exitcode == 0
 
 
 @pytest.fixture
@@ -5323,18 +5297,16 @@ def test_hugging_face_tokenizer(one, hf):
 
 def test_the_eod_of_a_folder(one, tmp_path, hf):
     """Its eos_token, in the two forms that it has, unless another one is asked for."""
-    for content, eod in (
-        ('{"eos_token": null}', 3),
-        ('{"eos_token": "ja"}', 1),
-        ('{"eos_token": {"content": "ja", "lstrip": false}}', 1),
-        ('{"eos_token": {"text": "ja"}}', "tokenizer_config.json: .*content"),
-        ('{"eos_token": 12}', "tokenizer.json: it has no token 12; .*--eod-token"),
+    for content, eod, words in (
+        ('{"eos_token": null}', 3, None),
+        ('{"eos_token": "ja"}', 1, None),
+        ('{"eos_token": {"content": "ja", "lstrip": false}}', 1, None),
+        ('{"eos_token": {"text": "ja"}}', None, "tokenizer_config.json: .*content"),
+        ('{"eos_token": 12}', None, "tokenizer.json: it has no token 12; .*--eod-token"),
     ):
         (tmp_path / "tokenizer_config.json").write_text(content)
-        if isinstance(eod, int):
+        with refusal(words):
             assert one.build_tokenizer(tmp_path).eod == eod
-        else:
-            raises(ValueError, eod, one.build_tokenizer, tmp_path)
         assert one.build_tokenizer(tmp_path, "nein").eod == 2
         assert one.build_tokenizer(hf).eod == 3, "a bare file as ever"
 
@@ -5348,7 +5320,6 @@ def test_unusable_tokenizer_raises(one, tmp_path, hf, monkeypatch):
     for name, eod_text, adds_special_tokens, words in (
         ("no.json", None, False, r"no\.json: cannot be read as a tokenizer\.json"),
         (f"gigatoken:{hf}", None, False, r"tokenizer\.json: .* by gigatoken .leave out .*: "),
-        (hf, "<none>", False, "<none>"),
         (f"gigatoken:{hf}", None, True, "json: add_special_tokens .*; leave out .gigatoken:"),
         ("null:9", "</s>", False, "null:9: eod_token .* need a tokenizer.json"),
         ("null:x", None, False, "unknown tokenizer 'null:x'"),
@@ -5357,8 +5328,7 @@ def test_unusable_tokenizer_raises(one, tmp_path, hf, monkeypatch):
         raises(ValueError, words, one.build_tokenizer, name, eod_text, adds_special_tokens)
     for name in ("tokenizer", "gigatoken:a/b.json", tmp_path / "byte"):
         words = rf"^{str(name).removeprefix('gigatoken:')}: .*bytes, null:N"
-        for eod_text in (None, "</s>"):
-            raises(FileNotFoundError, words, one.build_tokenizer, name, eod_text)
+        raises(FileNotFoundError, words, one.build_tokenizer, name, "</s>")
 
 
 def test_a_package_that_is_missing_is_named(one, tmp_path, hf, monkeypatch):
@@ -5372,8 +5342,7 @@ def test_a_package_that_is_missing_is_named(one, tmp_path, hf, monkeypatch):
     }.items():
         monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
         package = module.partition(".")[0]
-        words = rf"needs the package {package} \(pip install {package}\): "
-        raises(ImportError, words, use)
+        raises(ImportError, rf"needs the package {package} \(pip install {package}\): ", use)
 
 
 def test_text_and_ids_of_all_kinds(one, hf):
@@ -5390,8 +5359,7 @@ def test_text_and_ids_of_all_kinds(one, hf):
         for given in (ids, np.array(ids, np.uint16), torch.tensor(ids), iter(torch.tensor(ids))):
             assert tokenizer.detokenize(given) == text
         assert tokenizer.detokenize([]) == tokenizer.detokenize(torch.tensor([])) == ""
-        with pytest.raises(TypeError):
-            tokenizer.detokenize(torch.tensor([1.0]))  # such as a loss mask
+        raises(TypeError, None, tokenizer.detokenize, torch.tensor([1.0]))  # such as a loss mask
     for text, word in (("1 301", "301"), ("-1", "-1"), ("1 a", "a")):
         with pytest.raises(ValueError, match=f"null:N: expected ids from 0 to 300, got '{word}'"):
             one.build_tokenizer("null:300").tokenize(text)
@@ -5403,10 +5371,7 @@ PIECES += ["ﬁ", "🙂", "👩\u200d🚀", "\u2028", "\x00", "\ufeff", "\U0010f
 
 def odd_texts(rng, count):
     """Texts of odd pieces, put together at random; the first one is empty."""
-    texts = [""]
-    for _ in range(count):
-        texts.append("".join(rng.choice(PIECES, rng.integers(1, 30))))
-    return texts
+    return [""] + ["".join(rng.choice(PIECES, rng.integers(1, 30))) for _ in range(count)]
 
 
 def test_gigatoken_makes_the_ids_of_tokenizers(one, tmp_path, monkeypatch):
@@ -5443,34 +5408,25 @@ def test_gigatoken_refuses_a_file_if_its_ids_would_differ(one, tmp_path):
     pytest.importorskip("gigatoken")
     tokenizers = pytest.importorskip("tokenizers")
     bytes_alone = tokenizers.pre_tokenizers.ByteLevel(False, use_regex=False)
-    gpt_2 = tokenizers.pre_tokenizers.ByteLevel(False)
     words = tokenizers.pre_tokenizers.Split(tokenizers.Regex(LLAMA_3), "isolated")
     llama_3 = tokenizers.pre_tokenizers.Sequence([words, bytes_alone])
     reserved = [tokenizers.AddedToken(f"<|reserved_{k}|>", special=True) for k in range(300)]
     word = tokenizers.AddedToken("qq", single_word=True)
     path = tmp_path / "tokenizer.json"
     for pre_tokenizer, text, added, differs in (
-        (gpt_2, "the cat, the hat", ["qq"], None),
-        (llama_3, "the cat, the hat", reserved, None),
+        (llama_3, "the cat, the hat", [*reserved, "qq"], None),
         (bytes_alone, "the cat, the hat", [], "the|cat"),
         (bytes_alone, "j q j q", [], "j "),  # in no line of the probe
-        (gpt_2, "the cat", [word], "aqqb"),
         (llama_3, "the cat", [*reserved, word], "aqqb"),
     ):
-        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-        options = {"special_tokens": ["</s>"], "initial_alphabet": alphabet, "show_progress": False}
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+        tokenizer = tokenizers.ByteLevelBPETokenizer()
         tokenizer.pre_tokenizer = pre_tokenizer
-        tokenizer.decoder = tokenizers.decoders.ByteLevel()
-        tokenizer.train_from_iterator([text] * 9, tokenizers.trainers.BpeTrainer(**options))
+        tokenizer.train_from_iterator([text] * 9, show_progress=False, special_tokens=["</s>"])
         tokenizer.add_tokens(added)
         tokenizer.save(str(path))
-        if differs is None:
+        with refusal(differs and f"^{path}: .*({differs}).* leave out .gigatoken:"):
             found = one.build_tokenizer(f"gigatoken:{path}").tokenize(text)
             assert found == one.build_tokenizer(path).tokenize(text)
-        else:
-            advice = f"^{path}: .*({differs}).* leave out .gigatoken:"
-            raises(ValueError, advice, one.build_tokenizer, f"gigatoken:{path}")
 
 
 # ==============================================================================
@@ -5495,10 +5451,8 @@ def compress(content, extension):
 
 def make_shards(one, inputs, folder, count, **arguments):
     """Make all shards, and merge them -> the prefix of the merged pair."""
-    shards = []
-    for index in range(count):
-        made = one.preprocess(inputs, folder / "s", shard=(index, count), **arguments)
-        shards += made.values()
+    job = {"input": inputs, "output_prefix": folder / "s"} | arguments
+    shards = [one.preprocess(shard=(index, count), **job)["text"] for index in range(count)]
     assert shards == sorted(set(shards))
     one.merge(shards, folder / "merged")
     return folder / "merged"
@@ -5506,9 +5460,8 @@ def make_shards(one, inputs, folder, count, **arguments):
 
 def random_input(rng):
     """Up to 30 lines that are good: of odd texts, of all forms, or blank."""
-    lines = LINES_OF_TEXT.split(b"\n")
-    for text in odd_texts(rng, 15):
-        lines.append(json.dumps({"text": text}, ensure_ascii=False).encode())
+    rows = [json.dumps({"text": text}, ensure_ascii=False) for text in odd_texts(rng, 15)]
+    lines = [*LINES_OF_TEXT.split(b"\n"), *map(str.encode, rows)]
     return b"\n".join(rng.choice(lines, rng.integers(31)))
 
 
@@ -5528,8 +5481,7 @@ def test_random_corpora_equal_the_plain_loop(one, tmp_path, monkeypatch):
         whole = quiet(one.preprocess, paths, tmp_path / "o", **job)["text"]
         count = int(rng.integers(2, 6))
         merged = quiet(make_shards, one, paths, tmp_path, count, append_eod=True)
-        for prefix in (whole, merged):
-            assert bytes_of_pair(prefix) == bytes_of_pair(tmp_path / "plain")
+        assert bytes_of_pair(whole) == bytes_of_pair(merged) == bytes_of_pair(tmp_path / "plain")
 
 
 def test_an_input_is_of_the_shard_in_whose_share_it_begins(one):
@@ -5554,14 +5506,13 @@ def test_an_input_is_of_the_shard_in_whose_share_it_begins(one):
 def test_all_shards_of_a_job_are_merged_or_none(one, tmp_path, monkeypatch):
     """In order, in whatever folders; of the same inputs and append_eod, as far as records tell."""
     monkeypatch.chdir(tmp_path)
-    for name, count in (("a", 9), ("b", 9), ("c", 1), ("n0/b", 9), ("n1/b", 10)):
+    for name, count in (("a", 9), ("b", 9), ("n0/b", 9), ("n1/b", 10)):
         os.makedirs(os.path.dirname(tmp_path / name), exist_ok=True)
         jsonl(f"{name}.jsonl", ["1"] * count)
     first = one.preprocess(["a.jsonl", "b.jsonl"], "o", shard=(0, 2))["text"]
     refused = pytest.raises(ValueError, match="_00001_of_00002: not from the same job .*append_eod")
     for names, append_eod, outcome in (
-        ("a b c", False, refused),  # a new file
-        ("a n1/b", False, refused),  # one that has grown
+        ("a n1/b", False, refused),  # a file that has grown
         ("a b", True, refused),
         ("a n0/b", False, contextlib.nullcontext()),
     ):
@@ -5574,14 +5525,12 @@ def test_all_shards_of_a_job_are_merged_or_none(one, tmp_path, monkeypatch):
     path.write_text(re.sub(r',\s+"job": "\w+"', "", path.read_text()))
     with refused:
         one.merge([first, second], "merged")
-    record = path.read_text()
-    path.write_text(record.replace('"bin": ', '"bin": 9'))  # of another pair
+    path.write_text(path.read_text().replace('"bin": ', '"bin": 9'))  # of another pair
     mk(one, tmp_path / "s_100000_of_100001", [[1]])
     for prefixes, missing in (
         ([], "at least one"),
         ([first], "text_document_00001_of_00002, got the end of the list; merge all 2 shards"),
         ([second, first], f"expected {first}, got {second}; merge all 2 shards"),
-        ([first, "merged", second], "document_00001_of_00002, got merged; merge all 2 shards"),
         ([first, second, "none"], r"none\.idx"),
         ([first, second], r"00001_of_00002: .*copy its \.record\.json.* rename"),
         (["s_100000_of_100001"], "expected s_00000_of_100001, got s_100000_of_100001"),
@@ -5645,8 +5594,7 @@ def test_the_record_of_a_pair(one, tmp_path, monkeypatch, recwarn):
     assert not os.path.exists("all.record.json")
 
     wrong = [{"bin": 9}, {"idx": 9}, {"tokenizer": "bytes"}, {"inputs": None}, {"job": 5}]
-    wrong += [{"more": 5}, {"inputs": [[2, 2]]}, {"inputs": [["a", 2.5]]}]
-    wrong += [{"append_eod": "no"}, {"append_eod": 5}]
+    wrong += [{"more": 5}, {"inputs": [[2, 2]]}, {"inputs": [["a", 2.5]]}, {"append_eod": 5}]
     contents = [json.dumps(record | values) for values in wrong]
     for content in [*contents, "", "[]", "\0", "[" * 99999]:
         path.write_text(content)
@@ -5657,41 +5605,37 @@ def test_the_record_of_a_pair(one, tmp_path, monkeypatch, recwarn):
     assert [str(each.message) for each in recwarn if each.category is UserWarning] == []
 
 
-def test_a_pair_of_a_different_tokenizer(one, tmp_path):
+def test_a_pair_of_a_different_tokenizer(one, tmp_path, monkeypatch):
     """Each start warns once for each corpus, and merge refuses; the package does not matter."""
+    monkeypatch.chdir(tmp_path)
     of_a_file = {"class": "HuggingFaceTokenizer", "package": "tokenizers", "eod": 0}
     tokenizers = {
         "tok": Tok(),
-        "five": Tok(eod=5),
         "file": Tok(unique_identifiers=of_a_file),
         "gigatoken": Tok(unique_identifiers=of_a_file | {"package": "gigatoken"}),
         "nameless": Tok(unique_identifiers=None),
     }
-    prefixes = {"bare": mk(one, tmp_path / "bare", [[1] * 9] * 2, np.uint16)}
+    mk(one, tmp_path / "bare_text_document", [[1] * 9] * 2, np.uint16)
     for name, tokenizer in tokenizers.items():
-        job = {"output_prefix": tmp_path / name, "tokenizer": tokenizer}
-        prefixes[name] = one.preprocess(texts=["1 2 3 4 5 6 7 8 9"] * 2, **job)["text"]
-    merged = str(tmp_path / "merged")
-    words = "/file_.* made with a different tokenizer than .*/tok_.*: its class is "
+        one.preprocess(texts=["1 2 3 4 5 6 7 8 9"] * 2, output_prefix=name, tokenizer=tokenizer)
+    words = "^file_.* made with a different tokenizer than tok_.*: its class is "
     words += "'HuggingFaceTokenizer', not 'Tok'; preprocess"
-    with pytest.raises(ValueError, match=words):
-        one.merge([prefixes[name] for name in ("tok", "tok", "bare", "file")], merged)
-    assert not os.path.exists(f"{merged}.idx")
-    for names in ("file gigatoken file", "bare tok nameless tok"):
-        one.merge([prefixes[name] for name in names.split()], merged)
-    blend = [prefixes["tok"], merged, prefixes["bare"]]
-    fields = {"path_to_cache": str(tmp_path / "cache"), "split": "1,1,0"}
-    for name, corpora in (("tok", []), ("five", ["tok", "merged"])):
-        cfg = config(one, (blend, None), tokenizer=tokenizers[name], **fields)
-        words = r"/(merged|tok)\S* was .* than the config's: its eod is 0, not 5; give the config "
+    for names, refused in (
+        ("tok tok bare file", words),
+        ("file gigatoken file", None),
+        ("bare tok nameless tok", None),
+    ):
+        with refusal(refused):
+            one.merge([f"{name}_text_document" for name in names.split()], "merged")
+        assert os.path.exists("merged.idx") == (refused is None)
+    blend = ["tok_text_document", "merged", "bare_text_document"]
+    fields = {"path_to_cache": "cache", "split": "1,1,0"}
+    for tokenizer, corpora in ((Tok(), []), (Tok(eod=5), ["tok", "merged"])):
+        cfg = config(one, (blend, None), tokenizer=tokenizer, **fields)
+        words = r"^(merged|tok)\S* was .* than the config's: its eod is 0, not 5; give the config "
         for _ in range(2):  # the second finds a cache
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                warnings.simplefilter("ignore", ResourceWarning)  # of objects of other tests
-                build(one, [1, 1, 0], cfg)
-            found = [re.search(words, str(warning.message))[1] for warning in caught]
-            assert found == corpora
-            assert {warning.filename for warning in caught} <= {__file__}
+            _, messages = heard(build, one, [1, 1, 0], cfg)
+            assert [re.search(words, message)[1] for message in messages] == corpora
 
 
 def test_pairs_with_and_without_eod(one, tmp_path, capsys, monkeypatch):
@@ -5786,9 +5730,8 @@ def test_compressed_files_that_are_not_read(one, tmp_path, monkeypatch):
         one.preprocess(path, tmp_path / "o")
     for extension in ("bz2", "XZ", "lzma", "zip", "tar"):
         words = rf"a\.jsonl\.{extension}: only .* unpack .* bzcat F \| zstd > F\.zst$"
-        with pytest.raises(ValueError, match=words):
-            one.preprocess(path.rename(tmp_path / f"a.jsonl.{extension}"), tmp_path / "o")
-        path.touch()
+        path = path.rename(tmp_path / f"a.jsonl.{extension}")
+        raises(ValueError, words, one.preprocess, path, tmp_path / "o")
 
 
 def test_sentences_are_sequences(one, tmp_path, monkeypatch):
@@ -5822,7 +5765,6 @@ def test_what_a_server_answers(one, web, no_pauses, tmp_path):
         ("a.jsonl", [None] * 3 + [503] * 3, 1, None),
         ("a.jsonl", [503] * 99, 4, f".*503.*{url_alone}"),
         ("a.jsonl", [None, None, 503], 0, f"cannot be read: .*503.*{url_alone}"),
-        ("a.jsonl", [403] * 99, 0, f".*403.*{url_alone}"),
         ("a.jsonl", ["no length"] * 99, 0, None),
         ("a.jsonl.gz", ["no length"] * 99, 0, None),
         ("b.jsonl.gz", [], 0, "cannot be read: Not a gzipped file"),
@@ -5922,15 +5864,13 @@ def test_a_tokenizer_is_called_for_no_empty_list(one, tmp_path, monkeypatch):
         (tmp_path / f"{number}.jsonl").write_bytes(content)
     for workers, size in ((1, 1), (1, 1 << 19), (2, 20)):
         monkeypatch.setattr(one, "_BLOCK_BYTES", size)
-        made, messages = heard(one.preprocess, tmp_path / "*.jsonl", workers=workers, **job)
+        made, (bad, empty) = heard(one.preprocess, tmp_path / "*.jsonl", workers=workers, **job)
         assert texts_of(one, made["text"]) == [[1], [1], [1], [], [1], []]
         lines = [(name[-7:], number) for name, number in inputs_of(one, made["text"])]
         assert lines == [(f"{name}.jsonl", k) for name, k in ((2, 0), (3, 0), (4, 0), (4, 2))]
-        bad, empty = messages
         assert re.search(r"^1 bad line skipped .*/4\.jsonl, line 11: .*'oops'$", bad)
         assert re.search(r"no documents in 2 inputs; is .*/0\.jsonl empty\?$", empty)
-    made = quiet(one.preprocess, None, texts=[], **job)["text"]
-    assert len(one.IndexedDataset(made)) == 0
+    assert len(one.IndexedDataset(quiet(one.preprocess, None, texts=[], **job)["text"])) == 0
 
 
 def test_ids_may_be_of_any_kind(one, tmp_path):
@@ -5945,8 +5885,7 @@ def test_ids_may_be_of_any_kind(one, tmp_path):
     kinds = [np.array([3, 3], dtype) for dtype in (np.uint8, np.int64, np.uint64)]
     for found in [[3, 3], (3, 3), torch.tensor([3, 3]), *kinds]:
         tokenizer.tokenize.return_value = found
-        made = one.preprocess(path, **job)["text"]
-        assert texts_of(one, made) == [[3, 3, 70_000]] * 2
+        assert texts_of(one, one.preprocess(path, **job)["text"]) == [[3, 3, 70_000]] * 2
     own_eods = job | {"tokenizer": Tok(), "texts": ["3 0"]}  # no warning of two of them
     made, messages = heard(one.preprocess, None, **own_eods)
     assert (texts_of(one, made["text"]), messages) == ([[3, 0, 0]], [])
@@ -5969,7 +5908,6 @@ REFUSED = {  # the file a.jsonl, other arguments of preprocess, and what the err
     "two kinds of input": (GOOD, {"texts": ["a"]}, "either input .* or texts; got both"),
     "neither of them": (GOOD, {"input": None}, "either input .* or texts; got neither"),
     "no input": (GOOD, {"input": []}, "at least one input"),
-    "no such input": (GOOD, {"input": "none.jsonl"}, "none.jsonl: no such file"),
     "no folder": (GOOD, {"output_prefix": "none/o"}, "No such file or directory: .none/o"),
     "no prefix": (GOOD, {"output_prefix": None}, "output_prefix is missing"),
     "no keys": (GOOD, {"json_keys": []}, "json_keys: expected at least one"),
@@ -6007,7 +5945,6 @@ BAD_LINES = {  # and what is said of each
     b'{"text": "a\\ud83d"}': "key 'text': 'utf-8' codec can't encode",
     b'{"other": "a"}': "expected the key 'text', got only ['other']",
     b'{"text": ["a", 5]}': "key 'text': ",
-    b'{"text": null}': "key 'text': ",
     b'{"text": "a\tb"}': NO_OBJECT + "Invalid control character at column 12; it begins",
     b'\xef\xbb\xbf{"text"': NO_OBJECT + "Expecting ':' delimiter at column 8; it begins",
     b"\x1f\x8b\x08\0": NO_OBJECT + "the file is compressed with gzip; decompress it, or give it a "
@@ -6026,11 +5963,9 @@ def test_bad_lines_anywhere_are_named_or_skipped(one, tmp_path, monkeypatch):
     assert one._LONGEST_LINE == 2**31 - 1
     monkeypatch.setattr(one, "_LONGEST_LINE", 200_000)
     monkeypatch.setattr(one, "_BLOCK_BYTES", 60)
-    for k in range(5):
-        (tmp_path / f"b{k}.jsonl").touch()
     path = tmp_path / "a.jsonl"
     first = b"\n\xef\xbb\xbf" + GOOD * 9 + b"\n"  # with a BOM
-    job = {"input": tmp_path / "*.jsonl", "output_prefix": tmp_path / "o"}
+    job = {"input": path, "output_prefix": tmp_path / "o"}
     bad = []
     for line, words in BAD_LINES.items():
         bad.append(line + b"\n" + GOOD)
@@ -6043,11 +5978,10 @@ def test_bad_lines_anywhere_are_named_or_skipped(one, tmp_path, monkeypatch):
         assert "(char " not in said, "json counts lines, too"
     assert not list(tmp_path.glob("o*"))
     path.write_bytes(first + b"".join(bad))
-    made, (skipped, empty) = heard(one.preprocess, on_error="skip", workers=3, **job)
+    made, [skipped] = heard(one.preprocess, on_error="skip", workers=3, **job)
     assert skipped.startswith(f"{len(bad)} bad lines skipped (stored without tokens): ")
     assert re.findall(r"a\.jsonl, line (\d+): ", skipped) == ["12", "14", "16", "18", "20"]
     assert skipped.endswith("; ...")
-    assert re.search(r"no documents in 5 inputs; is .*b0\.jsonl empty\?$", empty)
     assert texts_of(one, made["text"]) == [[49]] * 9 + [[], [49]] * len(bad)
 
 
@@ -6094,11 +6028,9 @@ def test_what_a_tokenizer_raises_at_a_line(one, tmp_path):
     assert texts_of(one, made["text"]) == [[1, 0], [], [2, 0]]
     for error in (MemoryError("no room"), FileNotFoundError(2, "no room")):
         for workers, kind in ((1, type(error)), (2, ChildProcessError)):
-            options = {"on_error": "skip", "workers": workers}
-            raises(kind, "no room", one.preprocess, **options, **job)
+            raises(kind, "no room", one.preprocess, on_error="skip", workers=workers, **job)
     error = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
-        one.preprocess(**job)
+    raises(KeyboardInterrupt, None, one.preprocess, **job)
 
 
 @linux
@@ -6134,15 +6066,11 @@ def test_signals_in_workers(one, tmp_path, monkeypatch):
     def act(text):
         if os.getpid() == command:
             return
-        if text == "3":
-            os._exit(3)
         if text == "4":
             sys.exit(4)
         if text == "5":  # the worker ends in the middle of its result
             monkeypatch.setattr(Connection, "send", send_a_part)
             return
-        if text == "11":
-            signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # pytest's handler prints a lot
         os.kill(os.getpid(), int(text))
 
     Connection = multiprocessing.connection.Connection
@@ -6159,8 +6087,7 @@ def test_signals_in_workers(one, tmp_path, monkeypatch):
             return __import__, ("no_module",)
 
     before = set(multiprocessing.active_children())
-    reasons = {"9": "-9, Killed", "11": "-11, Segmentation fault", "3": "3", "4": "4", "5": "5"}
-    for text, reason in reasons.items():
+    for text, reason in (("9", "-9, Killed"), ("4", "4"), ("5", "5")):
         words = rf"\(exit code {reason}\); .* fewer workers; .* workers=1 "
         before_it = "22" if text == "9" else "222"  # the first worker, or the last one
         raises(ChildProcessError, words, run, *before_it, text, "2")
@@ -6239,20 +6166,18 @@ class ChatTokenizer(Tok):
 
     def tokenize_conversation(self, conversation, return_target, add_generation_prompt):
         assert return_target and not add_generation_prompt
-        tokens = []
-        targets = []
+        pairs = []  # of a token and its target
         for message in conversation:
-            numbers = self.tokenize(message["content"])
-            tokens += numbers
             learned = message["role"] == "assistant"
-            targets += numbers if learned else [-100] * len(numbers)
-        return np.array(tokens), np.array(targets)
+            for number in self.tokenize(message["content"]):
+                pairs.append((number, number if learned else -100))
+        return np.array(pairs, int).reshape(-1, 2).T
 
 
 def chat(one, path, n=None, **fields):
     """An SFTDataset of n samples over all (or the given) rows of a file; S = 8."""
-    fields = {"tokenizer": ChatTokenizer(pad=999)} | fields
-    return gpt(one, str(path), n, cls=one.SFTDataset, **fields)
+    fields = {"tokenizer": ChatTokenizer(pad=999), "cls": one.SFTDataset} | fields
+    return gpt(one, str(path), n, **fields)
 
 
 ROW = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
@@ -6265,17 +6190,13 @@ def write_parquet(path, columns, **arguments):
     parquet.write_table(sys.modules["pyarrow"].table(columns), path, **arguments)
 
 
-def random_rows(rng, count, longest):
-    """Rows of some conversations each, of numbers for ChatTokenizer, with a key more."""
-    rows = []
-    for _ in range(count):
-        messages = []
-        for role in rng.choice(["system", "user", "assistant"], rng.integers(1, 12)).tolist():
-            numbers = rng.integers(1, 50, rng.integers(0, longest))
-            content = " ".join(map(str, numbers))
-            messages.append({"role": role, "content": content, "weight": 0})
-        rows.append(messages)
-    return rows
+def random_row(rng, longest):
+    """A row of some conversations, of numbers for ChatTokenizer, with a key more."""
+    messages = []
+    for role in rng.choice(["system", "user", "assistant"], rng.integers(1, 12)).tolist():
+        numbers = rng.integers(1, 50, rng.integers(0, longest))
+        messages.append({"role": role, "content": " ".join(map(str, numbers)), "weight": 0})
+    return messages
 
 
 def brute_chat_sample(messages, S, pad, cp):
@@ -6331,7 +6252,7 @@ def test_samples_of_conversations_equal_the_rules(one, tmp_path, kind, pad):
     """Tokens may equal the pad id (7); without a pad, eod (0) fills."""
     path = tmp_path / f"chat.{kind}"
     for rng in cases(15):
-        rows = random_rows(rng, int(rng.integers(1, 6)), int(rng.choice([2, 3, 12])))
+        rows = [random_row(rng, rng.choice([2, 3, 12])) for _ in range(rng.integers(1, 6))]
         rows.append([{"role": "system", "content": "5", "weight": 0}] * 3)  # of which two may fit
         write_rows(path, rows, rng)
         S = int(2 ** rng.uniform(0, 5))
@@ -6351,7 +6272,7 @@ def test_samples_of_conversations_equal_the_rules(one, tmp_path, kind, pad):
 @pytest.mark.parametrize("changed", [0, -1])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_file_of_rows_that_is_replaced(one, tmp_path, kind, changed):
-    """The file that was opened is read on; who unpickles it refuses another."""
+    """The file that was opened is read on, whole rows; who unpickles it refuses another."""
     old, new = tmp_path / f"a.{kind}", tmp_path / f"b.{kind}"
     rows = [[ROW[0], {"role": "assistant", "content": str(k)}] for k in range(100, 199)]
     write_rows(old, rows, np.random.default_rng(0))
@@ -6372,20 +6293,10 @@ def test_a_file_of_rows_that_is_replaced(one, tmp_path, kind, changed):
         os.utime(old, (0, 0))  # what is written now has another time
         ds = chat(one, old)
         write_rows(old, rows, np.random.default_rng(0))
-        with pytest.raises(ValueError, match="a.jsonl: the file was written .*build the dataset"):
-            ds[changed]
-
-
-def test_a_row_is_read_whole_or_not_at_all(one, tmp_path, monkeypatch):
-    """The system may return fewer bytes than asked for; that is not the end of the file."""
-    path = jsonl(tmp_path / "chat.jsonl", [ROW, ROW], "messages")
-    ds = chat(one, path)
-    wanted = ds[1]
-    monkeypatch.setattr(os, "pread", read_3_bytes)
-    same_samples(ds[1], wanted)
-    os.truncate(path, 150)
-    with pytest.raises(ValueError, match=r"chat\.jsonl, line 2: .* 62 of 88 bytes at offset 88"):
-        ds[1]
+        words = "a.jsonl: the file was written .*build the dataset"
+        raises(ValueError, words, ds.__getitem__, changed)
+        os.truncate(old, 5)
+        raises(ValueError, "a.jsonl, line .* of .* bytes at offset ", ds.__getitem__, changed)
 
 
 def test_a_row_that_is_bad_or_without_loss_is_named(one, tmp_path):
@@ -6429,7 +6340,6 @@ def test_what_fine_tuning_refuses(one, tmp_path):
     write_parquet(tmp_path / "text.parquet", {"text": ["a"]})
     write_parquet(tmp_path / "no_lists.parquet", {"messages": ["a"]})
     for name, fields, words in (
-        ("list.jsonl", {}, "list.jsonl, line 1: cannot be read: "),
         ("compressed.jsonl.GZ", {}, "GZ: .*must not be compressed; decompress it"),
         ("no_lists.parquet", {}, "row 1: expected .messages., a list.*got"),
         ("text.parquet", {}, "text.parquet: cannot be read as Parquet"),
@@ -6448,21 +6358,18 @@ def test_what_fine_tuning_refuses(one, tmp_path):
     raises(FileNotFoundError, words, chat, one, prefix)
     os.mkdir(prefix)  # as a cache does
     raises(IsADirectoryError, words, chat, one, prefix)
-    words = r"list\.jsonl, line 1: cannot be read: "
-    raises(ValueError, words, chat, one, tmp_path / "list.jsonl")
+    raises(ValueError, r"list\.jsonl, line 1: cannot be read: ", chat, one, tmp_path / "list.jsonl")
     (tmp_path / "empty.jsonl").touch()
     assert len(chat(one, tmp_path / "empty.jsonl")) == 0
     template = Tok(tokenize=with_start, tokenize_conversation=print)
     chat(one, tmp_path / "good.jsonl", tokenizer=template)
-    chat(one, tmp_path / "good.jsonl", sequence_length=96, **CP_4)
-    for cp in (None, 1):
-        chat(one, tmp_path / "good.jsonl", sequence_length=9, context_parallel_size=cp)
+    chat(one, tmp_path / "good.jsonl", sequence_length=9, context_parallel_size=None)
 
 
 @pytest.mark.filterwarnings("ignore:.* this sample has no loss")
 def test_fine_tuning_sets_in_builder_blend_loader_and_resume(one, tmp_path):
     """A run continues, but not with a different file of the same name."""
-    rows = random_rows(np.random.default_rng(0), 20, 5)
+    rows = [random_row(np.random.default_rng(number), 5) for number in range(20)]
     paths = [jsonl(tmp_path / name, rows, "messages") for name in "ab"]
     cfg = config(one, (paths, [1, 3]), split="8,1,1", tokenizer=ChatTokenizer(pad=999))
     train, valid, test = build(one, [24, 4, 0], cfg, one.SFTDataset)
@@ -6515,12 +6422,7 @@ def test_trace_and_find_of_random_blends(one, tmp_path):
     """The blend has parts of two pairs, and one of them twice."""
     for rng in cases(8):
         pairs = [mk_sentences(one, tmp_path / name, rng) for name in "ab"]
-        fields = {
-            "sequence_length": int(rng.integers(1, 12)),
-            "add_extra_token_to_sequence": bool(rng.integers(2)),
-            "drop_last_partial_validation_sequence": bool(rng.integers(2)),
-            "stable_order": bool(rng.integers(2)),
-        }
+        fields = random_parity_flags(rng) | {"stable_order": bool(rng.integers(2))}
         cfg = config(one, ([*pairs, pairs[0]], [1, 3, 1]), split="1,9,0", **fields)
         _, blend, _ = quiet(build, one, [0, int(rng.integers(1, 60)), 0], cfg)
         for part in blend.datasets:
@@ -6607,8 +6509,7 @@ def test_commands_by_hand(one, tmp_path, hf, capsys, monkeypatch):
         ("inspect half", 0, ["[0.5]", "not decoded: some of these tokens"]),
         (f"verify {prefix} modes", 0, [f"OK: {prefix}: 3 ", "OK: modes: 1 document, 2 sequences"]),
         (f"{preprocess} hf --append-eod --tokenizer {hf}", 0, [f"{hf_class} {digits}, with eod"]),
-        (f"merge --input {prefix} --input {prefix}.idx --output-prefix two", 0, ["26 tokens"]),
-        (f"merge --input {prefix}.bin --output-prefix one", 0, ["one: 3 documents, 3 sequences"]),
+        (f"merge --input {prefix} --input {prefix}.idx --output-prefix m", 0, ["6 sequences, 26 "]),
         (f"inspect {prefix}.bin", 0, inspected),
         (f"verify {prefix}.bin {prefix}.idx", 0, [f"OK: {prefix}: 3 "]),
         ("inspect toy", 1, [prefix, f"megatron-min: {tmp_path}/toy.idx: No such file or direct"]),
@@ -6620,7 +6521,6 @@ def test_commands_by_hand(one, tmp_path, hf, capsys, monkeypatch):
         (f"{preprocess} o --shard 3/3", 2, [shards]),
         (f"{preprocess} o --workers 0", 2, ["--workers: expected a positive whole number, got"]),
         (f"{preprocess} o --on-error foo", 2, ["argument --on-error: invalid choice: 'foo'"]),
-        ("merge --input small missing --output-prefix o", 1, ["missing.idx"]),
         ("verify small damaged", 1, ["damaged.idx: sequence_pointers[1]"]),
         ("inspect damaged", 1, ["damaged.idx: sequence_pointers[1]"]),
     ):
@@ -6634,7 +6534,6 @@ def test_commands_by_hand(one, tmp_path, hf, capsys, monkeypatch):
             assert files_of(".") == before
         for word in words:
             assert word in said, line
-    assert len(one.IndexedDataset("two", check=True)) == 6
     assert one.IndexedDataset("q", multimodal=True).sequence_modes.tolist() == [0, 5]
 
 
@@ -6660,11 +6559,11 @@ def test_options_of_preprocess_reach_the_function(one, hf, capsys, monkeypatch):
 
 
 def test_a_warning_points_to_the_line_of_the_user(one):
-    """Not to a line of an installed library, which called us."""
+    """Not to ours, nor to a line of an installed library, which called us."""
     library = pathlib.Path(torch.__file__).parents[1] / "lib.py"
-    names = {"warn": one._warn}
-    exec(compile("def call():\n    warn('x')", str(library), "exec"), names)
-    with pytest.warns(UserWarning, match="x") as caught:
+    names = {"warn": functools.partial(one._inputs_of_shard, [one._Input("a", 0)], 0, 2)}
+    exec(compile("def call():\n    warn()", str(library), "exec"), names)
+    with pytest.warns(UserWarning, match="unequal") as caught:
         names["call"]()
     assert caught[0].filename == __file__
 
@@ -6717,9 +6616,7 @@ def test_the_demo_of_the_file_as_a_program(tmp_path, capsys, monkeypatch):
     """It resumes, leaves nothing, and ends with a command that its user can type."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["megatron_min.py", "demo"])
-    with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(HERE / "megatron_min.py"), run_name="__main__")
-    assert stop.value.code == 0
+    raises(SystemExit, "^0$", runpy.run_path, str(HERE / "megatron_min.py"), run_name="__main__")
     out = capsys.readouterr().out
     assert re.findall(r"^[0-9N].*?[.,]", out, re.MULTILINE) == ["1.", "2.", "3.", "4.", "Next,"]
     assert "600 samples of 256 tokens" in out
@@ -6732,11 +6629,9 @@ def test_the_demo_of_the_file_as_a_program(tmp_path, capsys, monkeypatch):
 def test_a_command_has_the_name_by_which_it_was_started(one, capsys, monkeypatch):
     main = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", main)
-    python = os.path.basename(sys.executable)
     for module, path, words in (
         (None, "/bin/megatron-min", "megatron-min"),
-        (None, "my/data.py", f"{python} my/data.py"),
-        ("mine.data", "/me/mine/data.py", f"{python} -m mine.data"),
+        ("mine.data", "/me/mine/data.py", f"{os.path.basename(sys.executable)} -m mine.data"),
     ):
         main.__spec__ = module and importlib.machinery.ModuleSpec(module, None)
         for argv, wanted in (([], f"usage: {words} "), (["verify", "none"], f"{words}: ")):
@@ -6765,16 +6660,14 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_platforms_without_fcntl_and_fork(tmp_path):
+def test_platforms_without_fcntl_and_fork(tmp_path, monkeypatch):
     """Spawned workers find a module in the current folder; no package of an extra is there."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "program").mkdir()
     (tmp_path / "program" / "job.py").write_text(BARE_PLATFORM)
     module = "import megatron_min\nclass Tokenizer(megatron_min.ByteTokenizer): pass\n"
     (tmp_path / "beside.py").write_text(module)
-    env = os.environ | {"PYTHONPATH": str(HERE)}
-    run = [sys.executable, "program/job.py"]
-    done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=300)
-    assert done.returncode == 0 and "uninterrupted run: True" in done.stdout, done.stderr
+    assert "uninterrupted run: True" in "\n".join(run_script("program/job.py"))
 
 
 def test_a_list_is_read_as_prefixes_and_weights(one):
@@ -6919,7 +6812,7 @@ def test_splits_and_blends_equal_upstreams(one, up):
 OTHER_ARGUMENTS = {"DistributedDataParallel", "finalize_model_grads"}
 OTHER_ARGUMENTS |= {"forward_backward_no_pipelining", "get_batch_on_this_cp_rank"}
 NOT_TAKEN = ["s3_config", "fast_cache_load", "sequences_per_dataset", "dtype_code"]
-OTHER_DEFAULTS = ["path_to_idx_cache", "bin_chunk_nbytes"]
+OTHER_DEFAULTS = {"path_to_idx_cache", "bin_chunk_nbytes"}
 # Of names that the package lacks: upstream's, as its repository has them.
 ARGUMENTS_BY_HAND = {
     "MegatronPretrainingSampler": "total_samples consumed_samples micro_batch_size "
@@ -6975,9 +6868,8 @@ def test_public_names_and_their_arguments_are_upstreams(one, up):
         found = arguments_of(ours, inspect.Parameter.KEYWORD_ONLY)
         for key in NOT_TAKEN if name == "IndexedDataset" else []:
             del wanted[key]
-        for key in OTHER_DEFAULTS:
-            if key in wanted:
-                wanted[key] = found[key]
+        for key in OTHER_DEFAULTS & wanted.keys():
+            wanted[key] = found[key]
         if list(found.items()) != list(wanted.items()):
             differing.add(name)
     assert differing == OTHER_ARGUMENTS
@@ -7003,8 +6895,7 @@ def write_somehow(names, folder, docs, dtype, multimodal, rng):
         cut = int(rng.integers(len(doc) + 1))
         modes = rng.integers(-128, 128, 2).tolist()
         if rng.random() < 0.5:
-            lengths = [cut, len(doc) - cut]
-            builder.add_document(tokens, lengths, modes if multimodal else None)
+            builder.add_document(tokens, [cut, len(doc) - cut], modes if multimodal else None)
         else:
             builder.add_item(tokens[:cut], modes[0])
             builder.add_item(tokens[cut:], modes[1])
@@ -7024,12 +6915,10 @@ def test_files_equal_upstreams(one, up, tmp_path):
         dtype = rng.choice([np.uint8, np.int16, np.uint16, np.int32, np.int64])
         docs = [rng.integers(0, 100, rng.integers(0, 9)) for _ in range(rng.integers(1, 20))]
         docs.append(np.array([5]))
-        prefixes = []
-        for names, folder in ((one, tmp_path / "ours"), (up, tmp_path / "theirs")):
-            choices = copy.deepcopy(rng)
-            prefixes.append(quiet(write_somehow, names, folder, docs, dtype, multimodal, choices))
+        job = docs, dtype, multimodal
+        ours = write_somehow(one, tmp_path / "ours", *job, copy.deepcopy(rng))
+        theirs = quiet(write_somehow, up, tmp_path / "theirs", *job, rng)
         assert files_of(tmp_path / "ours") == files_of(tmp_path / "theirs")
-        ours, theirs = prefixes
         by_us = one.IndexedDataset(theirs, multimodal)
         by_them = up.IndexedDataset(ours, multimodal=multimodal)
         for place in (*range(len(by_them)), slice(None)):
@@ -7098,10 +6987,9 @@ def test_mock_datasets_equal_upstreams(one, up):
     for names in (one, up):
         cfg = config(names, sequence_length=2000, tokenizer=Tok(36, 37))
         built.append(quiet(build, names, [9, 2, 1], cfg, names.MockGPTDataset))
+    same_built(*built)
     for ours, theirs in zip(*built, strict=True):
-        assert len(ours) == len(theirs)
         same_arrays(arrays(ours), arrays(theirs))
-        same_items(ours, theirs, list(range(0, len(ours), max(1, len(ours) // 5))))
 
 
 # -- The builder and the cache -----------------------------------------------------------------
@@ -7202,8 +7090,7 @@ def test_groups_of_ranks_equal_upstreams(one, up):
         tp, cp, dp, pp = rng.integers(1, 6, 4).tolist()
         theirs = state.RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order="tp-cp-ep-dp-pp")
         sizes = {"tensor": tp, "context": cp, "data": dp, "pipeline": pp}
-        axes = rng.permutation(["tp", "cp", "dp", "pp"])
-        kind = "-".join(axes[: rng.integers(1, 5)])
+        kind = "-".join(rng.permutation(["tp", "cp", "dp", "pp"])[: rng.integers(1, 5)])
         found = one.ParallelGroups.rank_lists(kind, **sizes)
         assert found == theirs.get_ranks(kind), (kind, sizes)
 
@@ -7308,8 +7195,7 @@ def run_here(capsys, path, *arguments):
     sys.modules.pop("pretrain", None)
     capsys.readouterr()
     with mock.patch.object(sys, "argv", [path, *arguments]):
-        names = runpy.run_path(path, run_name="__main__")
-    return names, capsys.readouterr().out.splitlines()
+        return runpy.run_path(path, run_name="__main__"), capsys.readouterr().out.splitlines()
 
 
 def change(path, *changes):
@@ -7335,8 +7221,7 @@ def test_readmes_pretrain_and_documents_as_they_stand(one, readme, inputs, capsy
         return cross_entropy(logits, labels, **arguments)
 
     monkeypatch.setattr(torch.nn.functional, "cross_entropy", look_on)
-    with pytest.raises(InterruptedError):
-        run_here(capsys, "pretrain.py")
+    raises(InterruptedError, None, run_here, capsys, "pretrain.py")
     printed = capsys.readouterr().out
     stops.clear()
     del read[40:]  # what was read after the last checkpoint
@@ -7488,10 +7373,10 @@ def command_of(path, ranks):
 
 
 def run_script(path, *arguments, ranks=0, **variables):
-    """Run a script of README in the current folder: the lines that it prints."""
+    """Run a script in the current folder: the lines that it prints."""
     env = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"} | variables
     run = [*command_of(path, ranks), *arguments]
-    done = subprocess.run(run, env=env, capture_output=True, text=True)
+    done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
