@@ -52,7 +52,7 @@ Words       token           an integer that stands for a piece of text
             global batch    the samples of one step
 
   +-- "document" --------------------------------------------------------------------------------+
-  | In sections 1 and 2, and in the tools of part IV, a document is a text.  From section 3 on,  |
+  | In sections 1 and 2, and in the tools of part IV, a document is a text.  From section 4 on,  |
   | a document is a sequence of the .idx file.  Upstream does the same, because a text is nearly |
   | always one sequence.                                                                         |
   +----------------------------------------------------------------------------------------------+
@@ -353,9 +353,11 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     def _open(self):
         """Read the .idx and open the .bin.  (Loading a pickle calls this, too: section 15.)"""
-        # Both functions are in section 15.  They also set _stamps, the size and time of each file.
+        self._memo = {}  # cached results, such as that of verify()
+        self._stamps = {}  # size and time of each file, noted when it is opened: section 15
         self._set_arrays(_read_idx(self))
         self._tokens = _open_tokens(self)  # a _MappedTokens, if the .bin is mapped
+        self.num_tokens = self._stamps["bin"]["size"] // self._token_bytes
         _remember_files(self)  # section 15: pickles leave out what is in the files
         if self.check:
             self.verify()
@@ -376,11 +378,6 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the number of tokens in the .bin."""
-        return self._stamps["bin"]["size"] // self._token_bytes
 
     def __repr__(self) -> str:
         size = f"sequences={len(self)}, tokens={self.num_tokens}"
@@ -433,7 +430,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         Raises DatasetFormatError if a length is negative, if a sequence does not begin where the
         sequence before it ends, or if a document begins before the preceding document.
         """
-        if "verified" not in self._memo:  # cached results, which _open() clears
+        if "verified" not in self._memo:
             _check_entries_of_idx(self)
             self._memo["verified"] = True
 
@@ -515,24 +512,6 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         self._bin = _NewFile(bin_path)  # gets its name when it is complete (section 14)
         self._is_final = False  # True once finalize() has written the pair
 
-    def add_sequences(
-        self, content: bytes, lengths: typing.Iterable[int], modes: typing.Any = None
-    ) -> None:
-        """Append sequences.  content holds their tokens, as _encode_tokens() returns them.
-
-        lengths and modes have an entry for each sequence.  If modes is None, all modes are 0.  A
-        builder that is not multimodal ignores modes.
-        """
-        lengths, modes = _as_lengths_and_modes(self, content, lengths, modes)  # of array.array
-        try:
-            self._bin.write(content)
-            self.sequence_lengths.extend(lengths)
-            if self.multimodal:
-                self.sequence_modes.extend(modes)
-        except BaseException:
-            self._bin.discard()  # it may have tokens without lengths now
-            raise
-
     def add_document(
         self, tensor: typing.Any, lengths: typing.Iterable[int], modes: typing.Any = None
     ) -> None:
@@ -556,6 +535,24 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         """End a document: the sequences that were added since the last end_document()."""
         self.document_indices.append(len(self.sequence_lengths))
 
+    def add_sequences(
+        self, content: bytes, lengths: typing.Iterable[int], modes: typing.Any = None
+    ) -> None:
+        """Append sequences.  content holds their tokens, as _encode_tokens() returns them.
+
+        lengths and modes have an entry for each sequence.  If modes is None, all modes are 0.  A
+        builder that is not multimodal ignores modes.
+        """
+        lengths, modes = _as_lengths_and_modes(self, content, lengths, modes)  # of array.array
+        try:
+            self._bin.write(content)
+            self.sequence_lengths.extend(lengths)
+            if self.multimodal:
+                self.sequence_modes.extend(modes)
+        except BaseException:
+            self._bin.discard()  # it may have tokens without lengths now
+            raise
+
     def add_index(self, path_prefix: str | os.PathLike) -> None:
         """Append all sequences and documents of a pair.
 
@@ -563,20 +560,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         multimodal, or if it is the pair that is being written.  After an error during the copy, the
         builder accepts no more input.
         """
-        other = IndexedDataset(path_prefix, multimodal=self.multimodal, check=True)
-        _check_appended(self, other)
-        before = len(self.sequence_lengths)
-        at_a_time = (16 << 20) // self._token_dtype.itemsize  # 16 MiB of tokens
-        try:
-            for first in range(0, other.num_tokens, at_a_time):
-                self._bin.write(other._tokens.read(first, min(at_a_time, other.num_tokens - first)))
-            self.sequence_lengths.frombytes(other.sequence_lengths.tobytes())
-            self.document_indices.frombytes((other.document_indices[1:] + before).tobytes())
-            if self.multimodal:
-                self.sequence_modes.frombytes(other.sequence_modes.tobytes())
-        except BaseException:
-            self._bin.discard()  # it may have a part of the pair
-            raise
+        _append_pair(self, path_prefix)  # section 20
 
     def finalize(self, idx_path: str | os.PathLike) -> None:
         """Write the .idx file and give both files their final names.
@@ -641,9 +625,7 @@ def toy_corpus(folder: str | os.PathLike | None = None) -> str:
     ['aaaa', 'bbb', 'cccccc']
     """
     if folder is None:
-        folder = tempfile.mkdtemp()
-        # The pid is passed so that a forked process does not remove the folder when it ends.
-        atexit.register(_remove_path, folder, os.getpid())  # section 14
+        folder = _temporary_folder()  # section 14
     prefix = os.path.join(os.fsdecode(folder), "toy")
     with IndexedDatasetBuilder(get_bin_path(prefix), np.uint8) as builder:
         for text in (b"aaaa", b"bbb", b"cccccc"):
@@ -717,8 +699,7 @@ class ByteTokenizer:
 
     def detokenize(self, ids: typing.Iterable[int]) -> str:
         """Return the text of ids, without eod tokens; invalid UTF-8 becomes U+FFFD."""
-        text_bytes = bytes(token for token in ids if token < 256)
-        return text_bytes.decode("utf-8", errors="replace")
+        return bytes(token for token in ids if token < 256).decode("utf-8", errors="replace")
 
 
 def encode_document(
@@ -735,7 +716,9 @@ def encode_document(
     [[97, 97], [98, 256]]
     """
     sequences = []
-    for sentence in _as_sentences(text):
+    _check_text(text)
+    texts = [text] if isinstance(text, str) else text
+    for sentence in texts:
         tokens = _as_ids(tokenizer, tokenizer.tokenize(sentence)).tolist()
         if len(tokens) > 0:
             sequences.append(tokens)
@@ -794,10 +777,11 @@ def encode_jsonl(
 # ==============================================================================
 # Question: how is each corpus split, and in what proportions are corpora mixed?
 #
-# The setting "split" cuts every corpus into parts that have no document in common.  Each of these
-# parts is also called a split.  A blend combines corpora, each with a weight:
+# The setting "split" cuts every corpus into parts that have no sequence in common.  (A text of
+# several sentences may be cut between two parts.)  Each of these parts is also called a split.  A
+# blend combines corpora, each with a weight:
 #
-#   split "98,1,1"    wiki, 100 documents    code, 1000 documents
+#   split "98,1,1"    wiki, 100 sequences    code, 1000 sequences
 #   train             0 .. 97                0 .. 979
 #   valid             98                     980 .. 989
 #   test              99                     990 .. 999
@@ -871,7 +855,7 @@ def convert_split_vector_to_split_matrix(
 
 
 def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, int]:
-    """Turn fractions of a corpus into (first, end), a half-open range of its documents.
+    """Turn fractions of a corpus into (first, end), a half-open range of its sequences.
 
     Both are rounded as round() does: a half, such as 48.5, goes to the even number.  The fractions
     are sums of floats, and 0.7 + 0.2 is slightly less than 0.9, so a product that should be a half
@@ -1013,7 +997,8 @@ class BlendedMegatronDatasetConfig:
 # ==============================================================================
 # Question: in what order are samples read, and where does each one start?
 #
-# Three index arrays hold the answer:
+# From here on, a document is a sequence of the .idx file, as in upstream.  Three index arrays hold
+# the answer:
 #
 # (1) document_index holds the documents of the split, repeated for each epoch and shuffled.
 #     Concatenated in this order, they are the stream.
@@ -1375,13 +1360,13 @@ def build_stable_orders(
 # part, is 3.  With inter_document_masking, reset_position_ids has no effect, and
 # reset_attention_mask is an error.
 #
-# A label that equals the pad id never counts in the loss.  With eod_mask_loss, neither does a label
-# whose input token is eod.  In a sample, tokens and labels that equal the pad id become 0.
-#
 # The pad id is the tokenizer's pad.  If the tokenizer has no pad, the pad id is -1, which matches
 # no token.  It is also -1 if another special token has the same id as pad, unless
 # allow_ambiguous_pad_tokens is set.  The special tokens are those in special_tokens_dict or, if
 # there are none, eos and eod.
+#
+# A label that equals the pad id never counts in the loss.  With eod_mask_loss, neither does a label
+# whose input token is eod.  In a sample, tokens and labels that equal the pad id become 0.
 #
 # ds[None] returns a padding sample: sample 0 with a loss_mask of zeros.  Padding samples fill up a
 # micro-batch that has too few samples (section 8).
@@ -1533,9 +1518,9 @@ class MegatronDataset(abc.ABC, torch.utils.data.Dataset):
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
-        """Return config fields on which the names of cache files depend.
+        """Return config fields on which the names of cache files depend, as in upstream.
 
-        Subclasses may add fields.  GPTDataset's other settings are added in section 15.
+        Subclasses may add fields.  Section 15 adds other settings that change the index arrays.
         """
         return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
 
@@ -1626,11 +1611,9 @@ class GPTDataset(MegatronDataset):
     # ---- from k to the tokens and labels of sample k
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
-        k = 0 if idx is None else idx
         # only a subclass returns more than two values
-        ids, _, *more = self._query_document_sample_shuffle_indices(k)
-        lengths = more[0] if more else None
-        return self._make_sample(idx, ids, lengths)
+        ids, _, *more = self._query_document_sample_shuffle_indices(0 if idx is None else idx)
+        return self._make_sample(idx, ids, more[0] if more else None)
 
     def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
         """Return [self[idx] for idx in indices], but faster.  torch's DataLoader calls this."""
@@ -1854,8 +1837,7 @@ def _positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.nd
     """
     positions = np.arange(sequence_length)
     if len(starts) > 1:
-        lengths = np.diff([*starts, sequence_length])
-        positions -= np.repeat(starts, lengths)
+        positions -= np.repeat(starts, np.diff([*starts, sequence_length]))
     return positions
 
 
@@ -2156,8 +2138,7 @@ class BlendedDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, idx: int | None) -> dict:
         d, k = self._locate(idx)
-        dataset_id = torch.from_numpy(np.array(d, np.int64))
-        return {"dataset_id": dataset_id, **self.datasets[d][k]}
+        return {"dataset_id": torch.from_numpy(np.array(d, np.int64)), **self.datasets[d][k]}
 
     def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
         """Return [self[idx] for idx in indices], but faster.  torch's DataLoader calls this."""
@@ -2176,12 +2157,12 @@ class BlendedDataset(torch.utils.data.Dataset):
 # Question: which datasets does a config describe, and which rank builds first?
 #
 # From each of train, valid and test, the user requests a size: a number of samples, or None.  The
-# first row that applies says what the split becomes:
+# first row that applies says what the builder makes:
 #
-#   the split has                            becomes
+#   there are                                the builder makes
 #   no corpora, or an empty share            None
-#   blend_phases (train only)                a blend of all samples of the phases
-#   multiple_validation_sets (valid only)    a list of datasets, one for each corpus
+#   blend_phases (only for train)            a blend of all samples of the phases
+#   multiple_validation_sets (for valid)     a list of datasets, one for each corpus
 #   one corpus without a weight              the dataset of the corpus
 #   one corpus of blend_per_split            the dataset of the corpus
 #   corpora without weights                  a blend of size samples or, if size is None or too
@@ -2199,16 +2180,18 @@ class BlendedDataset(torch.utils.data.Dataset):
 #
 # A target is ceil(size * w), where w is the weight of the corpus divided by the sum of all weights.
 # (For a phase, size is the phase's number of samples.)  A target plus surplus is ceil(target * (1 +
-# mid_level_dataset_surplus)).  A blend with weights has as many samples as the sum of the targets,
-# which may be a few more than size, as in upstream.
+# mid_level_dataset_surplus)).  For example, if the size is 1,000 and the weights are 30 and 70, the
+# targets are 300 and 700, and with a surplus of 0.005, 302 and 704 samples are requested.  A blend
+# with weights has as many samples as the sum of the targets, which may be a few more than size, as
+# in upstream.
 #
 # The rule of section 6 keeps to the weights only approximately, and may take more samples of a
 # corpus than its target.  Hence the surplus.  If the rule takes more samples than a corpus has, the
 # builder rebuilds only this corpus, with more samples.  (Upstream fails.)
 #
-# A blend with weights needs a number as its size.  A blend of phases ignores its size, which must
-# not be above its number of samples.  If no corpus of a split has a sample, the split is None, and
-# a warning says so.
+# A blend with weights needs a number as its size.  With phases, the size is only checked: it must
+# not exceed the number of samples of the phases.  If no corpus of a split has a sample, the split
+# is None, and a warning says so, unless its size is 0.
 #
 # In a job of several ranks, rank 0 builds first:
 #
@@ -2240,27 +2223,25 @@ def _plans_of_splits(config, sizes):
     for split, size in zip(Split, sizes, strict=True):
         if config.blend_per_split is not None:
             bounds = (0.0, 1.0)
-            corpora = config.blend_per_split[split.value]
+            blend = config.blend_per_split[split.value]
         else:
             bounds = config.split_matrix[split.value]
-            corpora = ([None], None) if config.mock else config.blend
-        if bounds is None or corpora is None:
+            blend = ([None], None) if config.mock else config.blend
+        if bounds is None or blend is None:
             _warn_of_few_samples(split, 0, size)
             continue
-        prefixes, weights = list(corpora[0]), corpora[1]
-        fields = {}  # the other fields of the plan
+        prefixes, weights = list(blend[0]), blend[1]
         if split is Split.train and config.blend_phases is not None:
             phases = _as_normalized_phases(config.blend_phases, prefixes)
             requested = [math.ceil(n * (1 + surplus)) for n in _targets_of_corpora(phases)]
-            fields = {"is_blend": True, "phases": phases}
+            plan = _SplitPlan(split, prefixes, bounds, requested, True, phases=phases)
         elif split is Split.valid and config.multiple_validation_sets:
             _check_size_of_sets(config, prefixes, size)
-            requested = [size] * len(prefixes)
+            plan = _SplitPlan(split, prefixes, bounds, [size] * len(prefixes))
         elif len(prefixes) == 1 and (weights is None or config.blend_per_split is not None):
-            requested = [size]
+            plan = _SplitPlan(split, prefixes, bounds, [size])
         elif weights is None:
-            requested = [None] * len(prefixes)
-            fields = {"is_blend": True, "size": size}
+            plan = _SplitPlan(split, prefixes, bounds, [None] * len(prefixes), True, size=size)
         else:
             _check_has_size(split, size)
             # a corpus of weight 0 is not even opened
@@ -2268,8 +2249,8 @@ def _plans_of_splits(config, sizes):
             weights = normalize(weights)
             targets = _targets_of_corpora([(size, weights)])
             requested = [math.ceil(n * (1 + surplus)) for n in targets]
-            fields = {"is_blend": True, "weights": weights, "size": sum(targets)}
-        plans.append(_SplitPlan(split, prefixes, bounds, requested, **fields))
+            plan = _SplitPlan(split, prefixes, bounds, requested, True, weights, sum(targets))
+        plans.append(plan)
     return plans
 
 
@@ -2348,7 +2329,6 @@ class BlendedMegatronDatasetBuilder:
             datasets = self._map(build, corpora, plan.prefixes, plan.requested)
             size = self.sizes[plan.split.value]
             _warn_of_short_corpora(plan.split, size, datasets)  # no warning if size is 0
-            # With a size of 0, a split may have no samples.
             if size != 0 and not any(len(dataset) for dataset in datasets):
                 continue  # the split stays None
             if plan.is_blend:
@@ -2364,7 +2344,7 @@ class BlendedMegatronDatasetBuilder:
             prefixes |= dict.fromkeys(plan.prefixes)
         _allow_open_files()  # a blend of hundreds of corpora opens hundreds of files
         configs = [self.config] * len(prefixes)
-        corpora = self._map(self.cls.build_low_level_dataset, prefixes, configs)
+        corpora = self._map(self.cls.build_low_level_dataset, list(prefixes), configs)
         opened = dict(zip(prefixes, corpora, strict=True))
         _check_corpora(opened, self.cls, self.config.tokenizer)
         return opened
@@ -2429,6 +2409,7 @@ class BlendedMegatronDatasetBuilder:
 #   step    M rounds; M is the global batch size divided by the samples in a round.  If M is
 #           constant, step t reads rounds t*M .. t*M + M - 1.  Samplers know nothing about steps
 #
+# The loader of section 10 takes the names "single" and "cyclic", and the setting full_validation.
 # The sampler "single" keeps the samples in order and deals each dp rank a block of them.  The
 # sampler "cyclic" shuffles them anew in each pass.  With data_sharding, the loader's default, each
 # dp rank owns a part of the samples and shuffles only this part; all parts are shuffled with the
@@ -2539,8 +2520,8 @@ class MegatronPretrainingSampler(_Sampler):
     kind = "single"
 
     def __iter__(self) -> typing.Iterator[list[int | None]]:
-        rank = self.data_parallel_rank
-        ranks = self.data_parallel_size
+        dp_rank = self.data_parallel_rank
+        dp_size = self.data_parallel_size
         begin = self.next_start
         self.next_start = 0  # for the next iteration
         for first in range(begin, self.total_samples, self.samples_per_round):
@@ -2550,8 +2531,8 @@ class MegatronPretrainingSampler(_Sampler):
             # In a full round, each dp rank gets micro_batch_size samples.  In a short round, the
             # numbers of samples of two dp ranks differ by at most 1, and dp rank 0 has the most:
             # of 5 samples, 4 dp ranks get 2, 1, 1 and 1.
-            own_first = first + _ceil_div(rank * count, ranks)
-            own_end = first + _ceil_div((rank + 1) * count, ranks)
+            own_first = first + _ceil_div(dp_rank * count, dp_size)
+            own_end = first + _ceil_div((dp_rank + 1) * count, dp_size)
             padding = [None] * (self.micro_batch_size - (own_end - own_first))
             yield [*range(own_first, own_end), *padding]
 
@@ -2595,17 +2576,14 @@ class MegatronPretrainingRandomSampler(_Sampler):
                    False: the samples are shuffled together and dealt to the dp ranks one by one
     seed           0 to 2**63 - 1; pass p is shuffled with seed + p.  0 gives upstream's order
 
-    If micro_batch_size or data_parallel_size changes, a resumed sampler continues at the same
-    sample, provided that both jobs shuffle the same samples, and are at the same place of the same
-    pass:
+    A run may resume with other sizes.  For example, with 100 samples, micro_batch_size 4 and no
+    data_sharding, 100 samples are shuffled and 96 of them are read in a pass, on 2 dp ranks as on
+    4.  So a run on 2 dp ranks may continue on 4 after 16, 32, 48, ... consumed samples.  In
+    general, a resumed sampler continues at the same sample if
 
       - samples_shuffled() stays the same
       - divmod(consumed_samples, active_total_samples) stays the same: the pass, and the place in it
       - consumed_samples is a multiple of the new samples_per_round
-
-    For example, without data_sharding, with 100 samples and micro_batch_size 4: on 2 and on 4 dp
-    ranks, 100 samples are shuffled and 96 are active.  So a run on 2 dp ranks may continue on 4
-    after 16, 32, 48, ... consumed samples.
 
     All dp ranks yield the same number of lists.  An iteration ends with its pass; the next one
     continues after the last list that was yielded.
@@ -2656,17 +2634,15 @@ class MegatronPretrainingRandomSampler(_Sampler):
 
     def _order_of_rank(self, pass_number):
         """Return the samples that this dp rank reads in a pass, in order."""
-        rank = self.data_parallel_rank
-        ranks = self.data_parallel_size
+        dp_rank = self.data_parallel_rank
+        dp_size = self.data_parallel_size
         # on the CPU, even if torch's default device is a GPU
         generator = torch.Generator("cpu").manual_seed(self.seed + pass_number)
         if self.data_sharding:
-            own_samples = self.samples_shuffled() // ranks
-            return rank * own_samples + torch.randperm(
-                own_samples, generator=generator, device="cpu"
-            )
+            count = self.samples_shuffled() // dp_size  # samples of a dp rank
+            return dp_rank * count + torch.randperm(count, generator=generator, device="cpu")
         order = torch.randperm(self.samples_shuffled(), generator=generator, device="cpu")
-        return order[rank : self.active_total_samples : ranks]
+        return order[dp_rank : self.active_total_samples : dp_size]
 
     def samples_shuffled(self) -> int:
         """Return how many samples of the dataset are shuffled in a pass."""
@@ -2698,8 +2674,7 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
             [99, 99, 99, 99]])
     """
     for indices in sampler:
-        samples = [dataset[idx] for idx in indices]
-        yield torch.utils.data.default_collate(samples)
+        yield torch.utils.data.default_collate([dataset[idx] for idx in indices])
 
 
 # ==============================================================================
@@ -2743,7 +2718,7 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 # For the last step, each row is cut into 2 * cp equal chunks, and each cp rank gets two of them.
 # Why chunks 0 and 3?  Under a causal mask, the last token attends to all tokens, and the first
 # token only to itself.  So the first chunk costs least and the last chunk costs most.  Together
-# they cost as much as the two chunks between them.
+# they cost as much as any other such pair.
 
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
@@ -2967,19 +2942,20 @@ def _read_batch(data_iterator, layout, create_attention_mask):
     return {key: batch[key].to("cpu", dtype) for key, (_, dtype) in layout.items()}
 
 
-# This is the buffer of a first stage, for 2 rows of 4 tokens.  The tensors with the widest items
-# come first.  So each tensor begins at a multiple of its item size, and is a view of the buffer:
-#
-#   byte   0        8                         72                        136
-#          | flag   | tokens, 2 x 4 int64     | position_ids, 2 x 4     |
-#
-# The receivers know this layout in advance: it follows from their stage and from the arguments of
-# get_batch().  The flag is 1 if the read failed, otherwise 0.  If it is 1, a second broadcast
-# carries the error message, and every rank of the group raises the error.
-
-
 def _share_batch(read, layout, groups, device):
-    """Call read() on tp rank 0, send the batch to its tp group, and return it on every rank."""
+    """Call read() on tp rank 0, send the batch to its tp group, and return it on every rank.
+
+    The batch is sent in one buffer.  This is the buffer of a first stage, for 2 rows of 4 tokens:
+
+      byte   0        8                         72                        136
+             | flag   | tokens, 2 x 4 int64     | position_ids, 2 x 4     |
+
+    The tensors with the widest items come first.  So each tensor begins at a multiple of its item
+    size, and is a view of the buffer.  The receivers know this layout in advance: it follows from
+    their stage and from the arguments of get_batch().  The flag is 1 if the read failed, otherwise
+    0.  If it is 1, a second broadcast carries the error message, and every rank of the group raises
+    the error.
+    """
     sent = {"error_flag": ((), torch.int64)} | layout
     size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sent.values())
     # The CPU need not wait for a copy from pinned memory to the GPU.
@@ -3067,12 +3043,12 @@ def get_batch_on_this_cp_rank(
     if S is None:
         return part
     documents_are_cut = batch.get("cu_seqlens") is not None and not use_per_sequence_balancing
-    if documents_are_cut:
-        # the positions in each row that this rank keeps
-        positions = _positions_in_documents(batch["cu_seqlens"], S, cp_rank, cp_size)
-    else:
+    if not documents_are_cut:
         _check_divisible_row(S, cp_size)
         chunk = S // (2 * cp_size)  # tokens in a chunk
+    else:
+        # the positions in each row that this rank keeps
+        positions = _positions_in_documents(batch["cu_seqlens"], S, cp_rank, cp_size)
     for key, value in batch.items():
         if key == "cu_seqlens" or not isinstance(value, torch.Tensor):
             continue
@@ -3080,14 +3056,14 @@ def get_batch_on_this_cp_rank(
         _check_axis_to_cut(key, value, dim, S)
         if value.dim() <= dim or value.shape[dim] != S:  # it has no axis of S tokens
             continue
-        if documents_are_cut:
-            _check_rows_to_cut(key, value, positions)
-            rows = zip(value, positions.to(value.device), strict=True)
-            part[key] = torch.stack([row.index_select(dim - 1, kept) for row, kept in rows])
-        else:
+        if not documents_are_cut:
             front = value.narrow(dim, cp_rank * chunk, chunk)
             back = value.narrow(dim, S - (cp_rank + 1) * chunk, chunk)
             part[key] = torch.cat([front, back], dim)
+        else:
+            _check_rows_to_cut(key, value, positions)
+            rows = zip(value, positions.to(value.device), strict=True)
+            part[key] = torch.stack([row.index_select(dim - 1, kept) for row, kept in rows])
     return part
 
 
@@ -3114,11 +3090,10 @@ def _positions_in_documents(cu_seqlens, S, cp_rank, cp_size):
     bounds = _as_bounds(cu_seqlens, S)  # begins with 0 and ends with S
     _check_divisible_documents(bounds, cp_size)
     positions = torch.arange(S, device="cpu").repeat(len(bounds), 1)
-    # the index of each position's document, counted from 1: bounds[which] is where it ends
-    which = torch.searchsorted(bounds, positions, right=True)
-    start = bounds.gather(1, which - 1)
-    length = bounds.gather(1, which) - start
-    chunk = (positions - start) * (2 * cp_size) // length
+    next_bound = torch.searchsorted(bounds, positions, right=True)  # its index in bounds
+    start = bounds.gather(1, next_bound - 1)  # where the document of each position starts
+    end = bounds.gather(1, next_bound)
+    chunk = (positions - start) * (2 * cp_size) // (end - start)
     is_kept = (chunk == cp_rank) | (chunk == 2 * cp_size - 1 - cp_rank)
     return positions[is_kept].view(len(bounds), -1)
 
@@ -4285,8 +4260,7 @@ def get_train_valid_test_num_samples(
         eval_interval = _as_whole(eval_interval, "eval_interval", 1)
         evaluations += _as_whole(train_iters, "train_iters") // eval_interval
     test_samples = _as_whole(eval_iters, "eval_iters") * global_batch_size
-    valid_samples = None if full_validation else evaluations * test_samples
-    return train_samples, valid_samples, test_samples
+    return train_samples, None if full_validation else evaluations * test_samples, test_samples
 
 
 class NumMicroBatches:
@@ -4667,8 +4641,7 @@ def _check_idx_header(path, content, multimodal):
     _check_field(path, "length of document_indices", m >= 1, "at least 1", m)
     end = 34 + 12 * n + 8 * m
     sizes = [end + n] if multimodal else [end, end + n]
-    expected = f"{sizes[0]} bytes ({end + n} with modes)"
-    _check_field(path, "file size", size in sizes, expected, size)
+    _check_field(path, "file size", size in sizes, f"{sizes[0]} bytes ({end + n} with modes)", size)
 
 
 def _check_ends_of_pair(pair):
@@ -4806,12 +4779,11 @@ def _check_ids_fit(ids, tokens):
         raise ValueError(f"token id {ids[i]} (index {i}) does not fit {tokens.dtype}; {advice}")
 
 
-def _as_sentences(text):
-    """Return a list of str as it is, and a str in a list.  Raises ValueError for anything else."""
+def _check_text(text):
+    """Raise ValueError unless a text is a str or a list of str."""
     sentences = [text] if isinstance(text, str) else text
     if not isinstance(sentences, list) or not all(isinstance(each, str) for each in sentences):
         raise ValueError(f"expected a text, or a list of sentences, got {text!r:.60}")
-    return sentences
 
 
 def _as_ids(tokenizer, values):
@@ -5652,6 +5624,14 @@ class _NewFile(contextlib.AbstractContextManager):
             self.discard()
 
 
+def _temporary_folder():
+    """Make a temporary folder, which is removed when the process ends, and return its path."""
+    folder = tempfile.mkdtemp()
+    # The pid is passed so that a forked process does not remove the folder when it ends.
+    atexit.register(_remove_path, folder, os.getpid())
+    return folder
+
+
 def _remove_path(path, pid):
     """Remove a file or a folder, if it exists and pid is the id of this process."""
     if pid == os.getpid():
@@ -5928,11 +5908,9 @@ def _file_exists(path):
 def _read_idx(pair):
     """Return the bytes of the .idx, as an array; on object storage, they are copied first.
 
-    Sets _memo, for cached results, and _stamps, which identify the files.  Each stamp is taken
-    before its file is opened.
+    The stamp of the file is taken before.
     """
-    pair._memo = {}  # verified, fingerprint, record
-    pair._stamps = {"idx": _stamp_of_pair_file(pair._idx_path)}
+    pair._stamps["idx"] = _stamp_of_pair_file(pair._idx_path)
     path = pair._idx_path
     if _is_remote(path):
         path = _fetch_idx(path, pair._stamps["idx"], pair.object_storage_config)
@@ -5949,8 +5927,7 @@ def _open_tokens(pair):
     if _is_remote(pair._bin_path):
         tokens = _RemoteFile(pair._bin_path, pair.dtype)
     else:
-        tokens_of_file = _MappedTokens if pair.mmap else _FileTokens
-        tokens = tokens_of_file(pair._bin_path, pair.dtype)
+        tokens = (_MappedTokens if pair.mmap else _FileTokens)(pair._bin_path, pair.dtype)
         _check_unchanged(pair._bin_path, pair._stamps["bin"], "opened")
     # If the .idx is unchanged, nobody replaced the pair while it was being opened (section 14).
     _check_unchanged(pair._idx_path, pair._stamps["idx"], "opened")
@@ -6116,10 +6093,8 @@ def _set_identifiers_of_dataset(dataset):
 
     A GPTDataset adds the settings that upstream's text lacks, unless they have their defaults.
     """
-    identifiers = collections.OrderedDict()  # as in upstream
-    identifiers["class"] = type(dataset).__name__
-    identifiers["dataset_path"] = dataset.dataset_path
-    identifiers["num_samples"] = dataset.num_samples
+    identifiers = collections.OrderedDict({"class": type(dataset).__name__})  # as in upstream
+    identifiers |= {"dataset_path": dataset.dataset_path, "num_samples": dataset.num_samples}
     identifiers["index_split"] = dataset.index_split.name
     for name in dataset._key_config_attributes():
         identifiers[name] = getattr(dataset.config, name)
@@ -6130,12 +6105,9 @@ def _set_identifiers_of_dataset(dataset):
 
 def _set_identifiers_of_blend(blend):
     """Set unique_identifiers of a BlendedDataset, and the attributes derived from it."""
-    identifiers = collections.OrderedDict()  # as in upstream
-    identifiers["class"] = type(blend).__name__
+    identifiers = collections.OrderedDict({"class": type(blend).__name__})  # as in upstream
     identifiers["datasets"] = [dataset.unique_identifiers for dataset in blend.datasets]
-    identifiers["split"] = blend.split.name
-    identifiers["weights"] = blend.weights
-    identifiers["size"] = blend.size
+    identifiers |= {"split": blend.split.name, "weights": blend.weights, "size": blend.size}
     if blend.phases is not None:
         identifiers["phases"] = blend.phases
     _name_cache_files(blend, identifiers)
@@ -7526,8 +7498,10 @@ def _parse_texts(line, json_keys):
     for key in json_keys:
         if key not in row:
             raise ValueError(f"expected the key {key!r}, got only {list(row)!s:.60}")
+        text = row[key]
         try:
-            texts[key] = _as_sentences(row[key])
+            _check_text(text)
+            texts[key] = [text] if isinstance(text, str) else text
             "".join(texts[key]).encode()  # raises UnicodeEncodeError for a lone surrogate
         except ValueError as error:
             raise ValueError(f"key {key!r}: {_message_of(error)}") from None
@@ -7700,14 +7674,12 @@ def _run_worker(pipe, encoder):
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)  # torch would wait for threads that a forked process does not have
     if isinstance(encoder, bytes):
-        sys.path.append(os.getcwd())  # a tokenizer's module may be beside the data
         encoder = pickle.loads(encoder)
     result = None  # the worker is ready for its first block
     with contextlib.suppress(EOFError, OSError):
         while True:
             pipe.send(result)
-            lines = pipe.recv()
-            result, error = _try_call(encoder.encode_block, lines)
+            result, error = _try_call(encoder.encode_block, pipe.recv())
             if error is not None:  # not a bad line.  The error itself may not be picklable
                 result = ChildProcessError(_message_of(error))
 
@@ -7769,6 +7741,24 @@ def merge(
             # a pair without a record, such as upstream's, is an input itself
             inputs += records[prefix].get("inputs", [[prefix, documents]])
     _write_record(output_prefix, tokenizer, inputs, eod)
+
+
+def _append_pair(builder, path_prefix):
+    """Append all sequences and documents of a pair to an IndexedDatasetBuilder."""
+    other = IndexedDataset(path_prefix, multimodal=builder.multimodal, check=True)
+    _check_appended(builder, other)
+    before = len(builder.sequence_lengths)
+    at_a_time = (16 << 20) // builder._token_dtype.itemsize  # 16 MiB of tokens
+    try:
+        for first in range(0, other.num_tokens, at_a_time):
+            builder._bin.write(other._tokens.read(first, min(at_a_time, other.num_tokens - first)))
+        builder.sequence_lengths.frombytes(other.sequence_lengths.tobytes())
+        builder.document_indices.frombytes((other.document_indices[1:] + before).tobytes())
+        if builder.multimodal:
+            builder.sequence_modes.frombytes(other.sequence_modes.tobytes())
+    except BaseException:
+        builder._bin.discard()  # it may have a part of the pair
+        raise
 
 
 def _check_shards(prefixes, records):
@@ -7956,8 +7946,7 @@ class MockGPTLowLevelDataset:
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Return length tokens of sequence idx, from offset on; if length is None, all of them."""
-        end = None if length is None else offset + length
-        return self[idx][offset:end]
+        return self[idx][offset : None if length is None else offset + length]
 
 
 class MockGPTDataset(GPTDataset):
