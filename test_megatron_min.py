@@ -907,13 +907,15 @@ LINES_OF_TEXT = (
 
 
 def test_a_line_becomes_a_document(one, tmp_path):
-    """It has one sequence, or one for each sentence of a list.  (preprocess(): section 20.)"""
+    """It has one sequence, or one for each sentence of a list; preprocess() writes the same."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(LINES_OF_TEXT)
     one.encode_jsonl(path, tmp_path / "plain", Tok(), append_eod=True)
     ds = one.IndexedDataset(tmp_path / "plain")
     assert lists(ds) == [[1, 2, 0], [4, 0], [5, 0], [1], [2, 3, 0], [0, 0]]  # 0 is the eod
     assert ds.document_indices.tolist() == [0, 1, 2, 3, 3, 3, 5, 5, 6]
+    made = quiet(one.preprocess, path, tmp_path / "fast", Tok(), append_eod=True)
+    assert bytes_of_pair(made["text"]) == bytes_of_pair(tmp_path / "plain")
     of_key = jsonl(tmp_path / "b.jsonl", ["1 2", "70000"], key="other")
     one.encode_jsonl(of_key, tmp_path / "other", Tok(vocab_size=70001), json_key="other")
     assert texts_of(one, tmp_path / "other") == [[1, 2], [70000]]
@@ -2031,7 +2033,7 @@ def test_a_run_continues_if_its_order_is_the_same(one):
 
     for total, consumed, before, after, refused in (  # the layouts: order, micro-batch size, ranks
         (65, 40, ("single", 2, 4), ("single", 3, 3), None),
-        (67, 24, ("unsharded", 4, 2), ("unsharded", 4, 3), None),
+        (67, 24, ("unsharded", 4, 2), ("unsharded", 8, 3), None),
         (64, 64, ("sharded", 2, 4), ("sharded", 4, 4), None),
         (64, 8, ("unsharded", 4, 1), ("sharded", 4, 1), "data_sharding"),
         (64, 8, ("single", 4, 1), ("unsharded", 4, 1), "kind"),
