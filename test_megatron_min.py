@@ -988,6 +988,7 @@ BAD_CONFIGS = [  # what is changed in a good config, a word of the sentence
     ({"tokenizer": object()}, "tokenizer: object needs an attribute unique_identifiers .a dict"),
     ({"tokenizer": Tok}, "tokenizer: expected an object, .*Tok'>"),
     ({"tokenizer": Tok(eod="</s>"), "eod_mask_loss": True}, "Tok needs an attribute eod"),
+    ({"tokenizer": Tok(eod=None), "reset_position_ids": True}, "Tok needs an attribute eod"),
     ({"hybrid_context_parallel": True}, "hybrid_context_parallel"),
     ({"reset_attention_mask": True}, "reset_attention_mask"),  # upstream: no effect, no word
 ]
@@ -1001,7 +1002,7 @@ def test_a_bad_config_is_a_sentence(one):
 def test_a_config_derives_its_other_fields(one):
     forced = config(one, random_seed=0, split="8,1,1")  # mock data have equal splits
     assert (forced.mock, forced.split, forced.token_dtype_code) == (True, "1,1,1", None)
-    per_split = config(one, blend_per_split=PER_SPLIT)
+    per_split = config(one, blend_per_split=PER_SPLIT, tokenizer=Tok(eod=None))  # it is not used
     assert (per_split.mock, per_split.split, per_split.split_matrix) == (False, None, None)
     assert config(one, (["p"], None), blend_per_split=[None] * 3).blend_per_split is None
 
