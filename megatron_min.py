@@ -356,8 +356,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         self._memo = {}  # cached results, such as that of verify()
         self._stamps = {}  # size and time of each file, noted when it is opened: section 15
         self._set_arrays(_read_idx(self))
-        self._tokens = _open_tokens(self)  # a _MappedTokens, if the .bin is mapped
-        self.num_tokens = self._stamps["bin"]["size"] // self._token_bytes
+        self._tokens, self.num_tokens = _open_tokens(self)  # a _MappedTokens, if it is mapped
         _remember_files(self)  # section 15: pickles leave out what is in the files
         if self.check:
             self.verify()
@@ -538,7 +537,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
     def add_sequences(
         self, content: bytes, lengths: typing.Iterable[int], modes: typing.Any = None
     ) -> None:
-        """Append sequences.  content holds their tokens, as _encode_tokens() returns them.
+        """Append sequences.  content is the bytes of their tokens, in the builder's dtype.
 
         lengths and modes have an entry for each sequence.  If modes is None, all modes are 0.  A
         builder that is not multimodal ignores modes.
@@ -744,7 +743,7 @@ def encode_jsonl(
     json_key       the key of the text in each JSON object
     append_eod     True: append tokenizer.eod to each document that has tokens
 
-    Raises ValueError, KeyError or TypeError if a line has no text.  Then no pair is written.
+    Raises ValueError, KeyError or TypeError if a line has no valid text.  Then no pair is written.
     preprocess() in section 20 writes the same bytes, on all cores, and names the bad line.
 
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -823,7 +822,6 @@ def parse_and_normalize_split(split: str) -> list[float]:
     >>> parse_and_normalize_split("3,1")
     [0.75, 0.25, 0.0]
     """
-    # at commas, semicolons, slashes and spaces
     fields = re.split(r"\s*[,;/]\s*|\s+", str(split).strip("[]() "))
     with _naming_place(f'split {split!r} (write, for example, "98,1,1")'):
         shares = [float(field) for field in fields]
@@ -857,9 +855,8 @@ def convert_split_vector_to_split_matrix(
 def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, int]:
     """Turn fractions of a corpus into (first, end), a half-open range of its sequences.
 
-    Both are rounded as round() does: a half, such as 48.5, goes to the even number.  The fractions
-    are sums of floats, and 0.7 + 0.2 is slightly less than 0.9, so a product that should be a half
-    may be slightly less, and be rounded down.
+    Both are rounded as round() does: a half, such as 48.5, goes to the even number.  A product
+    that should be a half may be slightly less, because the fractions are floats.
 
     >>> split_range((0.98, 0.99), 100), split_range((0.98, 0.99), 1000), split_range((0, 0.5), 97)
     ((98, 99), (980, 990), (0, 48))
@@ -907,8 +904,8 @@ class BlendedMegatronDatasetConfig:
     The sections that use the other fields explain them.
 
     Data
-      blend             (prefixes, weights).  weights is a list of numbers.  If it is None, each
-                        corpus is weighted by its number of samples
+      blend             (prefixes, weights).  weights is a list of numbers or None, which weights
+                        each corpus by its number of samples
       split             shares of train, valid and test, such as "98,1,1"
       blend_per_split   a list of three: for train, valid and test, a blend or None
       blend_phases      [(samples, weights), ...]: weights that change during training, instead of
@@ -928,13 +925,14 @@ class BlendedMegatronDatasetConfig:
       multiple_validation_sets
                         True: build one validation dataset per corpus instead of a blend, so that
                         each gets its own loss (section 7).  Needs blend_per_split
-      full_validation   True: if there are several validation datasets, each one covers one epoch
-                        of its corpus.  The size of valid (section 7) must then be None
+      full_validation   True: if there are several validation datasets, the size of valid
+                        (section 7) must be None, so that each of them covers one epoch.  (The
+                        loader has a setting with the same name: section 8)
 
     Building and reading
       mid_level_dataset_surplus
                         how many extra samples to build for each corpus of a blend with weights or
-                        phases, as a fraction of its share (section 7)
+                        phases, as a fraction of its target (section 7)
       num_dataset_builder_threads
                         how many corpora to build in parallel (section 7)
       path_to_cache     folder for the cached index arrays (section 15).  None: each corpus is
@@ -1040,8 +1038,8 @@ class BlendedMegatronDatasetConfig:
 #   2 epochs                   1 1 0 2 2 0           2 1 0 | 0 2 1
 #   3 epochs                   1 1 0 2 0 0 2 1 2     2 1 0 | 0 2 1 | 1 0 2
 #
-# shuffle_index (3) follows the same rule: all epochs together, or each one separately.  A sample
-# that begins in one epoch and ends in the next belongs to the epoch in which it ends.
+# shuffle_index (3) follows the same rule as the documents.  A sample that begins in one epoch and
+# ends in the next belongs to the epoch in which it ends.
 
 
 def count_samples(
@@ -1084,7 +1082,7 @@ def plan_epochs(
     drop_last_partial_sequence: bool = True,
     add_extra_token_to_sequence: bool = True,
 ) -> EpochPlan:
-    """Return how many epochs give the requested samples, and what follows from it, in O(1).
+    """Return how many epochs give the requested samples, and what follows from it.
 
     tokens_per_epoch   T
     num_samples        how many samples are requested.  None or 0: as many as one epoch has
@@ -1219,7 +1217,7 @@ def build_sample_idx(
     rows = np.empty((N + 1, 2), _sample_index_dtype(len(document_index)))
     end_of_last = min(N * S + x, tokens) if N else 0  # a short last sample ends with the stream
     _fill_rows(rows, sizes, document_index, S, x, end_of_last)
-    if x == 0 and N * S > tokens:  # the last sample is short, and has no extra token
+    if x == 0 and N * S > tokens:  # an oddity of upstream, which changes no sample
         _skip_empty_documents(rows, sizes, document_index)
     return rows
 
@@ -1227,10 +1225,11 @@ def build_sample_idx(
 def _fill_rows(rows, sizes, document_index, S, x, end_of_last):
     """Fill in the rows of a sample_index.  Section 18 replaces this function with a faster one.
 
-    Row 0 is (0, 0).  For each later row j, find the document that has the last token of sample
-    j - 1.  That sample ends j*S + x tokens into the stream, or at end_of_last if it is short.
-    Sample j starts x tokens before this end: at that last token or, without the extra token, just
-    after it.  So if x is 0, a row may point to the end of a document, as in upstream.
+    Row 0 is (0, 0).  Each later sample j starts with the last token of sample j - 1 or, if x is 0,
+    just after it.  In both cases, row j names the document that has this last token.  So if x is 0,
+    a row may point to the end of a document, as in upstream.
+
+    Sample j - 1 ends j*S + x tokens into the stream, or at end_of_last if it is short.
     """
     _check_document_index(document_index, sizes)
     lengths = sizes[document_index]
@@ -1247,8 +1246,7 @@ def _fill_rows(rows, sizes, document_index, S, x, end_of_last):
 def _skip_empty_documents(rows, sizes, document_index):
     """If only empty documents follow the last row, make it point to the last of these.
 
-    The row still means the same place in the stream, so no sample changes; upstream writes it so.
-    A row that points into a document stays.
+    The row still means the same place in the stream.  A row that points into a document stays.
     """
     d, offset = rows[-1].tolist()
     if offset == sizes[document_index[d]] and not sizes[document_index[d + 1 :]].any():
@@ -1360,10 +1358,9 @@ def build_stable_orders(
 # part, is 3.  With inter_document_masking, reset_position_ids has no effect, and
 # reset_attention_mask is an error.
 #
-# The pad id is the tokenizer's pad.  If the tokenizer has no pad, the pad id is -1, which matches
-# no token.  It is also -1 if another special token has the same id as pad, unless
-# allow_ambiguous_pad_tokens is set.  The special tokens are those in special_tokens_dict or, if
-# there are none, eos and eod.
+# The pad id is the tokenizer's pad.  It is -1, which matches no token, if the tokenizer has no pad,
+# or if another special token has the same id and allow_ambiguous_pad_tokens is not set.  (The
+# special tokens are those in special_tokens_dict or, if there are none, eos and eod.)
 #
 # A label that equals the pad id never counts in the loss.  With eod_mask_loss, neither does a label
 # whose input token is eod.  In a sample, tokens and labels that equal the pad id become 0.
@@ -1690,9 +1687,9 @@ class GPTDataset(MegatronDataset):
         if config.inter_document_masking:
             if lengths is None:
                 lengths = [length for _, _, length in self.pieces(0 if idx is None else idx)]
-            position_starts = _starts_of_documents(lengths, S)
+            part_starts = _starts_of_documents(lengths, S)
         else:
-            position_starts = eod_starts if config.reset_position_ids else [0]
+            part_starts = eod_starts if config.reset_position_ids else [0]
 
         # Padding becomes 0, a valid id.  As in upstream, so do real tokens that equal the pad id.
         tokens[tokens == pad] = 0
@@ -1701,11 +1698,11 @@ class GPTDataset(MegatronDataset):
         if config.has_dense_mask:
             sample["attention_mask"] = causal_mask(mask_starts, S)
         sample["loss_mask"] = loss_mask
-        sample["position_ids"] = _positions_from(position_starts, S)
+        sample["position_ids"] = _positions_from(part_starts, S)
         if config.inter_document_masking:
             sample["cu_seqlens"] = np.full(S + 1, S, np.int32)
-            sample["cu_seqlens"][: len(position_starts)] = position_starts
-            sample["max_seqlen"] = np.array(np.diff([*position_starts, S]).max(), np.int32)
+            sample["cu_seqlens"][: len(part_starts)] = part_starts
+            sample["max_seqlen"] = np.array(np.diff([*part_starts, S]).max(), np.int32)
         return {key: torch.from_numpy(values) for key, values in sample.items()}
 
     # ---- how the index arrays are built
@@ -1885,7 +1882,8 @@ def build_blending_indices(
     Sample i comes from the dataset with the largest lag, as defined above.  Lags are computed in
     IEEE doubles.  Ties go to the lowest d.  The sum of the weights must be 1, as normalize() makes
     it.  Rounding decides which of two nearly equal lags is larger, so even the last bit of a weight
-    matters.
+    matters.  As in upstream, a dataset of weight 0 may win a tie; BlendedDataset drops such
+    datasets.
 
     dataset_index         int16 (size,), filled in: the dataset of each sample
     dataset_sample_index  int64 (size,), filled in: the number of the sample in its dataset
@@ -2074,8 +2072,8 @@ class BlendedDataset(torch.utils.data.Dataset):
             self.datasets, weights = _drop_zero_weights(self.datasets, weights, names)
             if size is not None:
                 self.size = _as_size(size, "size")
-                # The builder has normalized its weights already.  Upstream, too, does it twice, and
-                # the last bit may change.
+                # Normalized again, though the builder has done so: upstream does, and the last bit
+                # may change.
                 self.weights = normalize(weights)
             else:
                 self.weights = _as_counts(weights, "weights").tolist()
@@ -2190,8 +2188,10 @@ class BlendedDataset(torch.utils.data.Dataset):
 # builder rebuilds only this corpus, with more samples.  (Upstream fails.)
 #
 # A blend with weights needs a number as its size.  With phases, the size is only checked: it must
-# not exceed the number of samples of the phases.  If no corpus of a split has a sample, the split
-# is None, and a warning says so, unless its size is 0.
+# not exceed the number of samples of the phases.  If a number of samples is requested from a corpus
+# without tokens, the build fails.  Corpora that have no sample in one epoch are left out of a blend
+# without weights.  If one epoch is requested, but no corpus of the split has a sample, the split is
+# None, and a warning says so.  With a size of 0 there is no warning, and a dataset may be empty.
 #
 # In a job of several ranks, rank 0 builds first:
 #
@@ -2409,12 +2409,11 @@ class BlendedMegatronDatasetBuilder:
 #   step    M rounds; M is the global batch size divided by the samples in a round.  If M is
 #           constant, step t reads rounds t*M .. t*M + M - 1.  Samplers know nothing about steps
 #
-# The loader of section 10 takes the names "single" and "cyclic", and the setting full_validation.
-# The sampler "single" keeps the samples in order and deals each dp rank a block of them.  The
-# sampler "cyclic" shuffles them anew in each pass.  With data_sharding, the loader's default, each
-# dp rank owns a part of the samples and shuffles only this part; all parts are shuffled with the
-# same permutation.  Without it, all samples are shuffled together and dealt to the dp ranks one by
-# one.  With micro_batch_size 2, data_parallel_size 2 and 8 samples:
+# The sampler "single" keeps the samples in order and deals each dp rank a block of every round.
+# The sampler "cyclic" shuffles them anew in each pass.  With data_sharding, the loader's default,
+# each dp rank owns a part of the samples and shuffles only this part; all parts are shuffled with
+# the same permutation.  Without it, all samples are shuffled together and dealt to the dp ranks one
+# by one.  With micro_batch_size 2, data_parallel_size 2 and 8 samples:
 #
 #   round                            0              1
 #   single               sample      0  1  2  3     4  5  6  7
@@ -2576,14 +2575,16 @@ class MegatronPretrainingRandomSampler(_Sampler):
                    False: the samples are shuffled together and dealt to the dp ranks one by one
     seed           0 to 2**63 - 1; pass p is shuffled with seed + p.  0 gives upstream's order
 
-    A run may resume with other sizes.  For example, with 100 samples, micro_batch_size 4 and no
-    data_sharding, 100 samples are shuffled and 96 of them are read in a pass, on 2 dp ranks as on
-    4.  So a run on 2 dp ranks may continue on 4 after 16, 32, 48, ... consumed samples.  In
-    general, a resumed sampler continues at the same sample if
+    A resumed run may have a different micro_batch_size or number of dp ranks.  It continues at the
+    same sample if
 
-      - samples_shuffled() stays the same
-      - divmod(consumed_samples, active_total_samples) stays the same: the pass, and the place in it
+      - samples_shuffled() is the same
+      - divmod(consumed_samples, active_total_samples), the pass and the place in it, is the same
       - consumed_samples is a multiple of the new samples_per_round
+
+    For example, with 100 samples, micro_batch_size 4 and no data_sharding, 100 samples are shuffled
+    and 96 of them are read in a pass, on 2 dp ranks as on 4.  So a run on 2 dp ranks may continue
+    on 4 after 16, 32, 48, ... consumed samples.
 
     All dp ranks yield the same number of lists.  An iteration ends with its pass; the next one
     continues after the last list that was yielded.
@@ -2716,9 +2717,9 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 #   batch of a tp rank   --cut------>    cp 0: chunks 0 and 3 of 4      cp 1: chunks 1 and 2
 #
 # For the last step, each row is cut into 2 * cp equal chunks, and each cp rank gets two of them.
-# Why chunks 0 and 3?  Under a causal mask, the last token attends to all tokens, and the first
-# token only to itself.  So the first chunk costs least and the last chunk costs most.  Together
-# they cost as much as any other such pair.
+# (In packed rows, each document is cut in this way.)  Why chunks 0 and 3?  Under a causal mask, the
+# last token attends to all tokens, and the first token only to itself.  So the first chunk costs
+# least and the last chunk costs most.  Together they cost as much as any other such pair.
 
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
@@ -3053,7 +3054,7 @@ def get_batch_on_this_cp_rank(
         if key == "cu_seqlens" or not isinstance(value, torch.Tensor):
             continue
         dim = 2 if key == "attention_mask" else 1
-        _check_axis_to_cut(key, value, dim, S)
+        _check_axis_to_cut(key, value, dim, S)  # raises if tokens, labels, ... have another length
         if value.dim() <= dim or value.shape[dim] != S:  # it has no axis of S tokens
             continue
         if not documents_are_cut:
@@ -5918,8 +5919,9 @@ def _read_idx(pair):
 
 
 def _open_tokens(pair):
-    """Open the .bin, and check that it ends where the arrays say, and that no file has changed.
+    """Open the .bin: return an object that reads it, and the number of its tokens.
 
+    Checks that the .bin ends where the arrays say, and that neither file has changed.
     A .bin on object storage is not opened and not checked for changes.
     """
     pair._stamps["bin"] = _stamp_of_pair_file(pair._bin_path)
@@ -5931,7 +5933,7 @@ def _open_tokens(pair):
         _check_unchanged(pair._bin_path, pair._stamps["bin"], "opened")
     # If the .idx is unchanged, nobody replaced the pair while it was being opened (section 14).
     _check_unchanged(pair._idx_path, pair._stamps["idx"], "opened")
-    return tokens
+    return tokens, pair._stamps["bin"]["size"] // pair._token_bytes
 
 
 def _fingerprint_of_pair(pair):
