@@ -2390,8 +2390,7 @@ def test_a_loader_yields_the_plain_loaders(request, tmp_path, module, kind, orde
     others = set(threading.enumerate())
     dataset = dataset_of(mm, tmp_path, kind)
     fields = fields_of(order)
-    sampler = sampler_of(mm, order, 23, 0, 4, 0, 1, drop_last=False)
-    wanted = list(mm.batches_of(dataset, sampler))
+    wanted = list(mm.batches_of(dataset, sampler_of(mm, order, 23, 0, 4, 0, 1, drop_last=False)))
     generators = states_of_generators()
     with torch.device("meta"):
         for num_workers in (0, 1):
@@ -2429,10 +2428,8 @@ def test_dataloader_type_selects_the_sampler(one, monkeypatch):
     own = type("Own", (torch.utils.data.Subset,), {"__getitems__": mock.Mock(return_value=[3, 1])})
     part = torch.utils.data.Subset(own(range(9), [2, 4]), [0, 1])
     assert next(iter(loader_of(one, part, micro_batch_size=2))).tolist() == [3, 1]
-    some = torch.utils.data.Subset(torch.utils.data.Subset(Numbers(9), range(4, 9)), [1, 2, 3])
     plain = type("Plain", (Numbers,), {"__getitems__": None})(9)
-    few = loader_of(one, torch.utils.data.Subset(plain, [4, 2]), micro_batch_size=2)
-    assert next(iter(few))["k"].tolist() == [4, 2]
+    some = torch.utils.data.Subset(torch.utils.data.Subset(plain, range(4, 9)), [1, 2, 3])
     ranks = {"data_parallel_rank": 1, "data_parallel_size": 2}
     padded = loader_of(one, some, full_validation=True, **ranks)
     assert [batch["k"].tolist() for batch in padded] == [[6], [-1]]
@@ -2452,13 +2449,11 @@ def test_dataloader_type_selects_the_sampler(one, monkeypatch):
         raises(RuntimeError, "at sample 4, .* at sample 8; .* StopIteration", next, batches)
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    given = {"data_parallel_rank": 0, "data_parallel_size": 1}
-    for missing in given:
-        with pytest.raises(ValueError, match="2 processes need data_parallel_rank"):
-            loader_of(one, Numbers(9), **{name: given[name] for name in given.keys() - {missing}})
-    assert len(loader_of(one, Numbers(9), **given)) == 2
-    for nothing in (None, Numbers(0)):
-        assert loader_of(one, nothing) is None
+    rank, size = {"data_parallel_rank": 0}, {"data_parallel_size": 1}
+    for given in (rank, size):
+        raises(ValueError, "2 processes need data_parallel_rank", loader_of, one, [1], **given)
+    assert len(loader_of(one, Numbers(9), **rank, **size)) == 2
+    assert loader_of(one, None) is loader_of(one, Numbers(0)) is None
     assert loader_of(one, given, dataloader_type="external") is given
     with mock.patch.multiple(one, _is_distributed=yes):  # which counts, where it is initialized
         with mock.patch.object(torch.distributed, "get_world_size", return_value=1):
@@ -2552,16 +2547,13 @@ PASSES = {  # arguments of a loader of 23 samples, the end of its pass, argument
 
 
 @pytest.mark.parametrize("kind", PASSES)
-@pytest.mark.parametrize("is_subset", [False, True])
-def test_a_state_at_the_end_of_a_pass(one, kind, is_subset):
+def test_a_state_at_the_end_of_a_pass(one, kind):
     """After the loop the next pass begins; at the last batch inside the loop, the rest is empty."""
     fields, end, smaller = PASSES[kind]
     is_cyclic = kind == "cyclic"
 
     def loader(n=23, **more):
-        data = torch.utils.data.Subset(Numbers(99), range(n)) if is_subset else Numbers(n)
-        layout = {"data_parallel_rank": 0, "data_parallel_size": 1}
-        return loader_of(one, data, **layout | fields | more)
+        return loader_of(one, torch.utils.data.Subset(Numbers(99), range(n)), **fields | more)
 
     whole = loader()
     first = []
@@ -2634,7 +2626,6 @@ def test_a_state_is_of_the_newest_iterator(one, kind):
     assert loader.state_dict()["consumed_samples"] == 4 * (start + 1)
     same_batches(newest, whole[start + 1 :])
     same_batches(loader, loader_of(one, Numbers(64), 64 * start, **fields_of(kind)))
-    assert loader.state_dict()["consumed_samples"] == 64 * (start + 1)
 
 
 def test_with_persistent_workers_an_older_iterator_raises(one):
@@ -2651,8 +2642,7 @@ def test_with_persistent_workers_an_older_iterator_raises(one):
 
 def test_samples_are_on_the_cpu_and_no_global_generator_is_drawn_from(mm, tmp_path):
     """With masks, of a blend, of chats; whatever the default device is, here one without values."""
-    texts = [" ".join(str(n) for n in range(k, k + 9)) for k in range(12)]
-    source = jsonl(tmp_path / "t", texts)
+    source = jsonl(tmp_path / "t", ["1 2 3 0 5 6 7 8 9"] * 12)
     chat = jsonl(tmp_path / "chat.jsonl", [ROW] * 12, "messages")
     generators = states_of_generators()
     found = {"cpu": [], "meta": []}
@@ -2724,8 +2714,7 @@ def test_the_state_of_a_blend_by_hand(one, tmp_path):
     part = gpt(one, mk(one, tmp_path / "p", [[1] * 17, [2] * 9, [3] * 30]), 40)
     other = Bare(40, one.Split.train)
     phases = [(6, (1, 0, 1, 0)), (9, (1, 1, 1, 1))]
-    parts = [part, part, other, other]
-    blend = one.BlendedDataset(parts, None, None, part.config, phases=phases)
+    blend = one.BlendedDataset([part, part, other, other], None, None, part.config, phases=phases)
     data = {
         "class": "BlendedDataset",
         "corpus 0": {
@@ -2767,8 +2756,7 @@ def test_no_sample_is_read_for_a_state_and_no_storage_is_asked(one):
             assert loader.state_dict() == state
     read = [len(call.args[0]) for call in counts.call_args_list]
     assert read == [8, 0, 12, 0, 12, 0, 28, 0, 4, 0]
-    found = ["corpus 2" in state["history"] for state in states]
-    assert found == [False, True, False, True, False]
+    assert ["corpus 2" in state["history"] for state in states] == [False, True, False, True, False]
 
 
 # -- The state: of two runs --------------------------------------------------------------------
@@ -2791,9 +2779,8 @@ def loader_of_run(
     return loader_of(mm, data, **fields_of(kind), seed=int(seed or 0))
 
 
-U = (1, 2, 1)  # weights of phases, as V and W, of as many corpora as there are
+U = (1, 2, 1)  # weights of phases, as V, of as many corpora as there are
 V = (2, 1, 1)
-W = (1, 1, 1)
 TWO_PHASES = {"mix": [(24, U), (24, V)]}
 UNSTABLE = {"stable_order": False}
 OTHER_MIX = r"which corpus gave which sample \(weights, blend_phases\) differs.  To change the "
@@ -2802,14 +2789,11 @@ OTHER_MIX += "consumed so far, and then the new ones.  To resume exactly"
 RUNS = [  # a run; what is another in the next one; what is said of it, or None: it fits
     ({}, {"corpora": ["copies/of a", "copies/b"]}, None),
     ({}, {"corpora": "abc", "mix": [(40, (1, 2, 0)), (9, (1, 1, 1))]}, None),
-    (TWO_PHASES, {"mix": [(24, U), (16, V), (9, W)]}, None),
     (TWO_PHASES, {"mix": [(48, (1, 0))]}, OTHER_MIX),  # and nothing is known of b
-    ({"mix": [(48, (1, 0))]}, TWO_PHASES, OTHER_MIX),
     (UNSTABLE | {"mix": [(400, U)]}, {"mix": [(40, V)]}, OTHER_MIX),  # epochs, too
     ({}, {"corpora": "a", "mix": None}, "class was BlendedDataset in .*, and is GPTDataset."),
     ({}, {"corpora": ["other tokens/a", "b"]}, r"bin_ends_crc32 of .*corpus 0 \(a\) differs."),
     ({}, {"corpora": "ba"}, r"bin_size of fingerprint of corpus 0 \(a, then b\) was "),
-    ({}, {"random_seed": 2}, r"random_seed of corpus 0 \(a\) was 1234 in the state, and is 2."),
     ({}, {"split": "8,2,0"}, r"documents \(split\) of corpus 0 \(a\) was range\(0, 40"),
     (UNSTABLE, {"mix": [(400, U)]}, "stable_order, or one epoch of .* True .* False"),
     ({"samples": range(0, 40, 2)}, {"samples": range(8, 40)}, "indices differs."),
@@ -2843,7 +2827,7 @@ def test_a_state_fits_if_the_samples_are_equal(one, tmp_path):
         load_state_of(before, after, n, words)
 
 
-SEVERAL_PHASES = [[(24, U), (24, V)], [(24, U), (90, V)], [(24, U), (24, V), (60, W)]]
+SEVERAL_PHASES = [[(24, U), (24, V)], [(24, U), (90, V)], [(24, U), (24, V), (60, (1, 1, 1))]]
 VALUES = {  # of each setting of a random run
     "corpora": ["a", "ab", "ab", "abc", "ba", ["copies/a", "b"], ["a", "other tokens/b"]],
     "mix": [None, [(24, U)], [(48, U)], [(90, U)], *SEVERAL_PHASES],
@@ -2911,9 +2895,6 @@ def test_state_of_custom_datasets(one, tmp_path):
     def part(samples, **fields):
         return part_of(plain(80, **fields), samples)
 
-    def over(reader):
-        return one.GPTDataset(reader, None, range(2), 40, one.Split.train, config(one))
-
     def chats(n=64, **fields):
         rows = [{"messages": ROW}]
         return one.SFTDataset(rows, None, range(1), n, one.Split.train, config(one, **fields))
@@ -2926,10 +2907,11 @@ def test_state_of_custom_datasets(one, tmp_path):
     two = [part(range(20)), plain()]
     total = len(concat(two))
     blends = [blend(one.BlendedDataset, 40), blend(one.BlendedDataset, 12, 60)]
+    of_job = None, range(2), 40, one.Split.train, config(one)
+    of_lengths = [one.GPTDataset(reader(lengths), *of_job) for lengths in ([90, 80], [80, 90])]
     named = [reader([90, 80], fingerprint=functools.partial(dict, name=name)) for name in "ab"]
     short = {"split": "valid", "drop_last_partial_validation_sequence": False}
-    renamed = type("Renamed", (Wrapped,), {})
-    permuted = [plain(cls=Permuted, random_seed=seed) for seed in (1, 1, 2)]
+    permuted = [plain(cls=Permuted, random_seed=seed) for seed in (1, 2)]
     later = plain()
     later.config.random_seed = 5  # after it was built
     for before, after, words in (
@@ -2937,32 +2919,25 @@ def test_state_of_custom_datasets(one, tmp_path):
         (plain(**short), plain(80, **short), "epochs was 1 in .* is 2"),  # the last was short
         (plain(documents=np.array([3, 0, 9])), plain(documents=np.array([3, 9, 0])), "documents"),
         (part(range(40)), part([*range(40), 60, 70]), None),
-        (part([5, -1] * 16), part([5, len(plain(80)) - 1] * 16), None),
         (part(range(40)), part(range(40), random_seed=5), r"random_seed of data \(p\) was 1234"),
         (Wrapped(blend(one.BlendedDataset, 40)), Wrapped(blend(one.BlendedDataset, 32, 60)), None),
         (concat(two), concat([Numbers(0), *two, plain()]), None),  # added behind, or empty
-        (concat(two), concat([part(range(30)), plain()]), r"first sample of .* was \[0, 20\] in"),
         (concat(two), concat([two[0], plain(random_seed=5)]), r"random_seed of dataset 1 \(p\)"),
-        (concat(two), concat([part(range(40))]), r"first sample of .* and is \[0\]"),
-        (concat([plain(), Numbers(9)]), concat([plain(80), Wrapped()]), None),  # it has grown
-        (concat([part(range(32)), Numbers(9)]), concat([part(range(33)), Wrapped()]), None),
+        (concat(two), concat([part(range(40))]), r"first sample .* was \[0, 20\] in .* is \[0\]"),
+        (concat([part(range(32)), Numbers(9)]), concat([part(range(33)), Wrapped()]), None),  # grew
         (part_of(concat(two), [5, -1] * 16), part_of(concat(two), [5, total - 1] * 16), None),
         (concat([two[0], blends[0]]), concat([two[0], blends[1]]), None),
-        (Wrapped(), renamed(), "class was Wrapped in the state, and is Renamed."),
+        (Wrapped(), type("Renamed", (Wrapped,), {})(), "class was Wrapped .*, and is Renamed."),
         (Wrapped(named[0]), Wrapped(named[1]), "name of fingerprint of data .* was a in"),
-        (over(reader([90, 80])), over(reader([80, 90])), r"sequence_lengths \(CRC-32\) differs."),
-        (over(named[0]), over(named[1]), "name of fingerprint was a in"),
-        (*permuted[:2], None),
-        (*permuted[1:], r"document_index \(CRC-32\) differs."),
-        (blend(Reversed, 40), blend(Reversed, 40), None),
+        (*of_lengths, r"sequence_lengths \(CRC-32\) differs."),
+        (*permuted, r"document_index \(CRC-32\) differs."),
         (blend(Reversed, 40), blend(Reversed, 48), "which sample each corpus gave differs."),
         (chats(), chats(99), None),
         (chats(), chats(sequence_length=9), "sequence_length was 8 in"),
         (chats(), chats(context_parallel_size=2), "context_parallel_size was 1 in"),
     ):
         load_state_of(loader_of(one, before), loader_of(one, after), 32, words)
-    mock_data = one.MockGPTLowLevelDataset(Tok(vocab_size=9))
-    assert mock_data.fingerprint() == {"vocab_size": 9, "eod": 0}
+    assert one.MockGPTLowLevelDataset(Tok()).fingerprint() == {"vocab_size": 1000, "eod": 0}
 
 
 def test_a_state_of_another_version_or_place_is_refused(one):
@@ -2980,13 +2955,10 @@ def test_a_state_of_another_version_or_place_is_refused(one):
     less, more = {"corpus": {}, "split": 1}, {"corpus": {"size": 2}, "split": 3}
     assert one._first_difference(less, more) == ("split", 1, 3), "what has no value comes last"
     assert one._first_difference(more, less) == ("split", 3, 1)
-    damaged = [{"history": text} for text in ("{", None, "[]")]
-    damaged += [{"consumed_samples": "6"}, {"is_end_of_pass": "0"}]
-    for changes in damaged:
-        with pytest.raises(ValueError, match="resume: this is not what a loader's state_dict"):
-            loader.load_state_dict(state | changes)
-    for value in (None, [], {}, {"weight": torch.ones(2)}):
-        with pytest.raises(ValueError, match="cannot resume: this is not what a loader's state"):
+    damaged = [state | {"history": text} for text in ("{", None, "[]")]
+    damaged += [state | {"consumed_samples": "6"}, state | {"is_end_of_pass": "0"}]
+    for value in (None, [], {}, {"weight": torch.ones(2)}, *damaged):
+        with pytest.raises(ValueError, match="cannot resume: this is not what a loader's state_d"):
             loader.load_state_dict(value)
     with pytest.raises(ValueError, match="consumed_samples"):
         loader.load_state_dict(state | {"consumed_samples": 65}, strict=False)
@@ -3094,13 +3066,11 @@ def test_a_gradient_that_would_be_in_no_average_is_refused(one):
     ):
         for method in (ddp.zero_grad_buffer, ddp.finish_grad_sync, ddp.finish_grad_sync):
             raises(ValueError, f"^{words} after .*before wrapping the model$", method)
-    with pytest.raises(RuntimeError):
-        converted.double().zero_grad_buffer()
+    raises(RuntimeError, None, converted.double().zero_grad_buffer)
     ddp = one_layer(one, overlap_grad_reduce=True)
     backward_of_ones([ddp.module], 1)
     words = r"of weight arrived after .*overlap_grad.* no_sync\(\) .*reentrant"
-    with pytest.raises(RuntimeError, match=words):
-        backward_of_ones([ddp.module], 1)
+    raises(RuntimeError, words, backward_of_ones, [ddp.module], 1)
 
 
 def test_copies_of_a_model_have_gradients_of_their_own(one):
@@ -3161,9 +3131,6 @@ def test_a_step_in_float32(one, overlap):
         assert lists(ddp.grad_buffers) == [4 * [320]]
         for param in ddp.parameters():
             assert (param.grad.dtype, param.grad.item()) == (param.dtype, 320)
-        torch.nn.utils.clip_grad_value_(ddp.parameters(), 7)
-        ddp.finish_grad_sync()
-        assert [param.grad.item() for param in ddp.parameters()] == 4 * [7]
         raises(RuntimeError, r"of 0\.weight arrived after.*zero_grad", backward_of_ones, layers, 1)
 
 
@@ -3440,23 +3407,18 @@ def test_samples_of_a_run_by_hand(one):
         ({"train_samples": 719}, (719, 3 * 16, 16)),  # 89 whole steps
         ({"train_samples": 720}, (720, 4 * 16, 16)),
         ({"train_iters": 10, "full_validation": True}, (80, None, 16)),
-        ({"train_iters": 100, "skip_train": True}, (800, 16, 16)),
+        ({"train_iters": 9, "skip_train": True, "eval_interval": 0}, (72, 16, 16)),
         ({"train_iters": 120, "train_samples": 719}, (719, 5 * 16, 16)),  # the batch size grew
+        ({"train_iters": np.uint8(200), "global_batch_size": np.uint8(200)}, (40_000, 2800, 400)),
     ):
         assert one.get_train_valid_test_num_samples(**run | arguments) == wanted
     for arguments, words in (
-        ({}, "train_iters, train_samples"),
         ({"skip_train": True}, "train_iters, train_samples"),
         ({"train_iters": 9, "eval_interval": 0}, "eval_interval: .*got 0"),
-        ({"train_samples": 9, "eval_interval": -3}, "eval_interval: .*got -3"),
         ({"train_samples": 9, "global_batch_size": 0}, "global_batch_size: .*got 0"),
         ({"train_iters": 9.5}, r"train_iters: .*got 9\.5"),
     ):
         raises(ValueError, words, one.get_train_valid_test_num_samples, **run | arguments)
-    wide = {"train_iters": np.uint8(200), "global_batch_size": np.uint8(200)}
-    assert one.get_train_valid_test_num_samples(**run | wide)[0] == 40_000
-    skip = {"train_iters": 9, "skip_train": True, "eval_interval": 0}
-    assert one.get_train_valid_test_num_samples(**run | skip) == (72, 16, 16)
 
 
 def test_invalid_rampup_raises(one):
@@ -3584,8 +3546,7 @@ def test_a_commit_that_is_killed_or_fails_at_any_call_on_files(one, tmp_path, ol
             assert error.errno == errno.EIO, note
             named = [name for name in files if name.endswith(".tmp")]
             assert all(name in str(error) for name in named), note
-            advice = ".tmp, the .bin first"
-            assert not named or advice in str(error), note
+            assert not named or ".tmp, the .bin first" in str(error), note
 
 
 @pytest.mark.parametrize("end", ["bin", "idx"])
@@ -3633,13 +3594,11 @@ def test_ctrl_c_at_any_moment(one, tmp_path, old_and_new, kind):
     number = 0
     while error is not None:
         number += 1
-        faults = ctrl_c(one, kind, number)
         # In a thread of its own: Python 3.11 may forget there that an error is dealt with.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            files, error = pool.submit(run_with, faults, one, tmp_path).result()
+            files, error = pool.submit(run_with, ctrl_c(one, kind, number), one, tmp_path).result()
         kinds.add(what_is_left(files, old, new, number))
     assert files == new
-    assert number > 50
     assert len(kinds) == (4 if old else 3)
 
 
@@ -3666,13 +3625,6 @@ def test_a_folder_that_cannot_be_synced(one, tmp_path, monkeypatch, call):
 def test_an_error_of_the_disk_without_a_number(one, tmp_path, monkeypatch):
     """It is an OSError that names the file, in a write as in a commit."""
     stale = OSError("stale file handle")
-    replace = os.replace
-
-    def replace_all_but_idx(source, target):
-        if target.endswith(".idx"):
-            raise stale
-        replace(source, target)
-
     file = one._NewFile(tmp_path / "f")
     with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
         patches.setattr(one, "_remove_path", mock.Mock(side_effect=KeyboardInterrupt))
@@ -3683,17 +3635,13 @@ def test_an_error_of_the_disk_without_a_number(one, tmp_path, monkeypatch):
     file = one._NewFile(tmp_path / "f")
     file.file = mock.Mock(write=mock.Mock(side_effect=stale))
     raises(OSError, r"/f\..*\.tmp: .*stale", file.write, b"1")
-    for name, fault in (("fsync", mock.Mock(side_effect=stale)), ("replace", replace_all_but_idx)):
-        with monkeypatch.context() as patches, pytest.raises(OSError, match=r"/p\.bin.*: .*stale"):
-            patches.setattr(os, name, fault)
-            mk(one, tmp_path / "p", [[1]])
+    with before_rename(1, mock.Mock(side_effect=stale)):  # that of the .idx
+        raises(OSError, r"/p\.bin.*: .*stale", mk, one, tmp_path / "p", [[1]])
     builder = one.IndexedDatasetBuilder(tmp_path / "q.bin")
-    builder.add_document([1], [1])
-    with monkeypatch.context() as patches, pytest.raises(OSError, match="stale"):
-        patches.setattr(os, "fsync", mock.Mock(side_effect=stale))
-        builder.finalize(tmp_path / "q.idx")
-    with pytest.raises(ValueError, match="failed write"):  # a second fsync() may report success
-        builder.finalize(tmp_path / "q.idx")
+    with mock.patch.object(os, "fsync", side_effect=stale):
+        raises(OSError, r"/q\.bin.*: .*stale", builder.finalize, tmp_path / "q.idx")
+    # a second fsync() may report success
+    raises(ValueError, "failed write", builder.finalize, tmp_path / "q.idx")
 
 
 # ==============================================================================
@@ -3781,7 +3729,6 @@ def test_what_a_start_finds_wrong_is_rebuilt(one, pair, cache, monkeypatch):
         ("manifest.json", json.dumps(other_facts).encode(), "damaged"),
         ("sample_index.npy", array[:-5], "sample_index.npy .*size was"),
         ("sample_index.npy", array[:-8] + bytes(8), "sample_index.npy .*crc32"),
-        ("sample_index.npy", RUNS_CODE.ljust(len(array)), "sample_index.npy .*crc32"),
         ("document_index.npy", None, "document_index.npy"),
     ):
         path = file_of(cache, file)
@@ -3830,18 +3777,9 @@ def test_different_lengths_of_a_users_reader_make_a_cache_stale(one, cache):
     """It has no fingerprint, and its path and its documents are the same."""
     for lengths, num_warnings in (([9, 7], 0), ([9, 7], 0), ([7, 9], 1)):
         of_job = reader(lengths), None, range(2), 4, one.Split.train
-        wanted = one.GPTDataset(*of_job, config(one))
         found, messages = heard(one.GPTDataset, *of_job, config(one, path_to_cache=cache))
-        same_arrays(arrays(found), arrays(wanted))
+        same_arrays(arrays(found), arrays(one.GPTDataset(*of_job, config(one))))
         assert len(messages) == num_warnings
-
-
-class Cut(copy_of_module("python").IndexedDataset):
-    """A user's pair, of which at most four tokens of each sequence are used."""
-
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.sequence_lengths = np.minimum(self.sequence_lengths, 4)
 
 
 def test_lengths_that_a_user_sets_are_in_cache_and_state(one, tmp_path, cache):
@@ -3857,31 +3795,26 @@ def test_lengths_that_a_user_sets_are_in_cache_and_state(one, tmp_path, cache):
         return one.GPTDataset(reader, corpus, *of_job)
 
     before = loader_of(one, over(plain, None))
-    for reader, num_samples, num_warnings in (
-        (plain, 74, 0),
-        (checked, 9, 1),
-        (Cut(corpus), 9, 0),
-        (Cut(corpus, check=True), 9, 0),
-        (copied, 74, 1),
-        (plain, 74, 0),
-    ):
+    for reader, n, warned in ((plain, 74, 0), (checked, 9, 1), (copied, 74, 1), (plain, 74, 0)):
         fresh = quiet(over, reader, f"{corpus}.bin")
         ds, messages = heard(over, reader, cache)
-        assert [" made from " in message for message in messages] == [True] * num_warnings
+        assert [" made from " in message for message in messages] == [True] * warned
         again, messages = heard(pickle.loads, pickle.dumps(ds))
         assert messages == []
         for found in (ds, again):
             same_arrays(arrays(found), arrays(fresh))
             same(found.dataset.sequence_lengths, reader.sequence_lengths)
             same_samples(found[0], fresh[0])
-            assert len(found) == num_samples
-            words = r"sequence_lengths \(CRC-32\) differs." if num_samples == 9 else None
+            assert len(found) == n
+            words = r"sequence_lengths \(CRC-32\) differs." if n == 9 else None
             load_state_of(before, loader_of(one, found), 4, words)
         assert reader.fingerprint() == plain.fingerprint()
         of_pair = one._provenance_of(reader, None, {})  # for a loader of the sequences
-        assert ("sequence_lengths (CRC-32)" in of_pair) == (num_samples == 9)
+        assert ("sequence_lengths (CRC-32)" in of_pair) == (n == 9)
     patch(f"{corpus}.idx", 34, b"\xff\xff\xff\xff")
-    raises(one.DatasetFormatError, r"lengths\[0\]: .*-1", Cut(corpus).verify)
+    damaged = one.IndexedDataset(corpus)
+    damaged.sequence_lengths = checked.sequence_lengths
+    raises(one.DatasetFormatError, r"lengths\[0\]: .*-1", damaged.verify)
 
 
 def test_a_touched_pair_and_a_copy_find_the_cache(one, pair, cache, tmp_path, monkeypatch):
@@ -3947,11 +3880,8 @@ def test_small_arrays_are_read_and_checked_whole(one, tmp_path, cache, monkeypat
         same(ds.document_index, np.load(path))
         del ds
         assert not is_mapped(path)
-    refused = OSError(errno.ENODEV, "refused")
-    monkeypatch.setattr(np, "memmap", mock.Mock(side_effect=refused))
-    with pytest.raises(OSError, match=r"mmap_bin_files=False.* refused: .*/p\.bin") as caught:
-        one.IndexedDataset(corpus)
-    assert caught.value.errno == refused.errno
+    monkeypatch.setattr(np, "memmap", mock.Mock(side_effect=OSError(errno.ENODEV, "refused")))
+    raises(OSError, r"mmap_bin_files=False.* refused: .*/p\.bin", one.IndexedDataset, corpus)
     for folder in (cache, f"{cache} of the new"):
         start(one, corpus, folder, n=n, wanted=wanted, mmap_bin_files=False)
 
@@ -4004,11 +3934,8 @@ def test_a_job_that_dies_or_whose_disk_is_full_in_the_middle(one, pair, cache, n
     mk(one, pair, [[1] * 20] * 7)
     wanted = arrays(start(one, pair, f"{cache} of the new"))
 
-    def die():
-        shutil.copytree(cache, f"{cache} of the dead")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with before_rename(number, die):
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with before_rename(number, full):
         ds = start(one, pair, cache, "is rebuilt", "cannot be written.*No space left")
     below_file = start(one, pair, f"{pair}.bin/below", "cannot be written")
     pathlib.Path(pair).touch()  # the default is a folder below it
@@ -4016,9 +3943,8 @@ def test_a_job_that_dies_or_whose_disk_is_full_in_the_middle(one, pair, cache, n
     for dataset in (ds, pickle.loads(pickle.dumps(ds)), below_file, beside_pair):
         same_arrays(arrays(dataset), wanted)
     assert not any(name.endswith((".tmp", "manifest.json")) for name in os.listdir(cache))
-    for folder in (cache, f"{cache} of the dead"):
-        same_arrays(arrays(quiet(gpt, one, pair, 50, path_to_cache=folder)), wanted)
-        start(one, pair, folder, wanted=wanted)
+    for _ in range(2):
+        start(one, pair, cache, wanted=wanted)
 
 
 def test_another_job_writes_the_cache_while_it_is_found(one, pair, cache, monkeypatch):
@@ -4037,36 +3963,20 @@ def test_another_job_writes_the_cache_while_it_is_found(one, pair, cache, monkey
 
 
 @pytest.mark.parametrize("number", [2, 3])
-def test_two_jobs_write_a_cache_at_one_moment(one, tmp_path, cache, monkeypatch, number):
+def test_two_jobs_write_a_cache_at_one_moment(one, pair, cache, number):
     """An array of the one beside the manifest of the other is found at the next start."""
-    monkeypatch.setattr(one, "_FULL_CHECK_LIMIT", 1 << 12)
-    corpus = mk(one, tmp_path / "p", [[1] * n for n in np.resize([1, 2, 3], 3000)])
-    wanted = arrays(start(one, corpus, f"{cache} of one job", n=600))
-
-    def run_another_job():
-        start(one, corpus, cache, n=600, documents=np.arange(3000)[::-1])
-
-    with before_rename(number, run_another_job):
-        start(one, corpus, cache, n=600, wanted=wanted)
-    start(one, corpus, cache, "crc32", n=600, wanted=wanted)
-    start(one, corpus, cache, n=600, wanted=wanted)
-
-
-def corpora_with_equal_ends(one, folder, length):
-    """Make two pairs -> their prefixes and arrays; only the middle of sample_index differs."""
-    lengths = np.full(20, length)
-    made = []
-    for name in "ab":
-        corpus = mk(one, folder / name, [[1] * n for n in lengths])
-        ds = quiet(gpt, one, corpus, path_to_cache=f"{corpus}.bin", sequence_length=1)
-        made.append((corpus, arrays(ds)))
-        lengths[ds.document_index[[7, 12]]] += [-9, 9]  # of the second pair
-    return made
+    wanted = arrays(start(one, pair, f"{cache} of one job"))
+    other_job = functools.partial(start, one, pair, cache, documents=[3, 2, 1, 0])
+    with before_rename(number, other_job):
+        start(one, pair, cache, wanted=wanted)
+    start(one, pair, cache, "crc32", wanted=wanted)
+    start(one, pair, cache, wanted=wanted)
 
 
 def test_a_large_array_with_a_different_time_is_built_again(one, tmp_path, cache, monkeypatch):
     """Another job may have written it, or somebody in place.  There is no warning."""
-    (corpus, wanted), (_, others) = corpora_with_equal_ends(one, tmp_path, 9000)
+    corpus = mk(one, tmp_path / "p", [[1] * 9000] * 20)
+    wanted = arrays(gpt(one, corpus, sequence_length=1))
     build = mock.Mock(wraps=one.build_sample_idx)
     monkeypatch.setattr(one, "build_sample_idx", build)
 
@@ -4079,7 +3989,7 @@ def test_a_large_array_with_a_different_time_is_built_again(one, tmp_path, cache
     check(False)
     path = file_of(cache, "sample_index.npy")
     own = path.read_bytes()
-    foreign = own[: -others[1].nbytes] + others[1].tobytes()
+    foreign = own[:9000] + bytes(9000) + own[18_000:]  # with equal ends
     for content, later, is_found in (
         (foreign, 1, False),  # by one nanosecond
         (own, -(10**9), False),
@@ -4122,15 +4032,16 @@ def test_two_writers_in_all_orders_of_their_steps(one, tmp_path, cache, monkeypa
     def remove(path, missing_ok):
         steps.append((None, str(path)))
 
-    for corpus, wanted in reversed(corpora_with_equal_ends(one, tmp_path, 150)):
-        for kind in ("bin", "idx"):
-            os.rename(f"{corpus}.{kind}", tmp_path / f"p.{kind}")
+    lengths = np.full(20, 150)
+    for _ in range(2):
+        corpus = mk(one, tmp_path / "p", [[1] * n for n in lengths])
         time.sleep(0.02)  # some file systems have times of 10 ms
         with monkeypatch.context() as patches:
             patches.setattr(os, "replace", rename)
             patches.setattr(pathlib.Path, "unlink", remove)
-            ds = gpt(one, str(tmp_path / "p"), path_to_cache=cache, sequence_length=1)
-        same_arrays(arrays(ds), wanted)
+            ds = gpt(one, corpus, path_to_cache=cache, sequence_length=1)
+        lengths[ds.document_index[[7, 12]]] += [-9, 9]  # only the middle of sample_index differs
+    wanted = arrays(ds)
     steps = [step for step in steps if not step[1].endswith("description.txt")]
     made_from = json.loads(steps[-1][0].read_bytes())["made_from"]
     stem = steps[-1][1].removesuffix("-manifest.json")
@@ -4264,13 +4175,9 @@ def test_a_remote_pair_equals_the_local_one(one, web, some_pair, no_pauses):
     assert one.IndexedDataset.exists(f"{web.root}/pair")
     assert no_pauses == []
     assert lists(ds[:]) == [doc.tolist() for doc in docs]
-    pieces = [(3, 2, 4), (59, 0, 2), (-1, 0, 2), (3, 1, 1), (3, 2, 4), (3, 0, 0)]
-    for (i, offset, length), found in zip(pieces, ds.get_many(pieces), strict=True):
-        same(found, docs[i][offset : offset + length].astype(np.uint16))
-        same(ds.get(i, offset, length), found)
+    same(ds.get(3 - 60, 2, 4), docs[3][2:6].astype(np.uint16))
     assert ds.get_many([]) == ds[5:5] == []
-    with pytest.raises(IndexError):
-        ds.get_many([(1, 0, 0), (0, 0, len(docs[0]) + 1)])
+    raises(IndexError, None, ds.get_many, [(1, 0, 0), (0, 0, len(docs[0]) + 1)])
     of_processes = concurrent.futures.ProcessPoolExecutor(2, FORK)
     for pool in (concurrent.futures.ThreadPoolExecutor(4), of_processes):
         with pool:
@@ -4316,7 +4223,6 @@ def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
     ds = remote.datasets[0]
     for read, argument, wanted in (
         (ds.__getitem__, 5, 1),
-        (ds.__getitems__, [3, None, 11, 0], 1),
         (ds.dataset.__getitem__, slice(1, 9), 1),
         (functools.partial(batch_of, remote), [*range(40), None], 2),
     ):
@@ -4329,8 +4235,7 @@ def test_a_batch_is_one_read(mm, bucket, some_pair, tmp_path):
 
 def read_after_the_workers(one, prefix, folder):
     """A batch in this process, after worker processes of torch have read theirs."""
-    cfg = config(one, ([prefix], None), path_to_cache=str(folder))
-    train, _, _ = build(one, [200, 0, 0], cfg)
+    train = gpt(one, prefix, 200, path_to_cache=str(folder))
     for _ in range(2):
         list(loader_of(one, train, num_workers=2))
         train[7]
@@ -4366,8 +4271,7 @@ def test_nothing_is_written_to_object_storage(one, bucket, some_pair, tmp_path, 
     (tmp_path / "elsewhere").mkdir()
     for path, place in ((None, ".cache/megatron_min"), ("idx", "idx")):
         monkeypatch.chdir(tmp_path)
-        cfg = config(one, ([prefix], None), object_storage_cache_path=path)
-        first = build(one, [9, 0, 0], cfg)[0]
+        first = gpt(one, prefix, 9, object_storage_cache_path=path)
         monkeypatch.chdir(tmp_path / "elsewhere")
         pickle.loads(pickle.dumps(first))
         assert os.listdir() == []
@@ -4379,10 +4283,7 @@ def test_nothing_is_written_to_object_storage(one, bucket, some_pair, tmp_path, 
     assert sorted(MEMORY.store) == ["/bucket/pair.bin", "/bucket/pair.idx"]
 
 
-STATES = ["ETag", "blob_id", "sha", "LastModified", "modificationTime", None]
-
-
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", [*"ETag blob_id sha LastModified modificationTime".split(), None])
 def test_an_idx_is_copied_once_for_each_state(one, bucket, some_pair, tmp_path, monkeypatch, name):
     """If there is no state, each opening copies.  No copy stays of an .idx that changes."""
 
@@ -4451,8 +4352,7 @@ def test_only_temporary_failures_are_tried_again(one, web, some_pair, no_pauses)
         no_pauses.clear()
         with pytest.raises(kind, match=words) as caught:
             function(argument)
-        assert caught.type is kind
-        assert len(no_pauses) + 1 == tries
+        assert (caught.type, len(no_pauses) + 1) == (kind, tries)
         assert no_pauses == sorted(set(no_pauses))
 
     for kind, statuses, failure in (
@@ -4470,8 +4370,6 @@ def test_only_temporary_failures_are_tried_again(one, web, some_pair, no_pauses)
             check(ds.get, 1, kind, words, tries)
     web.faults = itertools.repeat("no length")
     check(one.IndexedDataset, prefix, OSError, r"/pair\.idx: .* not report the .*size; copy", 1)
-    web.faults = itertools.repeat(503, 3)
-    assert lists(one.IndexedDataset(prefix)[:]) == lists(some_pair[1])
 
 
 def test_which_urls_have_a_password(one):
@@ -4534,10 +4432,8 @@ def an_error_on_one_rank_is_raised_on_all(job):
     """If several ranks fail, the lowest one is named.  What ends a process is not sent."""
     mute = type("Mute", (Exception,), {"__str__": None})  # to ask for its words is an error
     for error, kind, words in (
-        (ValueError("no \udcff"), ValueError, "no \udcff"),
-        (job.mm.DatasetFormatError("a\nb"), ValueError, "a\nb"),
+        (job.mm.DatasetFormatError("a\n\udcff"), ValueError, "a\n\udcff"),
         (StopIteration("the end"), StopIteration, "the end"),
-        (PermissionError("no"), RuntimeError, "no (PermissionError)"),
         (Panic("panicked"), RuntimeError, "panicked (Panic)"),
         (mute("a"), RuntimeError, " (Mute)"),
     ):
@@ -4557,8 +4453,7 @@ def an_error_on_one_rank_is_raised_on_all(job):
     with counted("all_reduce") as all_reduce, counted("broadcast_object_list") as broadcast:
         assert job.mm._call_and_wait(mock.Mock(return_value=job.rank)) == job.rank
         for kind in (KeyboardInterrupt, SystemExit, GeneratorExit):
-            with pytest.raises(kind):
-                job.mm._call_and_wait(mock.Mock(side_effect=kind))
+            raises(kind, None, job.mm._call_and_wait, mock.Mock(side_effect=kind))
     assert (all_reduce.call_count, broadcast.call_count) == (1, 0)
 
 
@@ -4571,9 +4466,8 @@ def an_error_stays_in_its_group(job):
         if job.rank < first_told:
             job.mm._call_and_wait(step, groups.group(kind))
             continue
-        with pytest.raises(ValueError) as caught:
-            job.mm._call_and_wait(step, groups.group(kind))
-        assert str(caught.value) == ("broken" if job.rank == last else f"rank {last}: broken")
+        words = "^broken$" if job.rank == last else f"^rank {last}: broken$"
+        raises(ValueError, words, job.mm._call_and_wait, step, groups.group(kind))
 
 
 def on_another_default_device(job):
@@ -4596,31 +4490,22 @@ def on_another_default_device(job):
     assert model.weight.grad.tolist() == [[(job.world - 1) / 2] * 2]
 
 
-def built_tokens(job, cache, is_built_on_rank=yes, b="b"):
+def built_tokens(job, cache, is_built=yes, b="b"):
     """Build a blend of a and b, with a cache of this name -> each split's tokens, or None."""
     prefixes = [str(job.folder / "a"), str(job.folder / b)]
     cache = str(job.folder / cache)
     cfg = config(job.mm, (prefixes, (1, 3)), split="9,1,0", path_to_cache=cache)
-    sizes = [60, 6, 0]
-    builder = job.mm.BlendedMegatronDatasetBuilder(job.mm.GPTDataset, sizes, is_built_on_rank, cfg)
-    tokens = []
-    for dataset in builder.build():
-        if dataset is not None:
-            dataset = [sample["tokens"].tolist() for sample in dataset]
-        tokens.append(dataset)
-    return tokens
+    builder = job.mm.BlendedMegatronDatasetBuilder(job.mm.GPTDataset, [60, 6, 0], is_built, cfg)
+    return [ds and batch_of(ds, range(len(ds)))["tokens"].tolist() for ds in builder.build()]
 
 
 def caches_are_shared_or_of_ones_own(job):
     """Upstream: only global rank 0 builds, so a cache a node fails."""
-    function = job.mm.build_sample_idx
-    with mock.patch.object(job.mm, "build_sample_idx", wraps=function) as builds:
+    with mock.patch.object(job.mm, "build_sample_idx", wraps=job.mm.build_sample_idx) as builds:
         shared = built_tokens(job, "shared")
     assert builds.call_count == (4 if job.rank == 0 else 0), "two corpora in two splits"
     train, valid, test = shared
-    assert len(train) == 60
-    assert len(valid) == 7, "ceil(6 / 4) + ceil(6 * 3 / 4)"
-    assert not test
+    assert (len(train), len(valid), test) == (60, 7, None), "7: ceil(6 / 4) + ceil(6 * 3 / 4)"
     assert built_tokens(job, "shared") == shared, "again"
     assert built_tokens(job, f"own {job.rank}") == shared
     for wanting in range(job.world):
