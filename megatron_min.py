@@ -2717,9 +2717,10 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 #   batch of a tp rank   --cut------>    cp 0: chunks 0 and 3 of 4      cp 1: chunks 1 and 2
 #
 # For the last step, each row is cut into 2 * cp equal chunks, and each cp rank gets two of them.
-# (In packed rows, each document is cut in this way.)  Why chunks 0 and 3?  Under a causal mask, the
-# last token attends to all tokens, and the first token only to itself.  So the first chunk costs
-# least and the last chunk costs most.  Together they cost as much as any other such pair.
+# (In packed rows, each document is cut, unless use_per_sequence_balancing is set.)  Why chunks 0
+# and 3?  Under a causal mask, the last token attends to all tokens, and the first token only to
+# itself.  So the first chunk costs least and the last chunk costs most.  Together they cost as much
+# as any other such pair.
 
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
