@@ -11,13 +11,12 @@ bit.
 
 Part I explains the path of a token, like a textbook.  Each section asks a question and answers it
 twice: first with a drawing or a table, then in code.  The code defines what happens to good input.
-One-line calls to helper functions reject most bad input.  _check_...() raises an error for bad
-input; some of these functions also warn.  _as_...() and _parse_...() convert a value, or raise an
-error.  _warn_...() only warns.  In a block "with _naming_place(place)", every error message begins
-with place, which says where the bad value is.  Section 13 defines most of these functions.
-Python's operator.index(n) converts any integer, including numpy's, to int, and rejects floats.
-Most other functions that are used before their definition have a name that says what they do, or a
-comment.
+Bad input is rejected by one-line calls to helper functions, most of them in section 13:
+_check_...() raises an error, _as_...() and _parse_...() also convert the value, and _warn_...()
+only warns.  In a block "with _naming_place(place)", every error message begins with place, which
+says where the bad value is.  Python's operator.index(n) converts any integer, including numpy's, to
+int, and rejects floats.  Most other functions that are used before their definition have a name
+that says what they do, or a comment.
 
 The module needs only numpy and torch.  The optional accelerator, _helpers.c, gives identical
 results.
@@ -43,8 +42,8 @@ Words       token           an integer that stands for a piece of text
             job             one set of processes, from its start to its end
             run             the training of one model; several jobs may continue it in turn
             rank            one process of a job, usually with one GPU
-            dp rank         (data-parallel rank) the index of a rank in data parallelism; ranks with
-                            the same dp rank use the same samples
+            dp rank         (data-parallel rank) the number of the share of the samples that a rank
+                            uses; ranks with the same dp rank use the same samples
             micro-batch     the samples that one dp rank reads at once
             padding sample  fills an incomplete micro-batch, and adds nothing to the loss
             round           one micro-batch on every dp rank
@@ -52,8 +51,8 @@ Words       token           an integer that stands for a piece of text
             global batch    the samples of one step
 
   +-- "document" --------------------------------------------------------------------------------+
-  | In sections 1 and 2, and in the tools of part IV, a document is a text.  From section 4 on,  |
-  | a document is a sequence of the .idx file.  Upstream does the same, because a text is nearly |
+  | In sections 1 and 2, and in the tools of part IV, a document is a text.  Elsewhere, a        |
+  | document is a sequence of the .idx file.  Upstream does the same, because a text is nearly   |
   | always one sequence.                                                                         |
   +----------------------------------------------------------------------------------------------+
 
@@ -261,7 +260,7 @@ class DType(enum.Enum):
 
     @staticmethod
     def size(key: int | type) -> int:
-        """Return the number of bytes of one token; key is a code or a dtype."""
+        """Return the bytes of one token; key is a code, a dtype or the name of a dtype."""
         if not isinstance(key, (type, np.dtype, str)):  # a code, of any integer type
             key = DType.dtype_from_code(operator.index(key))
         return np.dtype(key).itemsize
@@ -925,9 +924,9 @@ class BlendedMegatronDatasetConfig:
       multiple_validation_sets
                         True: build one validation dataset per corpus instead of a blend, so that
                         each gets its own loss (section 7).  Needs blend_per_split
-      full_validation   True: if there are several validation datasets, the size of valid
-                        (section 7) must be None, so that each of them covers one epoch.  (The
-                        loader has a setting with the same name: section 8)
+      full_validation   True: each of several validation datasets must cover one epoch, so the
+                        builder accepts only None as the size of valid (section 7).  (The loader
+                        has a setting with the same name: section 8)
 
     Building and reading
       mid_level_dataset_surplus
@@ -1026,9 +1025,9 @@ class BlendedMegatronDatasetConfig:
 # all epochs together only if about 80 % of the last one, or more, are needed (plan_epochs() has the
 # rule).  Otherwise the last epoch is shuffled separately, and comes last.
 #
-# If a longer run shuffles more epochs together, all samples may change, from the first one on.
-# They may change even if it only adds a separate last epoch, because one generator shuffles first
-# all documents and then the samples.
+# So a longer run may change all samples, from the first one on.  This happens even if only a
+# separate last epoch is added, because one generator shuffles first all documents and then the
+# samples.
 #
 # With stable_order, a field of the config in section 5, each epoch is shuffled separately and has
 # its own seed.  So additional epochs leave the order of the earlier ones unchanged:
@@ -1038,8 +1037,8 @@ class BlendedMegatronDatasetConfig:
 #   2 epochs                   1 1 0 2 2 0           2 1 0 | 0 2 1
 #   3 epochs                   1 1 0 2 0 0 2 1 2     2 1 0 | 0 2 1 | 1 0 2
 #
-# shuffle_index (3) follows the same rule as the documents.  A sample that begins in one epoch and
-# ends in the next belongs to the epoch in which it ends.
+# The samples (3) are shuffled in the same groups of epochs as the documents.  A sample that begins
+# in one epoch and ends in the next belongs to the epoch in which it ends.
 
 
 def count_samples(
@@ -1225,9 +1224,9 @@ def build_sample_idx(
 def _fill_rows(rows, sizes, document_index, S, x, end_of_last):
     """Fill in the rows of a sample_index.  Section 18 replaces this function with a faster one.
 
-    Row 0 is (0, 0).  Each later sample j starts with the last token of sample j - 1 or, if x is 0,
-    just after it.  In both cases, row j names the document that has this last token.  So if x is 0,
-    a row may point to the end of a document, as in upstream.
+    Row 0 is (0, 0).  Each later row j means the last token of sample j - 1 or, if x is 0, the place
+    just after it.  In both cases, it names the document that has this last token.  So if x is 0, a
+    row may point to the end of a document, as in upstream.
 
     Sample j - 1 ends j*S + x tokens into the stream, or at end_of_last if it is short.
     """
@@ -1305,11 +1304,11 @@ def build_stable_orders(
     unless the documents are integers from 0 to 2**31 - 1.
 
     >>> for sample_edges in [0, 3], [0, 3, 6], [0, 3, 6, 9]:          # 1, 2 and 3 epochs
-    ...     document_index, shuffle_index = build_stable_orders([0, 1, 2], sample_edges, 1234)
+    ...     document_index, shuffle_index = build_stable_orders([0, 1, 2], sample_edges, 2)
     ...     print(document_index.tolist(), shuffle_index.tolist())
-    [0, 1, 2] [1, 2, 0]
-    [0, 1, 2, 1, 0, 2] [1, 2, 0, 4, 3, 5]
-    [0, 1, 2, 1, 0, 2, 1, 2, 0] [1, 2, 0, 4, 3, 5, 6, 8, 7]
+    [2, 1, 0] [2, 0, 1]
+    [2, 1, 0, 0, 2, 1] [2, 0, 1, 5, 4, 3]
+    [2, 1, 0, 0, 2, 1, 1, 0, 2] [2, 0, 1, 5, 4, 3, 6, 8, 7]
     """
     num_documents = len(documents)
     num_epochs = len(sample_edges) - 1
@@ -1351,7 +1350,8 @@ def build_stable_orders(
 #   reset_position_ids        after an eod token       positions count from 0 again
 #   reset_attention_mask      after an eod token       no attention to earlier parts
 #   inter_document_masking    where a sequence of      positions count from 0 again; cu_seqlens
-#                             the .idx file starts     lists the starts, instead of a mask
+#                             the .idx file starts     lists the starts, instead of a mask, for
+#                                                      attention kernels that read such lists
 #
 # cu_seqlens (cumulative lengths) always has S + 1 entries; unused ones hold S.  Documents that
 # start at 0 and 3, with S = 4, give cu_seqlens 0 3 4 4 4; max_seqlen, the length of the longest
@@ -1360,7 +1360,8 @@ def build_stable_orders(
 #
 # The pad id is the tokenizer's pad.  It is -1, which matches no token, if the tokenizer has no pad,
 # or if another special token has the same id and allow_ambiguous_pad_tokens is not set.  (The
-# special tokens are those in special_tokens_dict or, if there are none, eos and eod.)
+# special tokens are those in special_tokens_dict or, if there are none, eos and eod.)  Otherwise
+# no eod label would count in the loss, for example.
 #
 # A label that equals the pad id never counts in the loss.  With eod_mask_loss, neither does a label
 # whose input token is eod.  In a sample, tokens and labels that equal the pad id become 0.
@@ -1846,15 +1847,16 @@ def _positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.nd
 # Each sample comes from the dataset with the largest lag: the dataset whose number of samples so
 # far is furthest below its share.
 #
+# The lag of a dataset is weight * max(i, 1), minus the number of samples that it gave before sample
+# i.  (Because of max, sample 0 comes from the dataset with the largest weight.)
+#
 #   weights 0.25, 0.75    sample i of the blend    0     1     2     3
 #                         lag of dataset 0         .25   .25  -.5   -.25
 #                         lag of dataset 1         .75  -.25   .5    .25
 #                         dataset_index            1     0     1     1       the largest lag
 #                         dataset_sample_index     0     0     1     2       its next sample
 #
-# The lag of a dataset is weight * max(i, 1), minus the number of samples that it gave before sample
-# i.  (Because of max, sample 0 comes from the dataset with the largest weight.)  So at any point in
-# the blend, each dataset has given close to its share of the samples.
+# So at any point in the blend, each dataset has given close to its share of the samples.
 #
 # A blend may have phases with different weights.  In each phase the rule counts from 0 again, and
 # each dataset continues after its last sample:
@@ -2058,7 +2060,8 @@ class BlendedDataset(torch.utils.data.Dataset):
         _set_identifiers_of_blend(self)  # unique_identifiers names the cache files: section 15
         self._taken = None  # see samples_taken()
         self.dataset_index, self.dataset_sample_index = self._build_indices()
-        # raises _BlendTooLarge; the builder (section 7) rebuilds the datasets that are too small
+        # raises _BlendTooLarge, a ValueError.  The builder (section 7) catches it, and rebuilds the
+        # datasets that are too small
         _check_blend_fits(self.datasets, self.samples_taken().tolist())
 
     def _set_shares(self, weights, size, phases):
@@ -2154,10 +2157,10 @@ class BlendedDataset(torch.utils.data.Dataset):
 # ==============================================================================
 # Question: which datasets does a config describe, and which rank builds first?
 #
-# From each of train, valid and test, the user requests a size: a number of samples, or None.  The
+# For each of train, valid and test, the user requests a size: a number of samples, or None.  The
 # first row that applies says what the builder makes:
 #
-#   there are                                the builder makes
+#   condition                                the builder makes
 #   no corpora, or an empty share            None
 #   blend_phases (only for train)            a blend of all samples of the phases
 #   multiple_validation_sets (for valid)     a list of datasets, one for each corpus
@@ -2171,7 +2174,7 @@ class BlendedDataset(torch.utils.data.Dataset):
 #
 # What is requested from each corpus:
 #
-#   for a dataset, or a list       size samples.  None and 0 request one epoch
+#   for a dataset, or a list       size samples.  None and, as in upstream, 0 request one epoch
 #   for a blend without weights    one epoch.  The weights are then the corpora's numbers of samples
 #   for a blend with weights       its target, plus surplus
 #   for a blend of phases          the sum of its targets in all phases, plus surplus
@@ -2191,7 +2194,7 @@ class BlendedDataset(torch.utils.data.Dataset):
 # not exceed the number of samples of the phases.  If a number of samples is requested from a corpus
 # without tokens, the build fails.  Corpora that have no sample in one epoch are left out of a blend
 # without weights.  If one epoch is requested, but no corpus of the split has a sample, the split is
-# None, and a warning says so.  With a size of 0 there is no warning, and a dataset may be empty.
+# None, and a warning says so.  (A size of 0 needs no samples: a single dataset may then be empty.)
 #
 # In a job of several ranks, rank 0 builds first:
 #
@@ -2208,7 +2211,7 @@ class _SplitPlan(typing.NamedTuple):
     bounds: tuple[float, float]  # the part of each corpus that belongs to the split
     requested: list  # samples requested from each corpus; None: one epoch
     is_blend: bool = False  # True: a BlendedDataset.  False: a dataset for each corpus
-    # These three are arguments of the BlendedDataset.  If both weights and phases are None, the
+    # These three are arguments of the BlendedDataset.  If it gets neither weights nor phases, the
     # weights are the corpora's numbers of samples.
     weights: list | None = None
     size: int | None = None
@@ -2709,7 +2712,7 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 #
 # Ranks are numbered along tp first, then cp, dp and pp: with 2 ranks on each axis, the number of a
 # rank is tp + 2 cp + 4 dp + 8 pp.  A round reaches the ranks in four steps, from top to bottom.
-# Each row says what is shared, how, and who gets what:
+# Each row says what is divided or sent, how, and who then has what:
 #
 #   a round (section 8)  --sampler-->    dp 0: ranks 0-3, 8-11          dp 1: ranks 4-7, 12-15
 #   batch of a dp rank   --stage---->    pp 0: tokens, positions        pp 1: labels, loss mask
@@ -3044,8 +3047,8 @@ def get_batch_on_this_cp_rank(
     S = _length_of_rows(batch)
     if S is None:
         return part
-    documents_are_cut = batch.get("cu_seqlens") is not None and not use_per_sequence_balancing
-    if not documents_are_cut:
+    rows_are_cut = use_per_sequence_balancing or batch.get("cu_seqlens") is None
+    if rows_are_cut:
         _check_divisible_row(S, cp_size)
         chunk = S // (2 * cp_size)  # tokens in a chunk
     else:
@@ -3058,7 +3061,7 @@ def get_batch_on_this_cp_rank(
         _check_axis_to_cut(key, value, dim, S)  # raises if tokens, labels, ... have another length
         if value.dim() <= dim or value.shape[dim] != S:  # it has no axis of S tokens
             continue
-        if not documents_are_cut:
+        if rows_are_cut:
             front = value.narrow(dim, cp_rank * chunk, chunk)
             back = value.narrow(dim, S - (cp_rank + 1) * chunk, chunk)
             part[key] = torch.cat([front, back], dim)
