@@ -11,7 +11,7 @@ bit.
 
 Part I explains the path of a token, like a textbook.  Each section asks a question and answers it
 twice: first with a drawing or a table, then in code.  The code defines what happens to good input.
-Bad input is rejected by one-line calls to helper functions, most of them in section 13:
+Most bad input is rejected by one-line calls to helper functions, most of them in section 13:
 _check_...() raises an error, _as_...() and _parse_...() also convert the value, and _warn_...()
 only warns.  In a block "with _naming_place(place)", every error message begins with place, which
 says where the bad value is.  Python's operator.index(n) converts any integer, including numpy's, to
@@ -42,8 +42,8 @@ Words       token           an integer that stands for a piece of text
             job             one set of processes, from its start to its end
             run             the training of one model; several jobs may continue it in turn
             rank            one process of a job, usually with one GPU
-            dp rank         (data-parallel rank) the number of the share of the samples that a rank
-                            uses; ranks with the same dp rank use the same samples
+            dp rank         (data-parallel rank) the number of a rank's share of the samples; ranks
+                            with the same dp rank use the same samples
             micro-batch     the samples that one dp rank reads at once
             padding sample  fills an incomplete micro-batch, and adds nothing to the loss
             round           one micro-batch on every dp rank
@@ -453,7 +453,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         """Return document_indices."""
         return self.document_indices
 
-    # ---- how caches, states and pickles recognize the pair: section 15
+    # ---- how caches and states recognize the pair: section 15 (which also sets pickle's methods)
 
     def fingerprint(self) -> dict:
         """Return the sizes of the files, and checksums of parts of them, as a flat dict for JSON.
@@ -463,14 +463,6 @@ class IndexedDataset(torch.utils.data.Dataset):
         the .bin.
         """
         return _fingerprint_of_pair(self)
-
-    def __getstate__(self):
-        """Return the attributes that are not in the files, and the identity of the files."""
-        return _picklable_state(self) | {"_identity": _identity_of_pair(self)}
-
-    def __setstate__(self, state):
-        """Open the pair again.  Raises DatasetFormatError if its data have changed."""
-        _restore_pair(self, state)
 
 
 class IndexedDatasetBuilder(contextlib.AbstractContextManager):
@@ -713,8 +705,8 @@ def encode_document(
     >>> encode_document(["aa", "", "b"], ByteTokenizer(), append_eod=True)
     [[97, 97], [98, 256]]
     """
-    sequences = []
     _check_text(text)
+    sequences = []
     texts = [text] if isinstance(text, str) else text
     for sentence in texts:
         tokens = _as_ids(tokenizer, tokenizer.tokenize(sentence)).tolist()
@@ -994,8 +986,8 @@ class BlendedMegatronDatasetConfig:
 # ==============================================================================
 # Question: in what order are samples read, and where does each one start?
 #
-# From here on, a document is a sequence of the .idx file, as in upstream.  Three index arrays hold
-# the answer:
+# Three index arrays hold the answer.  (A document is a sequence of the .idx file here: see the box
+# at the front.)
 #
 # (1) document_index holds the documents of the split, repeated for each epoch and shuffled.
 #     Concatenated in this order, they are the stream.
@@ -1026,8 +1018,8 @@ class BlendedMegatronDatasetConfig:
 # rule).  Otherwise the last epoch is shuffled separately, and comes last.
 #
 # So a longer run may change all samples, from the first one on.  This happens even if only a
-# separate last epoch is added, because one generator shuffles first all documents and then the
-# samples.
+# separate last epoch is added, because its documents are shuffled before the samples, with the same
+# generator.
 #
 # With stable_order, a field of the config in section 5, each epoch is shuffled separately and has
 # its own seed.  So additional epochs leave the order of the earlier ones unchanged:
@@ -1359,9 +1351,7 @@ def build_stable_orders(
 # reset_attention_mask is an error.
 #
 # The pad id is the tokenizer's pad.  It is -1, which matches no token, if the tokenizer has no pad,
-# or if another special token has the same id and allow_ambiguous_pad_tokens is not set.  (The
-# special tokens are those in special_tokens_dict or, if there are none, eos and eod.)  Otherwise
-# no eod label would count in the loss, for example.
+# or if the pad is ambiguous (see _pad_id_of_config()).
 #
 # A label that equals the pad id never counts in the loss.  With eod_mask_loss, neither does a label
 # whose input token is eod.  In a sample, tokens and labels that equal the pad id become 0.
@@ -1594,7 +1584,7 @@ class GPTDataset(MegatronDataset):
         super().__init__(
             indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
         )
-        self._pad_token_id = _pad_id_of_config(config)  # section 13; -1 matches no token
+        self._pad_token_id = _pad_id_of_config(config)
         self.eod_token_id = None  # only set if a field needs it
         if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
             self.eod_token_id = config.tokenizer.eod
@@ -1747,16 +1737,6 @@ class GPTDataset(MegatronDataset):
         )
         return plan, [document_index, sample_index, shuffle_index]
 
-    def __getstate__(self):
-        """Return what a pickle holds: the attributes, without arrays that are in cache files."""
-        state = _picklable_state(self)
-        state.pop("indices", None)  # computed from _documents
-        return state
-
-    def __setstate__(self, state):
-        """Set the attributes, and load or build the arrays that the pickle left out."""
-        _restore_arrays(self, state)
-
     # ---- what the builder calls
 
     @staticmethod
@@ -1773,6 +1753,34 @@ class GPTDataset(MegatronDataset):
     def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
         """Return the number of documents, which are the sequences of the pair."""
         return len(low_level_dataset)
+
+
+def _pad_id_of_config(config):
+    """Return the id that pads short samples.
+
+      the tokenizer has                              the id is
+      no pad                                         -1
+      a pad that differs from all special tokens     the pad
+      a pad that is also a special token's id        -1, with a warning
+      the same, with allow_ambiguous_pad_tokens      the pad
+
+    The special tokens here are the entries of special_tokens_dict except "pad_token" or, if there
+    are none, eos and eod.  Labels that equal the pad id have no loss, so they should not be real
+    tokens, such as eod.
+    """
+    tokenizer = config.tokenizer
+    pad = _attribute_of(tokenizer, "pad")  # None if the tokenizer has no pad (section 19)
+    if pad is None:
+        return -1
+    special = dict(_attribute_of(tokenizer, "special_tokens_dict") or {})
+    special.pop("pad_token", None)
+    if not special:
+        special = {name: _attribute_of(tokenizer, name) for name in ("eos", "eod")}
+    same = [name for name, token in special.items() if token == pad]
+    if same and not config.allow_ambiguous_pad_tokens:
+        _warn_of_ambiguous_pad(pad, same)
+        return -1
+    return int(pad)
 
 
 def _count_tokens(sequence_lengths: np.ndarray, documents: np.ndarray | range) -> int:
@@ -2119,27 +2127,20 @@ class BlendedDataset(torch.utils.data.Dataset):
             build_phase_indices(*arrays, self.phases)
         else:
             build_blending_indices(*arrays, self.weights, len(self.datasets), self.size)
-        return _count_datasets(arrays[0], len(self.datasets)), arrays
+        return _samples_per_dataset(arrays[0], len(self.datasets)), arrays
 
     def samples_taken(self) -> np.ndarray:
         """Return how many samples the blend takes from each dataset, int64 (datasets,)."""
         if self._taken is None:  # a subclass has overridden _build_indices()
-            self._taken = _count_datasets(self.dataset_index, len(self.datasets))
+            self._taken = _samples_per_dataset(self.dataset_index, len(self.datasets))
         return np.array(self._taken, np.int64)
-
-    def __getstate__(self):
-        """Return what a pickle holds: the attributes, without arrays that are in cache files."""
-        return _picklable_state(self)
-
-    def __setstate__(self, state):
-        """Set the attributes, and load or build the arrays that the pickle left out."""
-        _restore_arrays(self, state)
 
     # ---- sample i
 
     def __getitem__(self, idx: int | None) -> dict:
         d, k = self._locate(idx)
-        return {"dataset_id": torch.from_numpy(np.array(d, np.int64)), **self.datasets[d][k]}
+        dataset_id = torch.from_numpy(np.array(d, np.int64))  # on the CPU, as all tensors here
+        return {"dataset_id": dataset_id, **self.datasets[d][k]}
 
     def __getitems__(self, indices: typing.Sequence[int | None]) -> list[dict]:
         """Return [self[idx] for idx in indices], but faster.  torch's DataLoader calls this."""
@@ -2160,24 +2161,20 @@ class BlendedDataset(torch.utils.data.Dataset):
 # For each of train, valid and test, the user requests a size: a number of samples, or None.  The
 # first row that applies says what the builder makes:
 #
-#   condition                                the builder makes
-#   no corpora, or an empty share            None
-#   blend_phases (only for train)            a blend of all samples of the phases
-#   multiple_validation_sets (for valid)     a list of datasets, one for each corpus
-#   one corpus without a weight              the dataset of the corpus
-#   one corpus of blend_per_split            the dataset of the corpus
-#   corpora without weights                  a blend of size samples or, if size is None or too
-#                                            large, of as many as the corpora have
-#   corpora with weights                     a blend of size samples, or slightly more
+#   condition                              the builder makes           requested from each corpus
+#   no corpora, or an empty share          None
+#   blend_phases (only for train)          a blend of all phases       sum of the targets in all
+#                                                                      phases, plus surplus
+#   multiple_validation_sets (for valid)   a list, with a dataset      size samples
+#                                          for each corpus
+#   one corpus without a weight            the dataset of the corpus   size samples
+#   one corpus of blend_per_split          the dataset of the corpus   size samples
+#   corpora without weights                a blend of size samples     one epoch
+#   corpora with weights                   a blend of size samples     target, plus surplus
 #
 # A list of one dataset is replaced with the dataset.  Mock data (section 21) count as one corpus.
-#
-# What is requested from each corpus:
-#
-#   for a dataset, or a list       size samples.  None and, as in upstream, 0 request one epoch
-#   for a blend without weights    one epoch.  The weights are then the corpora's numbers of samples
-#   for a blend with weights       its target, plus surplus
-#   for a blend of phases          the sum of its targets in all phases, plus surplus
+# From a corpus, None and, as in upstream, 0 request one epoch.  A blend without weights is weighted
+# by the corpora's numbers of samples.  If size is None or larger than their sum, the sum is used.
 #
 # A target is ceil(size * w), where w is the weight of the corpus divided by the sum of all weights.
 # (For a phase, size is the phase's number of samples.)  A target plus surplus is ceil(target * (1 +
@@ -2204,7 +2201,7 @@ class BlendedDataset(torch.utils.data.Dataset):
 
 
 class _SplitPlan(typing.NamedTuple):
-    """What to build for a split, as the tables above describe it."""
+    """What to build for a split, as a row of the table above describes it."""
 
     split: Split
     prefixes: list  # path prefix of each corpus; [None] for mock data
@@ -2272,8 +2269,8 @@ class BlendedMegatronDatasetBuilder:
     cls               a MegatronDataset class, such as GPTDataset
     sizes             what to request from train, valid and test: a number of samples, or None for
                       one epoch of each corpus.  A blend with weights needs a number, and may have a
-                      few samples more; 0 makes an empty blend.  Without a blend, 0 means the same
-                      as None.  A blend of phases always has all samples of its phases
+                      few samples more; 0 makes an empty blend.  Without a blend, 0, too,
+                      requests one epoch.  A blend of phases always has all samples of its phases
     is_built_on_rank  function without arguments that returns whether this rank needs the datasets.
                       It is called only with torch.distributed.  If it returns False, build()
                       returns [None, None, None].  (Rank 0 builds in any case, to write the cache.)
@@ -2315,8 +2312,9 @@ class BlendedMegatronDatasetBuilder:
         """
         if not _is_distributed():
             return self._build_splits()
-        # Both functions are in section 17.  They wait for all ranks; if a call fails on one rank,
-        # every rank raises an error.
+        # Both functions (section 17) wait for all ranks, and raise an error on every rank if a call
+        # fails on one.  Rank 0 calls _build_splits() first.  Then each other rank calls it if
+        # is_built_here, and otherwise only waits.
         is_built_here = _call_and_wait(self.is_built_on_rank)
         datasets = _call_on_rank_0_first(self._build_splits, is_built_here)
         _check_same_builds(datasets)  # section 13
@@ -2412,6 +2410,9 @@ class BlendedMegatronDatasetBuilder:
 #   step    M rounds; M is the global batch size divided by the samples in a round.  If M is
 #           constant, step t reads rounds t*M .. t*M + M - 1.  Samplers know nothing about steps
 #
+# Three classes have the names "single" (MegatronPretrainingSampler), "cyclic"
+# (MegatronPretrainingRandomSampler) and "full_validation" (MegatronFullValidationSampler).
+#
 # The sampler "single" keeps the samples in order and deals each dp rank a block of every round.
 # The sampler "cyclic" shuffles them anew in each pass.  With data_sharding, the loader's default,
 # each dp rank owns a part of the samples and shuffles only this part; all parts are shuffled with
@@ -2433,7 +2434,7 @@ class BlendedMegatronDatasetBuilder:
 #   single                    dropped; they are always the last samples of the dataset
 #   single, drop_last=False   read in a short last round, which the dp ranks share evenly.  Short
 #                             micro-batches are completed with None, for a padding sample
-#   full_validation           the same as single with drop_last=False
+#   full_validation           the same as single with drop_last=False and micro_batch_size 1
 #   cyclic, sharded           dropped before the shuffle; they are the last ones of the dataset
 #   cyclic, unsharded         dropped in two steps.  Before the shuffle: the last samples of the
 #                             dataset, if they do not fill a micro-batch.  After it: the samples
@@ -3050,7 +3051,7 @@ def get_batch_on_this_cp_rank(
     rows_are_cut = use_per_sequence_balancing or batch.get("cu_seqlens") is None
     if rows_are_cut:
         _check_divisible_row(S, cp_size)
-        chunk = S // (2 * cp_size)  # tokens in a chunk
+        chunk_size = S // (2 * cp_size)
     else:
         # the positions in each row that this rank keeps
         positions = _positions_in_documents(batch["cu_seqlens"], S, cp_rank, cp_size)
@@ -3062,8 +3063,8 @@ def get_batch_on_this_cp_rank(
         if value.dim() <= dim or value.shape[dim] != S:  # it has no axis of S tokens
             continue
         if rows_are_cut:
-            front = value.narrow(dim, cp_rank * chunk, chunk)
-            back = value.narrow(dim, S - (cp_rank + 1) * chunk, chunk)
+            front = value.narrow(dim, cp_rank * chunk_size, chunk_size)
+            back = value.narrow(dim, S - (cp_rank + 1) * chunk_size, chunk_size)
             part[key] = torch.cat([front, back], dim)
         else:
             _check_rows_to_cut(key, value, positions)
@@ -3573,7 +3574,7 @@ def _provenance_of_blend(blend, n, memo):
             last_n, checksum, counts = 0, 0, 0
         new = np.ascontiguousarray(blend.dataset_index[last_n:n], np.int16)
         checksum = zlib.crc32(new, checksum)
-        counts = np.add(counts, _count_datasets(new, len(blend.datasets)))
+        counts = np.add(counts, _samples_per_dataset(new, len(blend.datasets)))
         memo[id(blend)] = n, checksum, counts
         settings = {"which corpus gave which sample (weights, blend_phases)": checksum}
         if type(blend)._build_indices is not BlendedDataset._build_indices:
@@ -4862,38 +4863,6 @@ def _check_has_prefix(dataset_path):
         raise ValueError("config: no blend is given; give one, or build MockGPTDataset")
 
 
-def _pad_id_of_config(config):
-    """Return the id that pads short samples.
-
-      the tokenizer has                              the id is
-      no pad                                         -1
-      a pad that differs from all special tokens     the pad
-      a pad that is also a special token's id        -1, with a warning
-      the same, with allow_ambiguous_pad_tokens      the pad
-
-    The special tokens here are the entries of special_tokens_dict except "pad_token", or, if there
-    are none, eos and eod.  Tokens with the id of padding become 0 and have no loss, so they should
-    not be real tokens.
-    """
-    tokenizer = config.tokenizer
-    pad = _attribute_of(tokenizer, "pad")  # None if the tokenizer has no pad (section 19)
-    if pad is None:
-        return -1
-    special = dict(_attribute_of(tokenizer, "special_tokens_dict") or {})
-    special.pop("pad_token", None)
-    if not special:
-        special = {name: _attribute_of(tokenizer, name) for name in ("eos", "eod")}
-    same = [name for name, token in special.items() if token == pad]
-    if same and not config.allow_ambiguous_pad_tokens:
-        _warn(
-            f"tokenizer: the pad id {pad} is also the id of {' and '.join(same)}, so padding uses "
-            "-1 instead.  To silence this warning, give the tokenizer a pad id of its own, or set "
-            f"allow_ambiguous_pad_tokens (then no label with the id {pad} has a loss)"
-        )
-        return -1
-    return int(pad)
-
-
 def _check_config_of_samples(config):
     """Raise ValueError if fields exclude each other, or if the tokenizer lacks what they need."""
     names = ["unique_identifiers"]
@@ -4910,6 +4879,15 @@ def _check_config_of_samples(config):
 def _is_decimal(text):
     """Return whether a text is a decimal number.  (float() also accepts 2023_01, inf and nan.)"""
     return re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) is not None
+
+
+def _warn_of_ambiguous_pad(pad, same):
+    """Warn that the pad id is also the id of other special tokens, and is therefore not used."""
+    _warn(
+        f"tokenizer: the pad id {pad} is also the id of {' and '.join(same)}, so padding uses -1 "
+        "instead.  To silence this warning, give the tokenizer a pad id of its own, or set "
+        f"allow_ambiguous_pad_tokens (then no label with the id {pad} has a loss)"
+    )
 
 
 def _check_alternating(is_weight):
@@ -6017,8 +5995,16 @@ def _picklable_state(dataset):
     return state
 
 
-def _restore_arrays(dataset, state):
-    """Set the attributes of a pickled dataset, and the index arrays that its pickle left out.
+def _state_of_dataset(dataset):
+    """Return what the pickle of a dataset holds: the attributes, without arrays in cache files."""
+    state = _picklable_state(dataset)
+    if isinstance(dataset, GPTDataset):
+        state.pop("indices", None)  # computed from _documents
+    return state
+
+
+def _restore_dataset(dataset, state):
+    """Set the attributes of a pickled dataset, and load or build the arrays that it left out.
 
     Only arrays that the method of GPTDataset or BlendedDataset has cached are missing in a pickle.
     So this method is called, even if a subclass overrides it.
@@ -6036,13 +6022,28 @@ def _restore_arrays(dataset, state):
 _REPLACED_AFTER_PICKLE = "was replaced after the dataset was pickled; build the dataset again"
 
 
+def _state_of_pair(pair):
+    """Return what the pickle of a pair holds: its identity, and attributes not in the files."""
+    return _picklable_state(pair) | {"_identity": _identity_of_pair(pair)}
+
+
 def _restore_pair(pair, state):
-    """Set the attributes of a pickled pair, and open its files if they are still the same."""
+    """Set the attributes of a pickled pair, and open its files again.
+
+    Raises DatasetFormatError if its data have changed.
+    """
     identity = state.pop("_identity")
     vars(pair).update(state)
     pair._open()
     _check_identity(pair, identity, f"{pair.path_prefix} {_REPLACED_AFTER_PICKLE}")
     vars(pair).update(state)  # arrays that a user has set replace the arrays of the files
+
+
+# Pickle calls these methods.  They are set here to keep caches out of part I.
+IndexedDataset.__getstate__ = _state_of_pair
+IndexedDataset.__setstate__ = _restore_pair
+GPTDataset.__getstate__ = BlendedDataset.__getstate__ = _state_of_dataset
+GPTDataset.__setstate__ = BlendedDataset.__setstate__ = _restore_dataset
 
 
 # -- The cache of a dataset ---------------------------------------------------------------------
@@ -6077,7 +6078,7 @@ def _load_or_build_orders(dataset):
     return EpochPlan(*plan), arrays  # a plan from the cache is a list
 
 
-def _count_datasets(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
+def _samples_per_dataset(dataset_index: np.ndarray, num_datasets: int) -> list[int]:
     """Count how often each dataset occurs in dataset_index."""
     taken = np.zeros(num_datasets, np.int64)
     # in parts: bincount() copies its input to int64, and a blend may have billions of entries

@@ -2750,7 +2750,7 @@ def test_no_sample_is_read_for_a_state_and_no_storage_is_asked(one):
     states = [loader_of(one, data, n).state_dict() for n in (8, 20, 12, 40, 4)]
     loader = loader_of(one, data)
     part.fingerprint.side_effect = OSError("the storage does not answer")
-    with mock.patch.object(one, "_count_datasets", wraps=one._count_datasets) as counts:
+    with mock.patch.object(one, "_samples_per_dataset", wraps=one._samples_per_dataset) as counts:
         for state in states:
             loader.load_state_dict(state)
             assert loader.state_dict() == state
