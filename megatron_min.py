@@ -533,7 +533,7 @@ class IndexedDatasetBuilder(contextlib.AbstractContextManager):
         lengths and modes have an entry for each sequence.  If modes is None, all modes are 0.  A
         builder that is not multimodal ignores modes.
         """
-        lengths, modes = _as_lengths_and_modes(self, content, lengths, modes)  # of array.array
+        lengths, modes = _as_lengths_and_modes(self, content, lengths, modes)  # both as array.array
         try:
             self._bin.write(content)
             self.sequence_lengths.extend(lengths)
@@ -847,7 +847,7 @@ def split_range(bounds: tuple[float, float], num_sequences: int) -> tuple[int, i
     """Turn fractions of a corpus into (first, end), a half-open range of its sequences.
 
     Both are rounded as round() does: a half, such as 48.5, goes to the even number.  A product
-    that should be a half may be slightly less, because the fractions are floats.
+    that should be a half may be slightly off, because the fractions are floats.
 
     >>> split_range((0.98, 0.99), 100), split_range((0.98, 0.99), 1000), split_range((0, 0.5), 97)
     ((98, 99), (980, 990), (0, 48))
@@ -917,8 +917,8 @@ class BlendedMegatronDatasetConfig:
                         True: build one validation dataset per corpus instead of a blend, so that
                         each gets its own loss (section 7).  Needs blend_per_split
       full_validation   True: each of several validation datasets must cover one epoch, so the
-                        builder accepts only None as the size of valid (section 7).  (The loader
-                        has a setting with the same name: section 8)
+                        builder accepts only None as the size of valid, which requests one epoch
+                        (section 7).  (The loader has a setting with the same name: section 8)
 
     Building and reading
       mid_level_dataset_surplus
@@ -1216,9 +1216,9 @@ def build_sample_idx(
 def _fill_rows(rows, sizes, document_index, S, x, end_of_last):
     """Fill in the rows of a sample_index.  Section 18 replaces this function with a faster one.
 
-    Row 0 is (0, 0).  Each later row j means the last token of sample j - 1 or, if x is 0, the place
-    just after it.  In both cases, it names the document that has this last token.  So if x is 0, a
-    row may point to the end of a document, as in upstream.
+    Row 0 is (0, 0).  For each later row j: if x is 1, sample j starts with the last token of sample
+    j - 1; if x is 0, it starts just after this token.  In both cases, the row names the document
+    that has this token.  So if x is 0, a row may point to the end of a document, as in upstream.
 
     Sample j - 1 ends j*S + x tokens into the stream, or at end_of_last if it is short.
     """
@@ -1341,8 +1341,8 @@ def build_stable_orders(
 #   field                     a part starts            effect
 #   reset_position_ids        after an eod token       positions count from 0 again
 #   reset_attention_mask      after an eod token       no attention to earlier parts
-#   inter_document_masking    where a sequence of      positions count from 0 again; cu_seqlens
-#                             the .idx file starts     lists the starts, instead of a mask, for
+#   inter_document_masking    where a document starts  positions count from 0 again; cu_seqlens
+#                                                      lists the starts, instead of a mask, for
 #                                                      attention kernels that read such lists
 #
 # cu_seqlens (cumulative lengths) always has S + 1 entries; unused ones hold S.  Documents that
@@ -1657,7 +1657,7 @@ class GPTDataset(MegatronDataset):
         config = self.config
         S = config.sequence_length
         pad = self._pad_token_id
-        ids = self._pad(ids)  # section 10 and subclasses may pass fewer ids than S + x
+        ids = self._pad(ids)  # section 10 skips _query_...(), and a subclass may return fewer ids
         tokens = ids[:S].copy()
         labels = ids[1:].copy()
         if not self._x:  # the last input has no label
@@ -1678,9 +1678,9 @@ class GPTDataset(MegatronDataset):
         if config.inter_document_masking:
             if lengths is None:
                 lengths = [length for _, _, length in self.pieces(0 if idx is None else idx)]
-            part_starts = _starts_of_documents(lengths, S)
+            position_starts = _starts_of_documents(lengths, S)
         else:
-            part_starts = eod_starts if config.reset_position_ids else [0]
+            position_starts = eod_starts if config.reset_position_ids else [0]
 
         # Padding becomes 0, a valid id.  As in upstream, so do real tokens that equal the pad id.
         tokens[tokens == pad] = 0
@@ -1689,11 +1689,11 @@ class GPTDataset(MegatronDataset):
         if config.has_dense_mask:
             sample["attention_mask"] = causal_mask(mask_starts, S)
         sample["loss_mask"] = loss_mask
-        sample["position_ids"] = _positions_from(part_starts, S)
+        sample["position_ids"] = _positions_from(position_starts, S)
         if config.inter_document_masking:
             sample["cu_seqlens"] = np.full(S + 1, S, np.int32)
-            sample["cu_seqlens"][: len(part_starts)] = part_starts
-            sample["max_seqlen"] = np.array(np.diff([*part_starts, S]).max(), np.int32)
+            sample["cu_seqlens"][: len(position_starts)] = position_starts
+            sample["max_seqlen"] = np.array(np.diff([*position_starts, S]).max(), np.int32)
         return {key: torch.from_numpy(values) for key, values in sample.items()}
 
     # ---- how the index arrays are built
@@ -1701,7 +1701,7 @@ class GPTDataset(MegatronDataset):
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the index arrays, and set epoch_plan.  A subclass may override this method."""
         # Section 15 loads them from the cache, or calls _build_arrays() and saves them.
-        self.epoch_plan, arrays = _load_or_build_orders(self)
+        self.epoch_plan, arrays = _load_or_build_dataset_arrays(self)
         return arrays
 
     def _build_arrays(self):
@@ -1764,8 +1764,8 @@ def _pad_id_of_config(config):
       a pad that is also a special token's id        -1, with a warning
       the same, with allow_ambiguous_pad_tokens      the pad
 
-    The special tokens here are the entries of special_tokens_dict except "pad_token" or, if there
-    are none, eos and eod.  Labels that equal the pad id have no loss, so they should not be real
+    The special tokens are those in special_tokens_dict, without "pad_token".  If there are none,
+    they are eos and eod.  Labels that equal the pad id have no loss, so they should not be real
     tokens, such as eod.
     """
     tokenizer = config.tokenizer
@@ -2115,7 +2115,7 @@ class BlendedDataset(torch.utils.data.Dataset):
     def _build_indices(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the two index arrays, and set _taken.  A subclass may override this method."""
         # Section 15 loads them from the cache, or calls _build_arrays() and saves them.
-        self._taken, arrays = _load_or_build_blend(self)
+        self._taken, arrays = _load_or_build_blend_arrays(self)
         return arrays
 
     def _build_arrays(self):
@@ -2158,8 +2158,13 @@ class BlendedDataset(torch.utils.data.Dataset):
 # ==============================================================================
 # Question: which datasets does a config describe, and which rank builds first?
 #
-# For each of train, valid and test, the user requests a size: a number of samples, or None.  The
-# first row that applies says what the builder makes:
+# For each of train, valid and test, the user requests a size: a number of samples, or None.  In a
+# blend with weights, a corpus with the share w of all weights has a target of ceil(size * w)
+# samples, and is built with a surplus: ceil(target * (1 + mid_level_dataset_surplus)).  For
+# example, if the size is 1,000 and the weights are 30 and 70, the targets are 300 and 700, and with
+# a surplus of 0.005, 302 and 704 samples are requested from the corpora.
+#
+# The first row that applies says what the builder makes:
 #
 #   condition                              the builder makes           requested from each corpus
 #   no corpora, or an empty share          None
@@ -2170,18 +2175,13 @@ class BlendedDataset(torch.utils.data.Dataset):
 #   one corpus without a weight            the dataset of the corpus   size samples
 #   one corpus of blend_per_split          the dataset of the corpus   size samples
 #   corpora without weights                a blend of size samples     one epoch
-#   corpora with weights                   a blend of size samples     target, plus surplus
+#   corpora with weights                   a blend of all targets      target, plus surplus
 #
 # A list of one dataset is replaced with the dataset.  Mock data (section 21) count as one corpus.
 # From a corpus, None and, as in upstream, 0 request one epoch.  A blend without weights is weighted
 # by the corpora's numbers of samples.  If size is None or larger than their sum, the sum is used.
-#
-# A target is ceil(size * w), where w is the weight of the corpus divided by the sum of all weights.
-# (For a phase, size is the phase's number of samples.)  A target plus surplus is ceil(target * (1 +
-# mid_level_dataset_surplus)).  For example, if the size is 1,000 and the weights are 30 and 70, the
-# targets are 300 and 700, and with a surplus of 0.005, 302 and 704 samples are requested.  A blend
-# with weights has as many samples as the sum of the targets, which may be a few more than size, as
-# in upstream.
+# A blend with weights has as many samples as the sum of the targets, which may be a few more than
+# size, as in upstream.  In phases, the targets follow from the number of samples of each phase.
 #
 # The rule of section 6 keeps to the weights only approximately, and may take more samples of a
 # corpus than its target.  Hence the surplus.  If the rule takes more samples than a corpus has, the
@@ -2191,7 +2191,8 @@ class BlendedDataset(torch.utils.data.Dataset):
 # not exceed the number of samples of the phases.  If a number of samples is requested from a corpus
 # without tokens, the build fails.  Corpora that have no sample in one epoch are left out of a blend
 # without weights.  If one epoch is requested, but no corpus of the split has a sample, the split is
-# None, and a warning says so.  (A size of 0 needs no samples: a single dataset may then be empty.)
+# None, and a warning says so.  With a size of 0 there is no warning, and the dataset of one corpus
+# may be empty.
 #
 # In a job of several ranks, rank 0 builds first:
 #
@@ -2234,7 +2235,7 @@ def _plans_of_splits(config, sizes):
         if split is Split.train and config.blend_phases is not None:
             phases = _as_normalized_phases(config.blend_phases, prefixes)
             requested = [math.ceil(n * (1 + surplus)) for n in _targets_of_corpora(phases)]
-            plan = _SplitPlan(split, prefixes, bounds, requested, True, phases=phases)
+            plan = _SplitPlan(split, prefixes, bounds, requested, is_blend=True, phases=phases)
         elif split is Split.valid and config.multiple_validation_sets:
             _check_size_of_sets(config, prefixes, size)
             plan = _SplitPlan(split, prefixes, bounds, [size] * len(prefixes))
@@ -2269,8 +2270,9 @@ class BlendedMegatronDatasetBuilder:
     cls               a MegatronDataset class, such as GPTDataset
     sizes             what to request from train, valid and test: a number of samples, or None for
                       one epoch of each corpus.  A blend with weights needs a number, and may have a
-                      few samples more; 0 makes an empty blend.  Without a blend, 0, too,
-                      requests one epoch.  A blend of phases always has all samples of its phases
+                      few samples more.  0 makes an empty blend (or None, if it has no weights and
+                      no corpus has a sample); from a single corpus, it requests one epoch.  A blend
+                      of phases always has all samples of its phases
     is_built_on_rank  function without arguments that returns whether this rank needs the datasets.
                       It is called only with torch.distributed.  If it returns False, build()
                       returns [None, None, None].  (Rank 0 builds in any case, to write the cache.)
@@ -2579,8 +2581,8 @@ class MegatronPretrainingRandomSampler(_Sampler):
                    False: the samples are shuffled together and dealt to the dp ranks one by one
     seed           0 to 2**63 - 1; pass p is shuffled with seed + p.  0 gives upstream's order
 
-    A resumed run may have a different micro_batch_size or number of dp ranks.  It continues at the
-    same sample if
+    A resumed run may have a different micro_batch_size or, without data_sharding, a different
+    number of dp ranks.  It continues at the same sample if
 
       - samples_shuffled() is the same
       - divmod(consumed_samples, active_total_samples), the pass and the place in it, is the same
@@ -2716,7 +2718,7 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 # Each row says what is divided or sent, how, and who then has what:
 #
 #   a round (section 8)  --sampler-->    dp 0: ranks 0-3, 8-11          dp 1: ranks 4-7, 12-15
-#   batch of a dp rank   --stage---->    pp 0: tokens, positions        pp 1: labels, loss mask
+#   batch of a dp rank   --keep----->    pp 0: tokens, positions        pp 1: labels, loss mask
 #   batch of a stage     --one buffer->  tp 0: reads and sends it       tp 1: receives it
 #   batch of a tp rank   --cut------>    cp 0: chunks 0 and 3 of 4      cp 1: chunks 1 and 2
 #
@@ -6069,7 +6071,7 @@ def _identifiers_of_orders(dataset):
     return identifiers
 
 
-def _load_or_build_orders(dataset):
+def _load_or_build_dataset_arrays(dataset):
     """Return (plan, arrays) as GPTDataset._build_arrays() does, from the cache if possible."""
     made_from = {"documents": _digest_of_documents(dataset)} | _identifiers_of_orders(dataset)
     made_from |= _lengths_in_use(dataset.dataset, "lengths_crc32")
@@ -6087,7 +6089,7 @@ def _samples_per_dataset(dataset_index: np.ndarray, num_datasets: int) -> list[i
     return taken.tolist()
 
 
-def _load_or_build_blend(dataset):
+def _load_or_build_blend_arrays(dataset):
     """Return (samples taken, arrays) as BlendedDataset._build_arrays() does, or from the cache.
 
     The arrays depend only on unique_description: not on other settings, nor on a pair.
