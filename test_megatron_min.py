@@ -920,7 +920,8 @@ def test_a_line_becomes_a_document(one, tmp_path):
     one.encode_jsonl(of_key, tmp_path / "other", Tok(vocab_size=70001), json_key="other")
     assert texts_of(one, tmp_path / "other") == [[1, 2], [70000]]
     path.write_text('{"text": "1"}', "utf-16")
-    for bad, error in ((of_key, KeyError), (path, UnicodeDecodeError)):
+    number = jsonl(tmp_path / "c.jsonl", [["1", 5]])
+    for bad, error in ((of_key, KeyError), (path, UnicodeDecodeError), (number, ValueError)):
         raises(error, None, one.encode_jsonl, bad, tmp_path / "none", Tok())
     assert not list(tmp_path.glob("none*"))
 
@@ -1705,7 +1706,7 @@ def test_which_datasets_a_config_means(mm, corpora, caplog):
     of_phases = [[(A, 32, 6), (B, 20, 9), (C, 8, 6)], [(B, 2, 4), (C, 1, 4)]]
     of_phases.append([(B, 3, 4), (C, 1, 4)])
     of_one = {"blend_per_split": [([A], None), None, None], "blend_phases": [(9, [1]), (6, [1])]}
-    no_share = ["5 samples are requested from test"]
+    no_share = ["5 samples are requested from test, which has none"]
     too_short = ["train: 1 of 4 corpora cannot fill one sample"]
     too_few = [*too_short, "1,000,000 samples are requested from train"]
     for sizes, fields, wanted, size, warned in (
@@ -1721,7 +1722,7 @@ def test_which_datasets_a_config_means(mm, corpora, caplog):
         built, messages = heard(build, mm, sizes, config(mm, **fields))
         assert [parts_of(dataset) for dataset in built] == wanted
         assert getattr(built[0], "size", None) == size
-        assert [re.split(r", which| \(for example", message)[0] for message in messages] == warned
+        assert [re.split("; |, which has only| .for", text)[0] for text in messages] == warned
     train, valid, _ = built
     assert train.phases == [(9, [0.5, 0.5, 0.0]), (7, [0.0, 1 / 3, 2 / 3])]
     assert train.datasets[2].dataset is valid.datasets[1].dataset, "each corpus is opened once"
@@ -1814,6 +1815,9 @@ def test_datasets_of_the_users_own_are_built_side_by_side(one):
     train, valid, test = build(one, [3, 3, 0], cfg, Numbers)
     assert (parts_of(train), test) == ([("ten", 5, 4), ("too", 5, 2)], None)
     assert batch_of(valid, [0, 1, 2])["number"].tolist() == [15, 15, 16]
+    for method, *arguments in (("build_low_level_dataset", 1, 2), ("numel_low_level_dataset", 1)):
+        missing = getattr(one.MegatronDataset, method)
+        raises(NotImplementedError, rf"^{method}\(\) is missing; define it", missing, *arguments)
 
 
 def test_what_a_builder_refuses(one, corpora):
@@ -1918,6 +1922,7 @@ def test_an_order_is_dealt_round_by_round(one, kind):
         sizes = kind, total, consumed, micro
         all_ranks = [sampler_of(one, *sizes, r, ranks, seed=seed) for r in range(ranks)]
         assert len(all_ranks[0]) == total // per_round, "that of a whole turn"
+        assert all_ranks[0].micro_batch_times_data_parallel_size == per_round
         for later in range(3):
             wanted = rounds_of_turn(kind, total, micro, ranks, seed, turn + later, done)
             found = [list(batches) for batches in zip(*all_ranks, strict=True)]
@@ -2160,7 +2165,7 @@ def test_a_batch_that_does_not_fit_is_refused(one, tmp_path):
     """So is a batch whose mask keeps documents apart, if no mask is requested."""
     plain = hand_made_batch(np.random.default_rng(3))
     packed = packed_batch(np.random.default_rng(3), [[16], [4, 12]])
-    prefix = mk(one, tmp_path / "p", [[1, 2, 0] * 20])
+    prefix = mk(one, tmp_path / "p", [[0, *39 * [1], 0]])  # only the first token is apart
     fields = WITH_MASK | {"reset_attention_mask": True, "sequence_length": LENGTH}
     apart = batch_of(gpt(one, prefix, **fields), range(ROWS))
     for batch, options, word in (
@@ -2442,6 +2447,7 @@ def test_dataloader_type_selects_the_sampler(one, monkeypatch):
         one.PretrainingDataLoader(Numbers(8), sampler, in_order=False)
     with pytest.warns(UserWarning, match="no batch: .* 6 samples, .* 16; request"):
         assert list(loader_of(one, Numbers(6), micro_batch_size=16)) == []
+    assert len(list(loader_of(one, Numbers(8), 1))) == 1, "the rounds begin at sample 1"
     ending = loader_of(one, Numbers(9))
     with mock.patch.object(Numbers, "__getitem__", side_effect=[1, 2, 3, 4, StopIteration]):
         batches = iter(ending)
@@ -5282,6 +5288,7 @@ def test_all_shards_of_a_job_are_merged_or_none(one, tmp_path, monkeypatch):
     for name, count in (("a", 9), ("b", 9), ("n0/b", 9), ("n1/b", 10)):
         os.makedirs(os.path.dirname(tmp_path / name), exist_ok=True)
         jsonl(f"{name}.jsonl", ["1"] * count)
+    assert len(one.IndexedDataset(one.preprocess("**/*.jsonl", "o")["text"])) == 37
     first = one.preprocess(["a.jsonl", "b.jsonl"], "o", shard=(0, 2))["text"]
     refused = pytest.raises(ValueError, match="_00001_of_00002: not from the same job .*append_eod")
     for names, append_eod, outcome in (
@@ -6131,7 +6138,8 @@ def test_what_fine_tuning_refuses(one, tmp_path):
     raises(FileNotFoundError, words, chat, one, prefix)
     os.mkdir(prefix)  # as a cache does
     raises(IsADirectoryError, words, chat, one, prefix)
-    raises(ValueError, r"list\.jsonl, line 1: cannot be read: ", chat, one, tmp_path / "list.jsonl")
+    for name, words in (("list.jsonl", "line 1: cannot be read: "), ("no_lists.parquet", "row 1")):
+        raises(ValueError, words, chat, one, tmp_path / name)
     (tmp_path / "empty.jsonl").touch()
     assert len(chat(one, tmp_path / "empty.jsonl")) == 0
     template = Tok(tokenize=with_start, tokenize_conversation=print)
