@@ -918,7 +918,7 @@ class BlendedMegatronDatasetConfig:
                         each gets its own loss (section 7).  Needs blend_per_split
       full_validation   True: each of several validation datasets must cover one epoch, so the
                         builder accepts only None as the size of valid, which requests one epoch
-                        (section 7).  (The loader has a setting with the same name: section 8)
+                        (section 7).  (The loader of section 10 has a setting with the same name)
 
     Building and reading
       mid_level_dataset_surplus
@@ -1017,7 +1017,7 @@ class BlendedMegatronDatasetConfig:
 # all epochs together only if about 80 % of the last one, or more, are needed (plan_epochs() has the
 # rule).  Otherwise the last epoch is shuffled separately, and comes last.
 #
-# So a longer run may change all samples, from the first one on.  This happens even if only a
+# So a longer run may read other samples, from the first one on.  This happens even if only a
 # separate last epoch is added, because its documents are shuffled before the samples, with the same
 # generator.
 #
@@ -1351,7 +1351,7 @@ def build_stable_orders(
 # reset_attention_mask is an error.
 #
 # The pad id is the tokenizer's pad.  It is -1, which matches no token, if the tokenizer has no pad,
-# or if the pad is ambiguous (see _pad_id_of_config()).
+# or if another special token has the same id (see _pad_id_of_config()).
 #
 # A label that equals the pad id never counts in the loss.  With eod_mask_loss, neither does a label
 # whose input token is eod.  In a sample, tokens and labels that equal the pad id become 0.
@@ -1856,7 +1856,8 @@ def _positions_from(starts: typing.Sequence[int], sequence_length: int) -> np.nd
 # far is furthest below its share.
 #
 # The lag of a dataset is weight * max(i, 1), minus the number of samples that it gave before sample
-# i.  (Because of max, sample 0 comes from the dataset with the largest weight.)
+# i.  (Because of max, sample 0 comes from the dataset with the largest weight.)  Ties go to the
+# lowest d.
 #
 #   weights 0.25, 0.75    sample i of the blend    0     1     2     3
 #                         lag of dataset 0         .25   .25  -.5   -.25
@@ -2178,10 +2179,11 @@ class BlendedDataset(torch.utils.data.Dataset):
 #   corpora with weights                   a blend of all targets      target, plus surplus
 #
 # A list of one dataset is replaced with the dataset.  Mock data (section 21) count as one corpus.
-# From a corpus, None and, as in upstream, 0 request one epoch.  A blend without weights is weighted
-# by the corpora's numbers of samples.  If size is None or larger than their sum, the sum is used.
-# A blend with weights has as many samples as the sum of the targets, which may be a few more than
-# size, as in upstream.  In phases, the targets follow from the number of samples of each phase.
+# A size of None or, as in upstream, 0 requests one epoch of a corpus.  A blend without weights is
+# weighted by the corpora's numbers of samples.  If size is None or larger than their sum, the sum
+# is used.  A blend with weights has as many samples as the sum of the targets, which may be a few
+# more than size, as in upstream.  In phases, the targets follow from the number of samples of each
+# phase.
 #
 # The rule of section 6 keeps to the weights only approximately, and may take more samples of a
 # corpus than its target.  Hence the surplus.  If the rule takes more samples than a corpus has, the
@@ -2316,11 +2318,11 @@ class BlendedMegatronDatasetBuilder:
             return self._build_splits()
         # Both functions (section 17) wait for all ranks, and raise an error on every rank if a call
         # fails on one.  Rank 0 calls _build_splits() first.  Then each other rank calls it if
-        # is_built_here, and otherwise only waits.
-        is_built_here = _call_and_wait(self.is_built_on_rank)
-        datasets = _call_on_rank_0_first(self._build_splits, is_built_here)
+        # is_needed_here, and otherwise only waits.
+        is_needed_here = _call_and_wait(self.is_built_on_rank)
+        datasets = _call_on_rank_0_first(self._build_splits, is_needed_here)
         _check_same_builds(datasets)  # section 13
-        return datasets if is_built_here else [None] * len(Split)
+        return datasets if is_needed_here else [None] * len(Split)
 
     def _build_splits(self):
         """Build the datasets of all splits on this rank."""
@@ -2412,8 +2414,9 @@ class BlendedMegatronDatasetBuilder:
 #   step    M rounds; M is the global batch size divided by the samples in a round.  If M is
 #           constant, step t reads rounds t*M .. t*M + M - 1.  Samplers know nothing about steps
 #
-# Three classes have the names "single" (MegatronPretrainingSampler), "cyclic"
-# (MegatronPretrainingRandomSampler) and "full_validation" (MegatronFullValidationSampler).
+# The loader of section 10 and this text call the three samplers "single"
+# (MegatronPretrainingSampler), "cyclic" (MegatronPretrainingRandomSampler) and "full_validation"
+# (MegatronFullValidationSampler).
 #
 # The sampler "single" keeps the samples in order and deals each dp rank a block of every round.
 # The sampler "cyclic" shuffles them anew in each pass.  With data_sharding, the loader's default,
@@ -2715,18 +2718,18 @@ def batches_of(dataset: typing.Any, sampler: _Sampler) -> typing.Iterator[dict]:
 #
 # Ranks are numbered along tp first, then cp, dp and pp: with 2 ranks on each axis, the number of a
 # rank is tp + 2 cp + 4 dp + 8 pp.  A round reaches the ranks in four steps, from top to bottom.
-# Each row says what is divided or sent, how, and who then has what:
+# Each row says what is divided or sent, how, and for whom:
 #
 #   a round (section 8)  --sampler-->    dp 0: ranks 0-3, 8-11          dp 1: ranks 4-7, 12-15
 #   batch of a dp rank   --keep----->    pp 0: tokens, positions        pp 1: labels, loss mask
 #   batch of a stage     --one buffer->  tp 0: reads and sends it       tp 1: receives it
 #   batch of a tp rank   --cut------>    cp 0: chunks 0 and 3 of 4      cp 1: chunks 1 and 2
 #
-# For the last step, each row is cut into 2 * cp equal chunks, and each cp rank gets two of them.
-# (In packed rows, each document is cut, unless use_per_sequence_balancing is set.)  Why chunks 0
-# and 3?  Under a causal mask, the last token attends to all tokens, and the first token only to
-# itself.  So the first chunk costs least and the last chunk costs most.  Together they cost as much
-# as any other such pair.
+# For the last step, each row is cut into 2 * cp_size equal chunks, and each cp rank gets two of
+# them.  (In packed rows, each document is cut, unless use_per_sequence_balancing is set.)  Why
+# chunks 0 and 3?  Under a causal mask, the last token attends to all tokens, and the first token
+# only to itself.  So the first chunk costs least and the last chunk costs most.  Together they cost
+# as much as any other such pair.
 
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
@@ -3050,8 +3053,8 @@ def get_batch_on_this_cp_rank(
     S = _length_of_rows(batch)
     if S is None:
         return part
-    rows_are_cut = use_per_sequence_balancing or batch.get("cu_seqlens") is None
-    if rows_are_cut:
+    cuts_full_rows = use_per_sequence_balancing or batch.get("cu_seqlens") is None
+    if cuts_full_rows:
         _check_divisible_row(S, cp_size)
         chunk_size = S // (2 * cp_size)
     else:
@@ -3064,7 +3067,7 @@ def get_batch_on_this_cp_rank(
         _check_axis_to_cut(key, value, dim, S)  # raises if tokens, labels, ... have another length
         if value.dim() <= dim or value.shape[dim] != S:  # it has no axis of S tokens
             continue
-        if rows_are_cut:
+        if cuts_full_rows:
             front = value.narrow(dim, cp_rank * chunk_size, chunk_size)
             back = value.narrow(dim, S - (cp_rank + 1) * chunk_size, chunk_size)
             part[key] = torch.cat([front, back], dim)
