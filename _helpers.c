@@ -20,7 +20,7 @@
  *     borrow, check, compute, report, release.  The loop touches no Python object and runs without
  *     the GIL.  It trusts what the wrapper has checked.
  *   - As in CPython, 0 is success and -1 is failure.  If a function that borrows or checks returns
- *     -1, it has set an exception.  A loop may not set one.  It returns -1 if a number that it has
+ *     -1, it has set an exception.  A loop must not set one.  It returns -1 if a number that it has
  *     read from an array is unusable.
  *   - An array may be unaligned (the sizes in an .idx file start at byte 34).  So items are moved
  *     by memcpy, which compiles to one plain load or store.
@@ -465,7 +465,7 @@ exit:
  * If consecutive datasets have equal weight and equal taken, only the first R of them need to be
  * candidates.  Each of these wins against the rest until it is drawn, and a run draws at most R.
  *
- * Cost: with more than FEW datasets, less than sqrt(D) comparisons for each sample, instead of D.
+ * Cost: with more than FEW datasets, fewer than sqrt(D) comparisons for each sample, instead of D.
  * With 1024 datasets, a sample takes 0.1 us instead of 0.6.  Only weights that differ very little
  * cost up to D comparisons.
  */
@@ -927,7 +927,8 @@ static struct PyModuleDef definition = {
     .m_base = PyModuleDef_HEAD_INIT, .m_name = "_megatron_min",
     .m_doc = "The slow loops of megatron_min.py, in C.", .m_methods = methods, .m_slots = slots,
 };
-/* Py_mod_gil is not set, so a free-threaded Python enables its GIL.  No test ran without it. */
+/* Py_mod_gil is not set, so a free-threaded Python enables its GIL.  The module was not tested
+ * without a GIL. */
 
 PyMODINIT_FUNC PyInit__megatron_min(void)
 {

@@ -6,8 +6,8 @@
 
 This module writes and reads the files that Megatron-LM trains on, and makes training batches from
 them.  The reference is the package megatron-core 0.16.1, called "upstream" here.  Except where
-upstream has a fault, both make the same files, index arrays, caches, samples and batches, bit for
-bit.
+upstream has a fault, this module and upstream make the same files, index arrays, caches, samples
+and batches, bit for bit.
 
 Part I explains the path of a token, like a textbook.  Each section asks a question and answers it
 twice: first with a drawing or a table, then in code.  The code defines what happens to good input.
@@ -260,7 +260,7 @@ class DType(enum.Enum):
 
     @staticmethod
     def size(key: int | type) -> int:
-        """Return the bytes of one token; key is a code, a dtype or the name of a dtype."""
+        """Return the size of one token in bytes; key is a code, a dtype or the name of a dtype."""
         if not isinstance(key, (type, np.dtype, str)):  # a code, of any integer type
             key = DType.dtype_from_code(operator.index(key))
         return np.dtype(key).itemsize
@@ -453,7 +453,8 @@ class IndexedDataset(torch.utils.data.Dataset):
         """Return document_indices."""
         return self.document_indices
 
-    # ---- how caches and states recognize the pair: section 15 (which also sets pickle's methods)
+    # ---- the identity of the pair, for caches and saved states.  (Section 15 has it, and sets the
+    # methods that pickle calls.)
 
     def fingerprint(self) -> dict:
         """Return the sizes of the files, and checksums of parts of them, as a flat dict for JSON.
@@ -1657,7 +1658,8 @@ class GPTDataset(MegatronDataset):
         config = self.config
         S = config.sequence_length
         pad = self._pad_token_id
-        ids = self._pad(ids)  # section 10 skips _query_...(), and a subclass may return fewer ids
+        # Here, too, because section 10 does not call _query_...(), and a subclass's may not pad.
+        ids = self._pad(ids)
         tokens = ids[:S].copy()
         labels = ids[1:].copy()
         if not self._x:  # the last input has no label
@@ -2084,8 +2086,8 @@ class BlendedDataset(torch.utils.data.Dataset):
             self.datasets, weights = _drop_zero_weights(self.datasets, weights, names)
             if size is not None:
                 self.size = _as_size(size, "size")
-                # Normalized again, though the builder has done so: upstream does, and the last bit
-                # may change.
+                # Normalize again, although the builder already has.  Upstream does so, too, and
+                # this may change the last bit.
                 self.weights = normalize(weights)
             else:
                 self.weights = _as_counts(weights, "weights").tolist()
@@ -2160,10 +2162,11 @@ class BlendedDataset(torch.utils.data.Dataset):
 # Question: which datasets does a config describe, and which rank builds first?
 #
 # For each of train, valid and test, the user requests a size: a number of samples, or None.  In a
-# blend with weights, a corpus with the share w of all weights has a target of ceil(size * w)
-# samples, and is built with a surplus: ceil(target * (1 + mid_level_dataset_surplus)).  For
-# example, if the size is 1,000 and the weights are 30 and 70, the targets are 300 and 700, and with
-# a surplus of 0.005, 302 and 704 samples are requested from the corpora.
+# blend with weights, let w be the weight of a corpus, divided by the sum of all weights.  The
+# corpus has a target of ceil(size * w) samples, and is built with a surplus: ceil(target * (1 +
+# mid_level_dataset_surplus)).  For example, if the size is 1,000 and the weights are 30 and 70, the
+# targets are 300 and 700, and with a surplus of 0.005, 302 and 704 samples are requested from the
+# corpora.
 #
 # The first row that applies says what the builder makes:
 #
@@ -2316,9 +2319,9 @@ class BlendedMegatronDatasetBuilder:
         """
         if not _is_distributed():
             return self._build_splits()
-        # Both functions (section 17) wait for all ranks, and raise an error on every rank if a call
-        # fails on one.  Rank 0 calls _build_splits() first.  Then each other rank calls it if
-        # is_needed_here, and otherwise only waits.
+        # _call_and_wait() and _call_on_rank_0_first() wait for all ranks, and raise an error on
+        # every rank if a call fails on one (section 17).  Rank 0 calls _build_splits() first.  Then
+        # each other rank calls it if is_needed_here, and otherwise only waits.
         is_needed_here = _call_and_wait(self.is_built_on_rank)
         datasets = _call_on_rank_0_first(self._build_splits, is_needed_here)
         _check_same_builds(datasets)  # section 13
@@ -6011,8 +6014,8 @@ def _state_of_dataset(dataset):
 def _restore_dataset(dataset, state):
     """Set the attributes of a pickled dataset, and load or build the arrays that it left out.
 
-    Only arrays that the method of GPTDataset or BlendedDataset has cached are missing in a pickle.
-    So this method is called, even if a subclass overrides it.
+    A pickle leaves out only arrays that the method of GPTDataset or BlendedDataset has cached.  So
+    this method restores them, even if a subclass overrides it.
     """
     vars(dataset).update(state)
     dataset._arrays_in_files = {}
