@@ -1576,6 +1576,8 @@ def test_invalid_blends_raise(one):
     blend = functools.partial(one.BlendedDataset, config=config(one))
     twice = [Bare(9, one.Split.train)] * 2
     raises(ValueError, "takes 15 samples from bare", blend, twice, [3, 1], 20)
+    pathless = 2 * [Wrapped(index_split=one.Split.train, unique_identifiers={})]
+    raises(ValueError, "takes 75 samples from Wrapped", blend, pathless, [3, 1], 100)
     parts = [Bare(9, one.Split[name]) for name in ("valid", "train")]
     raises(ValueError, r"of one split, got \['train', 'valid'\]", blend, parts, [1, 1], 4)
     fill = one.build_phase_indices
@@ -2234,7 +2236,7 @@ def test_what_cannot_be_cut_is_refused(one):
         ({"tokens": torch.zeros(1, 8), "labels": torch.zeros(1, 9)}, 1, "labels.*ed 8 .*same len"),
         ({"tokens": torch.zeros(2, 8), "cu_seqlens": torch.zeros(1, 2)}, 1, "has 2 rows, .* 1;"),
         (names, 1, r"of tokens, labels, .*position_ids .*: \['input_ids'\]\); rename"),
-        (dict.fromkeys(FIVE) | names, 0, r"keys: \['input_ids'\]"),
+        (dict.fromkeys(FIVE) | names | {3: torch.zeros(1)}, 0, r"keys: \[3, 'input_ids'\]"),
         ({"tokens": torch.zeros(2, 8), "loss_mask": np.ones((2, 8))}, 1, "mask.*tensor, got ndarr"),
     ):
         raises(ValueError, words, one.get_batch_on_this_cp_rank, batch, rank, 2)
@@ -4534,12 +4536,12 @@ def a_failed_build_is_raised_on_all(job):
         assert built_tokens(job, "shared")[0]
 
 
-def built_on_nodes(job, stale=(), weights=(1, 3)):
+def built_on_nodes(job, stale=(), weights=(1, 3), has_train=True):
     """Build on ranks of which each has a copy of its own; some of b are stale."""
     folder = job.folder / f"node {job.rank}"
     a = mk(job.mm, folder / "a", [[1] * 40])
     b = mk(job.mm, folder / "b", [[1] * 40, [2] * (30 if job.rank in stale else 33)])
-    blends = [([a, b], weights), ([a, b], weights), None]
+    blends = [([a, b], weights) if has_train else None, ([a, b], weights), None]
     fields = {"multiple_validation_sets": True, "stable_order": True}
     return build(job.mm, [60, 6, 0], config(job.mm, blend_per_split=blends, **fields))
 
@@ -4555,6 +4557,8 @@ def the_data_of_the_ranks_are_compared(job):
         raises(ValueError, words, quiet, built_on_nodes, job, stale)
     with pytest.raises(ValueError, match="weights of train is .* on rank 0, and "):
         built_on_nodes(job, weights=(1, 2 + job.rank))
+    with pytest.raises(ValueError, match=r"fingerprint of valid 1 .b. is"):
+        quiet(built_on_nodes, job, [last], has_train=False)
     rows = jsonl(job.folder / f"rows {job.rank}", [ROW] * 9, "messages")
     cfg = config(job.mm, ([rows], None), tokenizer=ChatTokenizer(pad=999))
     assert len(build(job.mm, [5, 0, 0], cfg, job.mm.SFTDataset)[0]) == 5
@@ -5616,12 +5620,14 @@ def test_each_key_makes_a_pair(one, tmp_path, monkeypatch, capsys):
     bar = tqdm.tqdm.return_value.__enter__.return_value
     bar.n = 0
     monkeypatch.setitem(sys.modules, "tqdm", tqdm)
-    made = quiet(one.preprocess, path, tmp_path / "o", verbose=True, **keys)
+    clock = mock.Mock(side_effect=itertools.count(0, 0.001))
+    with mock.patch.object(time, "perf_counter", clock):
+        made = quiet(one.preprocess, path, tmp_path / "o", verbose=True, **keys)
     size = path.stat().st_size
     assert tqdm.tqdm.call_args == mock.call(total=size, unit="B", unit_scale=True, disable=None)
     bar.update.assert_called_with(size)
-    words = rf"100 documents, {size:,} bytes, [\d.,]+ MB/s\n"
-    assert re.fullmatch(words, capsys.readouterr().err)
+    words = f"100 documents, {size:,} bytes, {size / 1000:,.1f} MB/s\n"  # in a millisecond
+    assert capsys.readouterr().err == words
     of_texts = quiet(one.preprocess, None, tmp_path / "t", texts=iter(rows), workers=3, **keys)
     assert capsys.readouterr().err == ""
     assert made == {key: f"{tmp_path}/o_{key}_document" for key in ("y", "x")}
