@@ -2394,7 +2394,7 @@ class BlendedMegatronDatasetBuilder:
             datasets = [dataset for dataset, _, _ in rows]
             return BlendedDataset(datasets, *arguments, phases=plan.phases)
         except _BlendTooLarge as error:
-            needed = error.needed  # {dataset that is too short: samples that the blend takes of it}
+            needed = error.needed  # {dataset that is too short: samples that the blend takes}
         # Rebuild only these corpora, because the order of a corpus may change if it is built with
         # more samples.
         large_enough = []
@@ -2516,7 +2516,7 @@ class _Sampler:
 class MegatronPretrainingSampler(_Sampler):
     """Sampler that yields the samples in order, from consumed_samples on.
 
-    It yields lists of micro_batch_size sample numbers (or None, see drop_last); dp rank r gets
+    It yields lists of micro_batch_size sample indices (or None, see drop_last); dp rank r gets
     block r of each round.  All dp ranks yield the same number of lists.  Every later iteration
     starts at sample 0.
 
@@ -4795,8 +4795,9 @@ def _check_ids_fit(ids, tokens):
 
 def _check_text(text):
     """Raise ValueError unless a text is a str or a list of str."""
-    sentences = [text] if isinstance(text, str) else text
-    if not isinstance(sentences, list) or not all(isinstance(each, str) for each in sentences):
+    if isinstance(text, str):
+        return
+    if not isinstance(text, list) or not all(isinstance(each, str) for each in text):
         raise ValueError(f"expected a text, or a list of sentences, got {text!r:.60}")
 
 
@@ -5899,7 +5900,7 @@ def _file_exists(path):
 def _read_idx(pair):
     """Return the bytes of the .idx, as an array; on object storage, they are copied first.
 
-    The stamp of the file is taken before.
+    The stamp of the file is taken before it is read.
     """
     pair._stamps["idx"] = _stamp_of_pair_file(pair._idx_path)
     path = pair._idx_path
@@ -5911,8 +5912,8 @@ def _read_idx(pair):
 def _open_tokens(pair):
     """Open the .bin: return an object that reads it, and the number of its tokens.
 
-    Checks that the .bin ends where the arrays say, and that neither file has changed.
-    A .bin on object storage is not opened and not checked for changes.
+    Checks that the .bin ends where the arrays say, and that neither file has changed.  A .bin on
+    object storage is not opened and not checked for changes.
     """
     pair._stamps["bin"] = _stamp_of_pair_file(pair._bin_path)
     _check_ends_of_pair(pair)
