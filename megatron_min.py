@@ -12,11 +12,11 @@ and batches, bit for bit.
 Part I explains the path of a token, like a textbook.  Each section asks a question and answers it
 twice: first with a drawing or a table, then in code.  The code defines what happens to good input.
 Most bad input is rejected by one-line calls to helper functions, most of them in section 13:
-_check_...() raises an error, _as_...() and _parse_...() also convert the value, and _warn_...()
-only warns.  In a block "with _naming_place(place)", every error message begins with place, which
-says where the bad value is.  Python's operator.index(n) converts any integer, including numpy's, to
-int, and rejects floats.  Most other functions that are used before their definition have a name
-that says what they do, or a comment.
+_check_...() raises an error (some of these also warn), _as_...() and _parse_...() also convert the
+value, and _warn_...() only warns.  In a block "with _naming_place(place)", every error message
+begins with place, which says where the bad value is.  Python's operator.index(n) converts any
+integer, including numpy's, to int, and rejects floats.  Most other functions that are used before
+their definition have a name that says what they do, or a comment.
 
 The module needs only numpy and torch.  The optional accelerator, _helpers.c, gives identical
 results.
